@@ -1,0 +1,77 @@
+"""The one door to the network. Every function takes ``(x, axis)`` and leaves ``x`` as it is."""
+
+from course_lib.comm.collectives import (
+    all_gather,
+    all_reduce,
+    all_reduce_max,
+    all_to_all,
+    all_to_all_uneven,
+    barrier,
+    broadcast,
+    reduce_scatter,
+    start_all_gather,
+    start_all_reduce,
+    start_reduce_scatter,
+)
+from course_lib.comm.door import Handle
+from course_lib.comm.flat import by_dtype_and_size, flatten, start_all_reduce_flat, unflatten
+from course_lib.comm.from_messages import (
+    ring_all_gather,
+    ring_all_reduce,
+    ring_reduce_scatter,
+    tree_all_reduce,
+    tree_broadcast,
+    tree_reduce,
+)
+from course_lib.comm.operators import copy, gather, own_shard, reduce, reshard, shard, swap, unshard
+from course_lib.comm.p2p import (
+    Exchange,
+    exchange,
+    recv,
+    ring,
+    send,
+    start_exchange,
+    start_recv,
+    start_send,
+)
+
+__all__ = [
+    "Exchange",
+    "Handle",
+    "all_gather",
+    "all_reduce",
+    "all_reduce_max",
+    "all_to_all",
+    "all_to_all_uneven",
+    "barrier",
+    "broadcast",
+    "by_dtype_and_size",
+    "copy",
+    "exchange",
+    "flatten",
+    "gather",
+    "own_shard",
+    "recv",
+    "reduce",
+    "reduce_scatter",
+    "reshard",
+    "ring",
+    "ring_all_gather",
+    "ring_all_reduce",
+    "ring_reduce_scatter",
+    "send",
+    "shard",
+    "start_all_gather",
+    "start_all_reduce",
+    "start_all_reduce_flat",
+    "start_exchange",
+    "start_recv",
+    "start_reduce_scatter",
+    "start_send",
+    "swap",
+    "tree_all_reduce",
+    "tree_broadcast",
+    "tree_reduce",
+    "unflatten",
+    "unshard",
+]

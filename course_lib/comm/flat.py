@@ -1,0 +1,62 @@
+"""Flat buckets: many tensors travel as one.
+
+One call for a bucket of gradients costs one alpha instead of one for each tensor.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+import torch
+from torch import Tensor
+
+from course_lib.comm.collectives import _start_all_reduce, dist
+from course_lib.comm.door import Done, Handle
+from course_lib.mesh import Axis
+
+
+def flatten(tensors: Sequence[Tensor]) -> Tensor:
+    """All elements of ``tensors`` (one dtype) in order, as a fresh 1-D tensor."""
+    dtypes = {tensor.dtype for tensor in tensors}
+    if len(dtypes) != 1:
+        raise ValueError(
+            f"a flat bucket holds one dtype, got {sorted(map(str, dtypes))}: make one bucket each"
+        )
+    return torch.cat([tensor.detach().reshape(-1) for tensor in tensors])
+
+
+def unflatten(flat: Tensor, like: Iterable[Tensor]) -> list[Tensor]:
+    """Views into ``flat`` with the shapes of ``like``, in order."""
+    shapes = [tensor.shape for tensor in like]
+    pieces = flat.split([shape.numel() for shape in shapes])
+    return [piece.view(shape) for piece, shape in zip(pieces, shapes, strict=True)]
+
+
+def start_all_reduce_flat(tensors: Sequence[Tensor], axis: Axis) -> Handle:
+    """Begin the all-reduce of ``tensors`` as one bucket; wait gives the flat sum.
+
+    The flattening is the only copy that is made.
+    """
+    flat = flatten(tensors)
+    if axis.size == 1:
+        return Done(flat)
+    return _start_all_reduce(flat, axis, dist.ReduceOp.SUM, control=False)
+
+
+def by_dtype_and_size(tensors: Iterable[Tensor], limit: int) -> list[list[Tensor]]:
+    """Cut ``tensors`` (order kept within a dtype) into buckets of about ``limit`` bytes.
+
+    A bucket is closed by the tensor that fills it, so that a tensor above the limit has its own.
+    """
+    if limit < 1:
+        raise ValueError(f"a bucket of {limit} bytes: at least 1 is wanted")
+    open_buckets: dict[torch.dtype, list[Tensor]] = {}
+    buckets: list[list[Tensor]] = []
+    for tensor in tensors:
+        bucket = open_buckets.setdefault(tensor.dtype, [])
+        if not bucket:
+            buckets.append(bucket)
+        bucket.append(tensor)
+        if sum(member.nbytes for member in bucket) >= limit:
+            del open_buckets[tensor.dtype]
+    return buckets

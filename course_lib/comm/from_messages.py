@@ -1,0 +1,99 @@
+"""The same collectives built from send and recv: the course's first subject.
+
+Nothing here calls a collective of torch; every byte goes through a message to one neighbour. The
+pieces of a tensor may be uneven, so any number of ranks and elements works. n is the size of the
+axis, S the bytes of ``x``.
+"""
+
+from __future__ import annotations
+
+from torch import Tensor, cat
+
+from course_lib.comm.p2p import exchange, recv, send
+from course_lib.mesh import Axis
+
+
+def ring_reduce_scatter(x: Tensor, axis: Axis) -> Tensor:
+    """This rank's piece of the flattened sum, after n-1 turns of a ring.
+
+    In turn t a rank sends the piece it has just added to, and adds its own part to the piece that
+    arrives; the piece that arrives last is the rank's own. Each rank sends (n-1)/n S.
+    Source: Patarasuk and Yuan 2009, doi:10.1016/j.jpdc.2008.09.002.
+    """
+    pieces = list(x.detach().flatten().tensor_split(axis.size))
+    for turn in range(axis.size - 1):
+        leaving = (axis.rank - turn - 1) % axis.size
+        arriving = (axis.rank - turn - 2) % axis.size
+        received = exchange(pieces[leaving], axis, axis.next, axis.previous, like=pieces[arriving])
+        pieces[arriving] = pieces[arriving] + received
+    return pieces[axis.rank]
+
+
+def ring_all_gather(piece: Tensor, axis: Axis, like: list[Tensor] | None = None) -> list[Tensor]:
+    """Every rank's piece, in rank order, after n-1 turns of a ring.
+
+    ``like`` gives the pieces' shapes where they differ. Each rank sends what all others hold but
+    its next: (n-1) S' for pieces of S' bytes.
+    """
+    pieces = [piece] * axis.size if like is None else list(like)
+    pieces[axis.rank] = piece
+    for turn in range(axis.size - 1):
+        leaving = (axis.rank - turn) % axis.size
+        arriving = (axis.rank - turn - 1) % axis.size
+        pieces[arriving] = exchange(
+            pieces[leaving], axis, axis.next, axis.previous, like=pieces[arriving]
+        )
+    return pieces
+
+
+def ring_all_reduce(x: Tensor, axis: Axis) -> Tensor:
+    """Sum over the ranks: a ring reduce-scatter, then a ring all-gather.
+
+    2(n-1) messages one after another, 2(n-1)/n S sent by each rank: the fewest bytes there are.
+    """
+    if axis.size == 1:
+        return x
+    shapes = list(x.detach().flatten().tensor_split(axis.size))
+    pieces = ring_all_gather(ring_reduce_scatter(x, axis), axis, like=shapes)
+    return cat(pieces).view(x.shape)
+
+
+def tree_reduce(x: Tensor, axis: Axis) -> Tensor:
+    """Sum over the ranks on rank 0 of the axis (elsewhere a partial sum), by a binomial tree.
+
+    In each of ceil(log2 n) rounds the upper half of each pair sends its sum down and is done.
+    """
+    total, step = x.detach(), 1
+    while step < axis.size:
+        if axis.rank % (2 * step):
+            send(total, axis, to=axis.rank - step)
+            break
+        if axis.rank + step < axis.size:
+            total = total + recv(total, axis, source=axis.rank + step)
+        step *= 2
+    return total
+
+
+def tree_broadcast(x: Tensor, axis: Axis) -> Tensor:
+    """Rank 0's ``x`` on every rank: the same tree, run backwards, from the longest step down."""
+    step = 1
+    while step < axis.size:
+        step *= 2
+    value = x.detach()
+    while step > 1:
+        half = step // 2
+        if axis.rank % step == half:
+            value = recv(value, axis, source=axis.rank - half)
+        elif axis.rank % step == 0 and axis.rank + half < axis.size:
+            send(value, axis, to=axis.rank + half)
+        step = half
+    return value
+
+
+def tree_all_reduce(x: Tensor, axis: Axis) -> Tensor:
+    """Sum over the ranks: reduce to rank 0, then broadcast.
+
+    2 ceil(log2 n) messages one after another instead of 2(n-1), but the whole tensor in each:
+    2(n-1) S in all, and rank 0's link carries most. Fast for small tensors, slow for large ones.
+    """
+    return tree_broadcast(tree_reduce(x, axis), axis)

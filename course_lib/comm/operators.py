@@ -1,0 +1,104 @@
+"""Parallel operators: pairs of a forward and a backward collective, as one autograd function.
+
+The backward of an operator is the transpose of its forward, and which transpose is right depends
+on what the tensor *is* on the axis (replicated, sharded, or a partial sum). The table below is
+the whole of it; names as in Megatron-LM (f and g: arXiv:1909.08053, section 3; their sequence
+parallel pair: arXiv:2205.05198, section 4.2.2).
+
+=========  ======================  ======================  ===========================
+operator   forward                 backward                from -> to
+=========  ======================  ======================  ===========================
+copy (f)   identity                all_reduce              replicated -> used differently
+reduce (g) all_reduce              identity                partial sums -> replicated
+gather     all_gather              own shard               shard -> full, used alike
+shard      own shard               all_gather              full, used alike -> shard
+unshard    all_gather              reduce_scatter          shard -> full, used differently
+reshard    reduce_scatter          all_gather              partial sums -> shard
+=========  ======================  ======================  ===========================
+
+gather and unshard have the same forward. Taking gather's backward where each rank uses the full
+tensor differently is the classic mistake: outputs are right and gradients are wrong.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from course_lib.comm.collectives import all_gather, all_reduce, all_to_all, reduce_scatter
+from course_lib.mesh import Axis
+
+Move = Callable[[Tensor, Axis], Tensor]
+
+
+class _Pair(torch.autograd.Function):
+    """Apply ``forward_move`` going forward and ``backward_move`` to the gradient."""
+
+    @staticmethod
+    def forward(ctx, x: Tensor, axis: Axis, forward_move: Move, backward_move: Move) -> Tensor:
+        ctx.axis, ctx.backward_move = axis, backward_move
+        return forward_move(x, axis)
+
+    @staticmethod
+    def backward(ctx, gradient: Tensor):
+        return ctx.backward_move(gradient, ctx.axis), None, None, None
+
+
+def _identity(x: Tensor, axis: Axis) -> Tensor:
+    return x.view_as(x)
+
+
+def own_shard(x: Tensor, axis: Axis, dim: int = 0) -> Tensor:
+    """This rank's piece of ``x`` cut along ``dim`` into as many as the axis has ranks."""
+    if x.shape[dim] % axis.size:
+        raise ValueError(
+            f"dim {dim} of shape {list(x.shape)} cannot be cut into {axis.size} equal shards "
+            f"(axis {axis.name}); pad it or choose another degree"
+        )
+    return x.chunk(axis.size, dim)[axis.rank]
+
+
+def _along(move: Callable[[Tensor, Axis, int], Tensor], dim: int) -> Move:
+    return lambda x, axis: move(x, axis, dim)
+
+
+def copy(x: Tensor, axis: Axis) -> Tensor:
+    """Megatron's f: a replicated tensor enters a region where every rank goes its own way."""
+    return _Pair.apply(x, axis, _identity, all_reduce)
+
+
+def reduce(x: Tensor, axis: Axis) -> Tensor:
+    """Megatron's g: partial sums leave that region as their sum."""
+    return _Pair.apply(x, axis, all_reduce, _identity)
+
+
+def gather(x: Tensor, axis: Axis, dim: int = -1) -> Tensor:
+    """Shards become the full tensor, which every rank goes on to use in the same way."""
+    return _Pair.apply(x, axis, _along(all_gather, dim), _along(own_shard, dim))
+
+
+def shard(x: Tensor, axis: Axis, dim: int = -1) -> Tensor:
+    """Keep this rank's shard of a tensor that all ranks hold."""
+    return _Pair.apply(x, axis, _along(own_shard, dim), _along(all_gather, dim))
+
+
+def unshard(x: Tensor, axis: Axis, dim: int = 0) -> Tensor:
+    """Shards become the full tensor, which every rank uses differently."""
+    return _Pair.apply(x, axis, _along(all_gather, dim), _along(reduce_scatter, dim))
+
+
+def reshard(x: Tensor, axis: Axis, dim: int = 0) -> Tensor:
+    """Partial sums of a full tensor become this rank's shard of their sum."""
+    return _Pair.apply(x, axis, _along(reduce_scatter, dim), _along(all_gather, dim))
+
+
+def swap(x: Tensor, axis: Axis, split_dim: int, join_dim: int) -> Tensor:
+    """all_to_all from shards of ``join_dim`` to shards of ``split_dim``; backward swaps back."""
+    return _Pair.apply(
+        x,
+        axis,
+        lambda t, a: all_to_all(t, a, split_dim, join_dim),
+        lambda t, a: all_to_all(t, a, join_dim, split_dim),
+    )

@@ -1,0 +1,166 @@
+"""The ledger: what went through the network, and the one formula for wire bytes.
+
+*Payload* is the caller's input in bytes; *wire* is what a rank sends for it when the operation
+is done in the cheapest known way (ring algorithms). :func:`wire` is the only place where that
+is said. Control traffic (token counts, norms, split sizes) is tagged and stands on its own line.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from fractions import Fraction
+
+WIRE_FACTORS = {
+    "all_reduce": lambda n: Fraction(2 * (n - 1), n),
+    "reduce_scatter": lambda n: Fraction(n - 1, n),
+    "all_to_all": lambda n: Fraction(n - 1, n),
+    "all_gather": lambda n: Fraction(n - 1),
+    "broadcast": lambda n: Fraction(n - 1, n),
+    "send": lambda n: Fraction(1),
+    "recv": lambda n: Fraction(0),
+}
+
+
+def wire(op: str, payload: int, n: int) -> Fraction:
+    """Bytes that one of ``n`` ranks sends for ``op`` on ``payload`` bytes, exact as a fraction.
+
+    ``payload`` is the caller's input: for all_gather one shard, for the others the whole tensor.
+    A broadcast is given as the average over the ranks. One rank sends nothing.
+    Source: the bus factors of nccl-tests (PERFORMANCE.md), per rank instead of per bus.
+    """
+    if op not in WIRE_FACTORS:
+        raise ValueError(
+            f"no wire formula for operation {op!r}; known operations: {', '.join(WIRE_FACTORS)}"
+        )
+    if n < 1 or payload < 0:
+        raise ValueError(
+            f"wire({op!r}, payload={payload}, n={n}): payload must be at least 0 and n at least 1"
+        )
+    return Fraction(0) if n == 1 else WIRE_FACTORS[op](n) * payload
+
+
+@dataclass(frozen=True, slots=True)
+class Record:
+    """One call of one rank: ``op`` is what was asked for, ``backend_op`` what torch was told."""
+
+    axis: str
+    op: str
+    backend_op: str
+    payload: int
+    wire: Fraction
+    n: int
+    control: bool = False
+    peer: int | None = None
+
+
+class Ledger:
+    """The calls of one rank, in order."""
+
+    def __init__(self, rank: int = 0) -> None:
+        self.rank = rank
+        self.records: list[Record] = []
+
+    def add(self, record: Record) -> None:
+        """Write down one call."""
+        self.records.append(record)
+
+    def clear(self) -> None:
+        """Forget everything: what follows is counted from zero."""
+        self.records.clear()
+
+    def select(
+        self, axis: str | None = None, op: str | None = None, control: bool | None = False
+    ) -> Iterator[Record]:
+        """The calls on ``axis`` (any if None) of ``op`` (any if None).
+
+        ``control=False`` leaves control traffic out, True gives only it, None gives both.
+        """
+        for record in self.records:
+            if axis not in (None, record.axis) or op not in (None, record.op):
+                continue
+            if control is None or record.control == control:
+                yield record
+
+    def wire_bytes(self, axis: str | None = None, op: str | None = None) -> Fraction:
+        """Bytes this rank sent, control traffic left out."""
+        return sum((record.wire for record in self.select(axis, op)), Fraction(0))
+
+    def calls(self, axis: str | None = None, op: str | None = None) -> int:
+        """How many calls this rank made, control traffic left out."""
+        return sum(1 for _ in self.select(axis, op))
+
+    def backend_calls(self) -> dict[str, int]:
+        """Calls by what torch was told, control traffic included (compare CommDebugMode)."""
+        counts: dict[str, int] = defaultdict(int)
+        for record in self.records:
+            counts[record.backend_op] += 1
+        return dict(counts)
+
+
+@dataclass(frozen=True, slots=True)
+class Line:
+    """One line of a ledger summed up: all calls of one op on one axis."""
+
+    axis: str
+    op: str
+    backend_op: str
+    control: bool
+    calls: int
+    payload: int
+    wire: Fraction
+
+
+def summarize(ledgers: Iterable[Ledger]) -> list[Line]:
+    """Sum calls, payload and wire bytes over all ``ledgers``, a line per axis and op."""
+    sums: dict[tuple[str, str, str, bool], list] = defaultdict(lambda: [0, 0, Fraction(0)])
+    for ledger in ledgers:
+        for record in ledger.records:
+            total = sums[record.axis, record.op, record.backend_op, record.control]
+            total[0] += 1
+            total[1] += record.payload
+            total[2] += record.wire
+    ordered = sorted(sums.items(), key=lambda item: (item[0][3], item[0][:3]))
+    return [Line(*key, *total) for key, total in ordered]
+
+
+def wire_bytes_by_axis(ledgers: Iterable[Ledger]) -> dict[str, Fraction]:
+    """Bytes that all ranks together sent on each axis, control traffic left out."""
+    sums: dict[str, Fraction] = defaultdict(Fraction)
+    for line in summarize(ledgers):
+        if not line.control:
+            sums[line.axis] += line.wire
+    return dict(sums)
+
+
+def table(ledgers: Iterable[Ledger]) -> str:
+    """The ledger as text: axis, op, what torch was told, calls, payload bytes, wire bytes."""
+    head = ("axis", "op", "backend op", "calls", "payload bytes", "wire bytes")
+    rows = [head]
+    for line in summarize(ledgers):
+        op = f"{line.op} (control)" if line.control else line.op
+        sent = f"{float(line.wire):,.0f}"
+        rows.append((line.axis, op, line.backend_op, f"{line.calls:,}", f"{line.payload:,}", sent))
+    widths = [max(len(row[column]) for row in rows) for column in range(len(head))]
+    lines = []
+    for row in rows:
+        left = [cell.ljust(width) for cell, width in zip(row[:3], widths[:3], strict=True)]
+        right = [cell.rjust(width) for cell, width in zip(row[3:], widths[3:], strict=True)]
+        lines.append("  ".join(left + right).rstrip())
+    return "\n".join(lines)
+
+
+def unmatched_sends(ledgers: Iterable[Ledger]) -> dict[tuple[int, int], int]:
+    """Bytes sent minus bytes received for each (sender, receiver) pair where they differ.
+
+    Ranks are global ranks. Empty when every message that was sent was received.
+    """
+    balance: dict[tuple[int, int], int] = defaultdict(int)
+    for ledger in ledgers:
+        for record in ledger.records:
+            if record.op == "send" and record.peer is not None:
+                balance[ledger.rank, record.peer] += record.payload
+            elif record.op == "recv" and record.peer is not None:
+                balance[record.peer, ledger.rank] -= record.payload
+    return {pair: difference for pair, difference in balance.items() if difference}
