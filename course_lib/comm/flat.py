@@ -6,6 +6,7 @@ One call for a bucket of gradients costs one alpha instead of one for each tenso
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from typing import TypeVar
 
 import torch
 from torch import Tensor
@@ -13,6 +14,9 @@ from torch import Tensor
 from course_lib.comm.collectives import _start_all_reduce, dist
 from course_lib.comm.door import Done, Handle
 from course_lib.mesh import Axis
+
+
+T = TypeVar("T", bound=Tensor)
 
 
 def flatten(tensors: Sequence[Tensor]) -> Tensor:
@@ -43,15 +47,15 @@ def start_all_reduce_flat(tensors: Sequence[Tensor], axis: Axis) -> Handle:
     return _start_all_reduce(flat, axis, dist.ReduceOp.SUM, control=False)
 
 
-def by_dtype_and_size(tensors: Iterable[Tensor], limit: int) -> list[list[Tensor]]:
+def by_dtype_and_size(tensors: Iterable[T], limit: int) -> list[list[T]]:
     """Cut ``tensors`` (order kept within a dtype) into buckets of about ``limit`` bytes.
 
     A bucket is closed by the tensor that fills it, so that a tensor above the limit has its own.
     """
     if limit < 1:
         raise ValueError(f"a bucket of {limit} bytes: at least 1 is wanted")
-    open_buckets: dict[torch.dtype, list[Tensor]] = {}
-    buckets: list[list[Tensor]] = []
+    open_buckets: dict[torch.dtype, list[T]] = {}
+    buckets: list[list[T]] = []
     for tensor in tensors:
         bucket = open_buckets.setdefault(tensor.dtype, [])
         if not bucket:

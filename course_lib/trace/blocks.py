@@ -1,0 +1,58 @@
+"""Measure, and where wanted pace, the forward and backward of single modules."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable, Mapping
+from statistics import median
+from typing import Any
+
+from torch import nn
+
+from course_lib.trace.spans import Trace
+
+
+class MeasuredBlocks:
+    """Writes a span F and a span B for every forward and backward of each of ``blocks``.
+
+    ``pace`` gives F and B a fixed length in seconds. The padding comes *before* the arithmetic
+    (pace minus what that block's arithmetic took before, its median), so that a gradient is
+    handed on when the paced backward ends and not before: an overlap drawn from it is earned.
+    Use it in a ``with``; the hooks go when it ends.
+    """
+
+    def __init__(
+        self, blocks: Iterable[nn.Module], trace: Trace, pace: Mapping[str, float] | None = None
+    ) -> None:
+        self.blocks = list(blocks)
+        self._trace, self._pace = trace, dict(pace or {})
+        self._begun: dict[tuple[str, int], tuple[float, float]] = {}
+        self._took: dict[tuple[str, int], list[float]] = {}
+        self._hooks: list[Any] = []
+
+    def __enter__(self) -> MeasuredBlocks:
+        for index, block in enumerate(self.blocks):
+            self._hooks += [
+                block.register_forward_pre_hook(lambda *_, i=index: self._begin("F", i)),
+                block.register_forward_hook(lambda *_, i=index: self._end("F", i)),
+                block.register_full_backward_pre_hook(lambda *_, i=index: self._begin("B", i)),
+                block.register_full_backward_hook(lambda *_, i=index: self._end("B", i)),
+            ]
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks.clear()
+
+    def _begin(self, op: str, index: int) -> None:
+        start = time.perf_counter()
+        usual = median(self._took.get((op, index), [0.0]))
+        self._trace.sleep(self._pace.get(op, 0.0) - usual)
+        self._begun[op, index] = (start, time.perf_counter())
+
+    def _end(self, op: str, index: int) -> None:
+        start, worked_from = self._begun.pop((op, index))
+        end = time.perf_counter()
+        self._took.setdefault((op, index), []).append(end - worked_from)
+        self._trace.add(op, start, end, stage=index, label=f"block {index}")
