@@ -67,7 +67,7 @@ def batch(
     """
     _check(step, seed, batch_size, seq_len, dp_rank, dp_size, shortest)
     text = corpus()
-    # A string seed: torch's and numpy's integer seeds of 32 bits would need (seed, step) mixed
+    # Seeded by a string: torch keeps 32 bits of a seed, too few for both numbers side by side
     generator = random.Random(f"seed {seed} step {step}")
     starts = [generator.randrange(len(text) - seq_len) for _ in range(batch_size)]
     lengths = [generator.randint(shortest or seq_len, seq_len) for _ in range(batch_size)]

@@ -320,9 +320,10 @@ class Decoder(nn.Module):
         layers, so that consecutive slices hold everything once. Meant for whole models.
         """
         layers = len(self.blocks)
-        if not 0 <= first <= end <= layers:
+        if not 0 <= first < end <= layers:
             raise ValueError(
-                f"stage of blocks {first} up to {end}: 0 <= first <= end <= {layers} is wanted"
+                f"stage of blocks {first} up to {end}: 0 <= first < end <= {layers} is wanted; a "
+                "stage has at least one block, and end is the first block after it"
             )
         last = end == layers
         return Decoder(
@@ -356,7 +357,10 @@ def build_model(config: ModelConfig, seed: int = 0, device: torch.device | str =
 
     The global random state is neither read nor changed. Numbers are drawn in float32 on the CPU,
     so that all dtypes and devices start from the same weights (up to rounding).
+    Raises ValueError for a seed outside 0..2**32 - 1.
     """
+    if not 0 <= seed < 2**32:  # torch silently drops the bits above
+        raise ValueError(f"seed={seed}: a whole number from 0 to 2**32 - 1 is wanted")
     with torch.random.fork_rng(devices=[]):  # torch's own initialisation draws numbers too
         embedding = Embedding(config)
         blocks = [Block(config, layer) for layer in range(config.layers)]
