@@ -1,0 +1,129 @@
+"""How pictures look: colours for every eye, hatches for grey paper, and one sentence underneath.
+
+Colours are the eight of Okabe and Ito ("Color Universal Design", 2008). Each operation has its
+own colour *and* hatch; those that stand side by side (F and B, I and W) differ in lightness too.
+"""
+
+from __future__ import annotations
+
+import io
+import textwrap
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from matplotlib.figure import Figure
+
+ORANGE, SKY, GREEN, YELLOW = "#E69F00", "#56B4E9", "#009E73", "#F0E442"
+BLUE, VERMILLION, PURPLE, BLACK = "#0072B2", "#D55E00", "#CC79A7", "#000000"
+GREY = "#BBBBBB"
+
+WIDTH = 9.0  # inches: the width of a notebook cell
+SCREEN_DPI = 110
+SMALL, NORMAL, LARGE = 8.0, 9.0, 11.0  # font sizes in points
+CAPTION_LETTERS = 126  # that fit in a line of WIDTH at NORMAL size
+
+
+@dataclass(frozen=True, slots=True)
+class Look:
+    """Colour and hatch of one operation."""
+
+    colour: str
+    hatch: str
+
+    @property
+    def ink(self) -> str:
+        """Black or white: what can be read on the colour."""
+        return ink_on(self.colour)
+
+
+LOOKS = {
+    "F": Look(YELLOW, ""),
+    "B": Look(BLUE, "//"),
+    "I": Look(SKY, "\\\\"),
+    "W": Look(VERMILLION, "xx"),
+    "optimizer": Look(PURPLE, ".."),
+    "all_reduce": Look(ORANGE, "---"),
+    "all_gather": Look(PURPLE, "|||"),
+    "reduce_scatter": Look(GREEN, "+++"),
+    "all_to_all": Look(SKY, "ooo"),
+    "broadcast": Look(YELLOW, "***"),
+    "send": Look(VERMILLION, "///"),
+    "recv": Look(GREY, "\\\\\\"),
+    "parameters": Look(BLUE, "//"),
+    "gradients": Look(ORANGE, "---"),
+    "activations": Look(YELLOW, ""),
+}
+SPARE_HATCHES = ("OO", "/-", "\\-", "/|", "\\|", "o-", "x-", "x|", "o|", "*-")
+
+
+def look_of(ops: Iterable[str]) -> dict[str, Look]:
+    """A look for each of ``ops``; those that have none of their own get a spare hatch on grey."""
+    spare = iter(SPARE_HATCHES)
+    looks = {}
+    for op in dict.fromkeys(ops):
+        looks[op] = LOOKS.get(op) or Look(GREY, next(spare, ""))
+    return looks
+
+
+def luminance(colour: str) -> float:
+    """Relative luminance of ``#RRGGBB`` from 0 (black) to 1 (white), as WCAG 2 defines it."""
+    channels = [int(colour[at : at + 2], 16) / 255 for at in (1, 3, 5)]
+    linear = [c / 12.92 if c <= 0.04045 else ((c + 0.055) / 1.055) ** 2.4 for c in channels]
+    return sum(w * c for w, c in zip((0.2126, 0.7152, 0.0722), linear, strict=True))
+
+
+def ink_on(colour: str) -> str:
+    """Black or white, as ``#RRGGBB``: what can be read on ``colour``."""
+    return "#FFFFFF" if contrast(colour, "#FFFFFF") > contrast(colour, "#000000") else "#000000"
+
+
+def mix(one: str, other: str, share: float) -> str:
+    """The colour ``share`` of the way from ``one`` to ``other``."""
+    pairs = [(int(one[at : at + 2], 16), int(other[at : at + 2], 16)) for at in (1, 3, 5)]
+    return "#" + "".join(f"{round(a + (b - a) * share):02X}" for a, b in pairs)
+
+
+def contrast(one: str, other: str) -> float:
+    """Contrast ratio of two colours, from 1 (same grey) to 21 (black on white), WCAG 2."""
+    dark, light = sorted((luminance(one), luminance(other)))
+    return (light + 0.05) / (dark + 0.05)
+
+
+class Picture(Figure):
+    """A matplotlib Figure that any notebook shows, with its sentence in ``caption``.
+
+    It belongs to no pyplot state: return it from a cell to see it, or call ``savefig``.
+    """
+
+    caption: str = ""
+
+    def _repr_png_(self) -> bytes:
+        """PNG for notebooks, also where no inline backend was set up."""
+        png = io.BytesIO()
+        self.savefig(png, format="png", dpi=SCREEN_DPI)
+        return png.getvalue()
+
+
+def wrap(caption: str, width: float = WIDTH) -> str:
+    """``caption`` in lines that fit under a picture ``width`` inches wide."""
+    return textwrap.fill(caption, int(CAPTION_LETTERS * width / WIDTH))
+
+
+def caption_height(caption: str, width: float = WIDTH) -> float:
+    """Inches that ``caption`` takes under a picture ``width`` inches wide."""
+    return 0.17 * (wrap(caption, width).count("\n") + 1) + 0.10
+
+
+def frame(width: float, height: float, title: str, caption: str) -> Picture:
+    """An empty picture with its title and caption; ``height`` inches are left for the drawing."""
+    text = wrap(caption, width)
+    below = caption_height(caption, width)
+    above = 0.32 if title else 0.08
+    picture = Picture(figsize=(width, above + height + below), facecolor="white")
+    picture.caption = caption
+    inches = picture.get_figheight()
+    x = 0.1 / width
+    if title:
+        picture.text(x, 1 - 0.08 / inches, title, size=LARGE, weight="bold", va="top", gid="title")
+    picture.text(x, 0.06 / inches, text, size=NORMAL, va="bottom", linespacing=1.3, gid="caption")
+    return picture
