@@ -1,0 +1,56 @@
+# Everything here works on a fresh clone: the first target that needs .venv makes it.
+PYTHON ?= $(shell for python in python3 python3.13 python3.12 python3.11; do \
+	"$$python" -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && echo "$$python" && break; done)
+BIN := .venv/bin
+READY := .venv/.ready
+PYTEST := $(BIN)/python -m pytest
+TESTS := tests/test_architecture.py tests/fast tests/ranks tests/notebooks tests/browser
+
+.PHONY: help setup tour test test-long lab lint fmt length clean
+
+help:
+	@echo "make setup      make .venv and install the course into it"
+	@echo "make tour       the main job: train on 4 ranks with each technique, compare with one process"
+	@echo "make test       every test that a learner runs (what is missing is skipped, with the reason)"
+	@echo "make test-long  the rest: large worlds, soak"
+	@echo "make lab        open JupyterLab on the course"
+	@echo "make lint       ruff and mypy;  make fmt  put the code in form"
+	@echo "make length     what is longer than we aim at (fails nothing)"
+	@echo "make clean      remove what was built and measured; .venv and work/ stay"
+
+setup: $(READY)
+
+$(READY): pyproject.toml constraints.txt
+	@test -n "$(PYTHON)" || { echo "The course needs Python 3.11 or newer: install it, or say make PYTHON=/its/path"; exit 3; }
+	"$(PYTHON)" -m venv .venv
+	$(BIN)/python -m pip install -c constraints.txt torch
+	$(BIN)/python -m pip install -c constraints.txt -e '.[dev]'
+	@touch $(READY)
+
+tour: $(READY)
+	$(BIN)/course tour
+
+test: $(READY)
+	$(PYTEST) -m "not long" $(TESTS)
+
+test-long: $(READY)
+	$(PYTEST) -m long $(TESTS)
+
+lab: $(READY)
+	$(BIN)/course lab
+
+lint: $(READY)
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+fmt: $(READY)
+	$(BIN)/ruff format .
+	$(BIN)/ruff check --fix .
+
+length: $(READY)
+	@$(BIN)/python tests/lengths.py
+
+clean:
+	rm -rf out build *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	find course_lib tests notebooks -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -1,0 +1,240 @@
+"""``course``: the command line. Each verb imports what it needs when it is called, torch last.
+
+Exit codes: 0 done, 1 a check failed, 2 bad input, 3 this machine lacks something, 130 interrupted.
+Bad input is one sentence on stderr. With ``--json`` stdout holds the data and nothing else.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import sys
+from importlib import import_module
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+from typer.core import TyperGroup
+
+from course_lib.layout import DEFAULT_ORDER
+
+if TYPE_CHECKING:
+    from rich.console import Console
+    from rich.text import Text
+
+ROOT = Path(__file__).resolve().parent.parent
+BAD_INPUT, ENVIRONMENT, INTERRUPTED = 2, 3, 130
+COLOURS = ("default", "cyan", "yellow", "magenta", "green", "blue", "red", "bright_black")
+MOST_RANKS = 2**20  # of `course groups`: more would fill the memory with lists
+
+AsJson = Annotated[bool, typer.Option("--json", help="Print the data alone, as JSON.")]
+Rounds = Annotated[int, typer.Option(min=1, max=10_000, help="How often each case is timed.")]
+Size = Annotated[int, typer.Option(min=1, help="Ranks on this axis.")]
+
+
+class Verbs(TyperGroup):
+    """Runs a verb; an interrupt and a closed pipe end it without a traceback."""
+
+    def invoke(self, ctx: Any) -> Any:
+        """The exit code of the verb (None counts as 0)."""
+        try:
+            code = super().invoke(ctx)
+            sys.stdout.flush()
+        except KeyboardInterrupt:
+            return _fail("Interrupted.", INTERRUPTED)
+        except BrokenPipeError:  # the reader of our output had enough
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+            return 0
+        return code
+
+
+PLAIN: dict[str, Any] = {
+    "add_completion": False,
+    "rich_markup_mode": None,
+    "pretty_exceptions_enable": False,
+}
+app = typer.Typer(cls=Verbs, help="Parallel training, built and measured on real ranks.", **PLAIN)
+bench = typer.Typer(help="Measure speed on this machine, ours beside torch's.", **PLAIN)
+app.add_typer(bench, name="bench")
+
+
+@app.command()
+def doctor(as_json: AsJson = False) -> int:
+    """Is this machine ready? Every check with its fix."""
+    from course_lib import doctor as examination
+
+    report = examination.examine()
+    if as_json:
+        _print_json(report.as_dict())
+    else:
+        examination.show(report, _console())
+    return 0 if report.ok else ENVIRONMENT
+
+
+@app.command()
+def tour(
+    out: Annotated[Path, typer.Option(help="Folder for the pictures and tour.json.")] = Path(
+        "out/tour"
+    ),
+    as_json: AsJson = False,
+) -> int:
+    """The main job: train on 4 ranks with each technique, and compare with one process."""
+    _make_folder(out, "--out")
+    return import_module("course_lib.tour").run_tour(out=out, as_json=as_json)
+
+
+@app.command()
+def lab(
+    port: Annotated[int | None, typer.Option(min=1, max=65535, help="Port of the server.")] = None,
+    browser: Annotated[bool, typer.Option(help="Open a browser window.")] = True,
+    rest: Annotated[
+        list[str] | None, typer.Argument(help="A notebook, or after -- options of JupyterLab.")
+    ] = None,
+) -> int:
+    """Open JupyterLab on the course, with the kernel of this very Python."""
+    command = lab_command(port, browser, rest or [])
+    os.environ["JUPYTER_PREFER_ENV_PATH"] = "1"  # this Python's kernel before one of the user's
+    sys.stdout.flush()
+    os.execv(command[0], command)
+
+
+def lab_command(port: int | None, browser: bool, rest: list[str]) -> list[str]:
+    """The command that ``course lab`` becomes. Raises ValueError when ``rest`` names no file."""
+    if not (ROOT / "notebooks").is_dir():
+        raise OSError(
+            "the lessons are not beside the installed package; clone the course and install it "
+            "there with pip install -e ."
+        )
+    if rest and not rest[0].startswith("-") and not Path(rest[0]).exists():
+        raise ValueError(f"there is no notebook {rest[0]!r}; options of JupyterLab go after --")
+    command = [sys.executable, "-m", "jupyterlab", f"--notebook-dir={ROOT}"]
+    if port is not None:
+        command.append(f"--ServerApp.port={port}")
+    if not browser:
+        command.append("--no-browser")
+    if hasattr(os, "geteuid") and os.geteuid() == 0:  # containers; Jupyter refuses root otherwise
+        command.append("--allow-root")
+    return command + rest
+
+
+@app.command()
+def groups(
+    world: Annotated[int | None, typer.Option(min=1, help="Ranks; default: the product.")] = None,
+    tp: Size = 1,
+    cp: Size = 1,
+    dp: Annotated[int | None, typer.Option(min=1, help="Default: what is left.")] = None,
+    pp: Size = 1,
+    ep: Annotated[int, typer.Option(min=1, help="Expert parallel, a divisor of dp x cp.")] = 1,
+    order: Annotated[str, typer.Option(help="Axes, the fastest first.")] = DEFAULT_ORDER,
+    per_node: Annotated[int, typer.Option(min=1, help="Ranks a node, for the drawing.")] = 8,
+    as_json: AsJson = False,
+) -> int:
+    """Which ranks form the groups of each axis, without starting any."""
+    from course_lib.layout import drawing, make_layout, rank_groups
+
+    layout = make_layout(world, order, tp=tp, cp=cp, dp=dp, pp=pp, ep=ep)
+    if layout.world > MOST_RANKS:
+        raise ValueError(f"{layout.world:,} ranks are more than the {MOST_RANKS:,} listed here")
+    if as_json:
+        sizes = {axis: layout.sizes[axis] for axis in layout.order}
+        members = rank_groups(order, layout.world, tp=tp, cp=cp, dp=dp, pp=pp, ep=ep)
+        _print_json({"order": order, "world": layout.world, "sizes": sizes, **members})
+    else:
+        _console().print(_coloured(drawing(layout, per_node)), soft_wrap=True)
+    return 0
+
+
+@bench.command("launch")
+def bench_launch(rounds: Rounds = 20, as_json: AsJson = False) -> int:
+    """How long it takes to start ranks: cold, warm and fresh, kept."""
+    return _run_bench("launch", rounds, as_json)
+
+
+@bench.command("dp")
+def bench_dp(rounds: Rounds = 20, as_json: AsJson = False) -> int:
+    """A step of data parallelism beside torch's DDP."""
+    return _run_bench("dp", rounds, as_json)
+
+
+@bench.command("wire")
+def bench_wire(rounds: Rounds = 20, as_json: AsJson = False) -> int:
+    """Bytes that really moved over loopback beside the bytes of the formula."""
+    return _run_bench("wire", rounds, as_json)
+
+
+def _run_bench(name: str, rounds: int, as_json: bool) -> int:
+    benchmark = import_module(f"course_lib.bench.{name}")
+    result = benchmark.measure(rounds)
+    if as_json:
+        _print_json(result)
+    else:
+        print(benchmark.text(result))
+    return 0
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Run ``course`` with ``argv`` and return its exit code."""
+    arguments = sys.argv[1:] if argv is None else argv
+    try:
+        code = app(arguments or ["--help"], prog_name="course", standalone_mode=False)
+    except Exception as error:
+        return _explain(error)
+    return code if isinstance(code, int) else 0
+
+
+def _explain(error: Exception) -> int:
+    """One sentence for what the user can mend; a defect of ours keeps its traceback."""
+    if hasattr(error, "format_message"):  # click's own errors; typer may carry a copy of click
+        where = getattr(getattr(error, "ctx", None), "command_path", "course")
+        return _fail(f"{error.format_message()}; {where} --help says what it takes", BAD_INPUT)
+    if isinstance(error, typer.Abort):
+        return _fail("Interrupted.", INTERRUPTED)
+    if isinstance(error, ValueError):
+        return _fail(str(error), BAD_INPUT)
+    if isinstance(error, ImportError | OSError):
+        return _fail(f"{error}; course doctor says what is missing here", ENVIRONMENT)
+    raise error
+
+
+def _fail(message: str, code: int) -> int:
+    """Print ``message`` as one sentence on stderr."""
+    sentence = " ".join(message.split()).replace(". ", "; ").replace(".;", ";").rstrip(".")
+    print(f"{sentence}.", file=sys.stderr)
+    return code
+
+
+def _make_folder(path: Path, option: str) -> None:
+    """Make sure that ``path`` is a folder that can be written to."""
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ValueError(f"{option} {path}: cannot make this folder ({error.strerror})") from None
+    if not os.access(path, os.W_OK):
+        raise ValueError(f"{option} {path}: this folder cannot be written to")
+
+
+def _console() -> Console:
+    from rich.console import Console
+
+    return Console(highlight=False)  # honours NO_COLOR, and is plain where stdout is no terminal
+
+
+def _coloured(text: str) -> Text:
+    """The coordinates in the drawing in colours, so that groups show; the text is the same."""
+    from rich.text import Text
+
+    result = Text(text)
+    for line in re.finditer(r"^ {6}(?:tp|cp|dp|pp)( .*)$", text, re.MULTILINE):
+        for number in re.finditer(r"\d+", line[1]):
+            colour = COLOURS[int(number[0]) % len(COLOURS)]
+            result.stylize(colour, line.start(1) + number.start(), line.start(1) + number.end())
+    return result
+
+
+def _print_json(data: object) -> None:
+    print(json.dumps(data))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
