@@ -1,0 +1,156 @@
+"""``run`` and ``World``: call a function on n ranks and get the results by rank."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+from course_lib.launch import arguments, faults, joined
+from course_lib.launch.local import Family, fork_server, new_environ
+from course_lib.launch.output import RankOutput
+from course_lib.launch.rank import inside_rank
+from course_lib.launch.supervise import Run
+from course_lib.launch.task import Outcome, Task
+from course_lib.launch.travel import pack_call, unpack
+from course_lib.ledger import Ledger
+from course_lib.mesh import Conditions, Links
+from course_lib.trace import Trace
+
+
+class Results(list):
+    """The results by rank, with each rank's ledger, trace and output (its last 1 MB)."""
+
+    def __init__(self, values: Iterable[Any], outcomes: Sequence[Outcome], outputs: list[str]):
+        super().__init__(values)
+        self.ledgers: list[Ledger] = [outcome.ledger for outcome in outcomes]
+        self.traces: list[Trace] = [outcome.trace for outcome in outcomes]
+        self.outputs = outputs
+
+
+def run(
+    fn: Callable,
+    *args: Any,
+    n: int = 4,
+    timeout: float = 60,
+    pace: Mapping[str, float] | None = None,
+    links: Links | None = None,
+    checked: bool = False,
+    init: bool = True,
+    device: str | None = None,
+) -> Results:
+    """Call ``fn(*args)`` on ``n`` fresh ranks and return the results by rank.
+
+    ``fn`` may be typed in a notebook cell and use its variables: it travels by value. ``timeout``
+    is in seconds. ``pace`` gives operations a fixed time, ``links`` slows communication down,
+    ``checked`` compares every collective across the ranks before it is made. The default group
+    is initialised (gloo; with ``device="cuda"`` nccl, one card a rank); with ``init=False`` only
+    RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and a free MASTER_PORT are set.
+
+    Raises :class:`~course_lib.launch.faults.RankError` when a rank fails, dies or is late, with
+    the culprit and where the others stood. Inside a rank a RuntimeError.
+    """
+    with World(n, timeout=timeout, init=init, device=device) as world:
+        return world.run(fn, *args, pace=pace, links=links, checked=checked)
+
+
+class World:
+    """``n`` ranks that are kept from run to run: 20 ms a run instead of 150.
+
+    What a function leaves behind in a module stays; groups that it made are released when the
+    next run begins. After a failure the ranks are killed, and the next run starts fresh ones.
+    The keywords are those of :func:`run`; ``timeout``, ``pace``, ``links`` and ``checked`` may be
+    given to each run too.
+    """
+
+    def __init__(
+        self,
+        n: int = 4,
+        *,
+        timeout: float = 60,
+        pace: Mapping[str, float] | None = None,
+        links: Links | None = None,
+        checked: bool = False,
+        init: bool = True,
+        device: str | None = None,
+    ) -> None:
+        if inside_rank():
+            raise RuntimeError(
+                "this is a rank already: run and World start ranks from the notebook or script, "
+                "not from a function that runs on them"
+            )
+        self.n = n
+        self.timeout = timeout
+        self.conditions = Conditions(dict(pace or {}), links, checked)
+        self.init = init
+        self.device = device
+        arguments.check_world(n, timeout, device)
+        self._family: Family | None = None
+        self._outputs: list[RankOutput] = []
+
+    def run(
+        self,
+        fn: Callable,
+        *args: Any,
+        timeout: float | None = None,
+        pace: Mapping[str, float] | None = None,
+        links: Links | None = None,
+        checked: bool | None = None,
+    ) -> Results:
+        """Call ``fn(*args)`` on every rank; what is not given is as for the World."""
+        timeout = self.timeout if timeout is None else timeout
+        arguments.check_call(fn, timeout)
+        conditions = Conditions(
+            self.conditions.pace if pace is None else dict(pace),
+            self.conditions.links if links is None else links,
+            self.conditions.checked if checked is None else checked,
+        )
+        task = Task(b"", conditions, self.device or "cpu", self.init, self.n)
+        if (world := joined.joined_world()) is not None:
+            outcomes = world.call(fn, args, task, timeout)
+        else:
+            if self.device == "cuda":
+                arguments.check_cards(self.n)
+            task.call = pack_call(fn, args)
+            outcomes = self._call(task, timeout)
+        return Results(_values(outcomes), outcomes, self._texts())
+
+    def _call(self, task: Task, timeout: float) -> list[Outcome]:
+        try:
+            if self._family is None:
+                self._family = Family(fork_server(), self.n)
+                files = map(self._family.file, range(self.n))
+                self._outputs = [RankOutput(rank, file) for rank, file in enumerate(files)]
+            for output in self._outputs:
+                output.begin()
+            task.environ = new_environ()
+            return Run(self._family, self._outputs).call(task, timeout)
+        except BaseException as error:
+            self.close()
+            if isinstance(error, faults.RankError):
+                error.outputs = self._texts()
+            raise
+
+    def _texts(self) -> list[str]:
+        return [output.text() for output in self._outputs] or [""] * self.n
+
+    def close(self) -> None:
+        """Let the ranks go. The next run would start fresh ones."""
+        if self._family is not None:
+            self._family.close()
+            self._family = None
+
+    def __enter__(self) -> World:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+def _values(outcomes: Sequence[Outcome]) -> list[Any]:
+    values = []
+    for rank, outcome in enumerate(outcomes):
+        try:
+            values.append(unpack(outcome.value))
+        except Exception as error:
+            raise faults.unreadable(rank, error) from error
+    return values

@@ -1,0 +1,229 @@
+"""What went wrong in which rank: the errors that a launch raises, and their reports."""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from course_lib.launch.places import is_library, source, standing, where
+from course_lib.launch.task import Frame, Outcome, Raised
+from course_lib.launch.travel import unpack
+
+LOST = ("closed by peer", "reset by peer", "broken pipe", "connection refused", "socket timeout")
+
+
+class RankError(RuntimeError):
+    """A run that did not return on every rank.
+
+    ``rank`` is the culprit (None for a deadline or an interrupt), ``kind`` one of "raised",
+    "exit", "died", "function", "result", "deadline", "interrupted", "server"; ``report`` the whole
+    text; ``standing`` where each other rank stood; ``exception`` the culprit's own exception, if
+    it could be sent; ``outputs`` what each rank printed.
+    """
+
+    def __init__(
+        self,
+        report: str,
+        *,
+        kind: str,
+        rank: int | None = None,
+        standing: Mapping[int, str] | None = None,
+        exception: BaseException | None = None,
+    ) -> None:
+        super().__init__(report)
+        self.report = report
+        self.kind = kind
+        self.rank = rank
+        self.standing = dict(standing or {})
+        self.exception = exception
+        self.outputs: list[str] = []
+
+    def _render_traceback_(self) -> list[str]:
+        """IPython shows this instead of a traceback through the launcher."""
+        return [
+            f"{type(self).__name__}: {line}" if not i else line
+            for i, line in enumerate(self.report.splitlines())
+        ]
+
+
+class RankDeadline(RankError):
+    """Not every rank had returned when the time was up."""
+
+
+class RankInterrupted(RankError, KeyboardInterrupt):
+    """The run was interrupted by hand."""
+
+
+@dataclass
+class Standing:
+    """All that is known about a run when it is given up."""
+
+    n: int
+    outcomes: Mapping[int, Outcome] = field(default_factory=dict)
+    died: Mapping[int, int | None] = field(default_factory=dict)  # wait status, None: unknown
+    stacks: Mapping[int, list[Frame]] = field(default_factory=dict)
+
+    def culprit(self) -> int | None:
+        """The rank to name first: not one that only lost its connection to another."""
+        failed = [rank for rank, outcome in self.outcomes.items() if outcome.kind != "returned"]
+        own = [rank for rank in failed if not _is_lost_connection(self.outcomes[rank])]
+        if own:
+            return min(own, key=lambda rank: self.outcomes[rank].at)
+        if self.died:
+            return min(self.died, key=lambda rank: (not self.stacks.get(rank), rank))
+        return min(failed, key=lambda rank: self.outcomes[rank].at) if failed else None
+
+    def of(self, rank: int) -> str:
+        """One line on one rank."""
+        outcome = self.outcomes.get(rank)
+        if rank in self.died:
+            at = standing(self.stacks[rank]) if self.stacks.get(rank) else ""
+            return f"rank {rank} {_ending(self.died[rank])}" + f", at: {at}" * bool(at)
+        if outcome is None:
+            frames = self.stacks.get(rank)
+            return f"rank {rank} was at: {standing(frames) if frames else 'unknown, it did not answer'}"
+        if outcome.kind == "returned":
+            return f"rank {rank} had returned"
+        return f"rank {rank} failed too: {_headline(outcome)}"
+
+    def others(self, culprit: int | None = None) -> dict[int, str]:
+        """A line for every rank but the culprit."""
+        return {rank: self.of(rank) for rank in range(self.n) if rank != culprit}
+
+
+def failure(known: Standing) -> RankError:
+    """The error for a run in which at least one rank failed or died."""
+    culprit = known.culprit()
+    assert culprit is not None
+    others = known.others(culprit)
+    outcome = known.outcomes.get(culprit)
+    exception = None
+    if culprit in known.died:
+        kind = "died"
+        lines = [known.of(culprit), *_frame_lines(known.stacks.get(culprit, []))]
+        lines.append(_advice(known.died[culprit]))
+    else:
+        assert outcome is not None
+        kind = outcome.kind
+        lines = _outcome_lines(culprit, outcome)
+        exception = _exception(outcome)
+    report = "\n".join([*lines, *others.values()])
+    return RankError(report, kind=kind, rank=culprit, standing=others, exception=exception)
+
+
+def deadline(known: Standing, seconds: float) -> RankDeadline:
+    """The error for a run that took too long."""
+    late = known.n - len(known.outcomes)
+    others = known.others()
+    head = (
+        f"deadline: {late} of {known.n} ranks had not returned after {seconds:g} s. A rank waits "
+        "for ever when another does not make the same call; if the work is just long, give a "
+        "larger timeout."
+    )
+    return RankDeadline("\n".join([head, *others.values()]), kind="deadline", standing=others)
+
+
+def interrupted(known: Standing) -> RankInterrupted:
+    """The error for a run that was interrupted."""
+    others = known.others()
+    head = "interrupted: the ranks were stopped; the next run starts fresh ones."
+    return RankInterrupted("\n".join([head, *others.values()]), kind="interrupted", standing=others)
+
+
+def server_gone() -> RankError:
+    """The error when the fork server itself was killed."""
+    report = (
+        "the fork server that starts the ranks was killed, by somebody or by the system for want "
+        "of memory; the next run starts another."
+    )
+    return RankError(report, kind="server")
+
+
+def unreadable(rank: int, error: Exception) -> RankError:
+    """The error for a result that this process cannot rebuild."""
+    what = f"{type(error).__name__}: {error}"
+    report = f"rank {rank} returned a value that cannot be rebuilt here: {what}"
+    return RankError(report, kind="result", rank=rank)
+
+
+def _is_lost_connection(outcome: Outcome) -> bool:
+    text = outcome.error.message.lower() if outcome.error else ""
+    return any(words in text for words in LOST)
+
+
+def _headline(outcome: Outcome) -> str:
+    if outcome.error is None:
+        return outcome.hint
+    message = f": {outcome.error.message}" if outcome.error.message else ""
+    return outcome.error.name + message
+
+
+def _outcome_lines(rank: int, outcome: Outcome) -> list[str]:
+    if outcome.kind == "result":
+        what = f"rank {rank} finished, but {outcome.hint}"
+        return [f"{what}. Return tensors, numbers, strings, or lists and dicts of these."]
+    if outcome.kind == "function":
+        what = f"rank {rank} could not rebuild the function or its arguments: {_headline(outcome)}"
+        return [what]
+    if outcome.kind == "exit":
+        what = f"rank {rank} called sys.exit; a function run on ranks must return"
+        return [what, *_traceback(outcome.error)]
+    return [f"rank {rank} raised {_headline(outcome)}", *_traceback(outcome.error)]
+
+
+def _traceback(error: Raised | None) -> list[str]:
+    if error is None:
+        return []
+    lines = []
+    if error.cause is not None:
+        how = "from" if error.direct else "while handling"
+        message = f": {error.cause.message}" if error.cause.message else ""
+        lines = [*_traceback(error.cause), f"  {how} {error.cause.name}{message}"]
+        lines = lines[-1:] + lines[:-1]
+    return [*_frame_lines(error.frames), *lines]
+
+
+def _frame_lines(frames: list[Frame]) -> list[str]:
+    """The frames from the learner's first line on, each with its source."""
+    first = next((i for i, frame in enumerate(frames) if not is_library(frame.filename)), 0)
+    lines = []
+    for frame in frames[first:]:
+        text = source(frame)
+        lines.append(f"  {where(frame)}, in {frame.function}" + f":  {text}" * bool(text))
+    return lines
+
+
+def _ending(status: int | None) -> str:
+    if status is None:
+        return "ended without a word"
+    if (signum := status & 0x7F) != 0:
+        return f"was ended by signal {signum} ({signal.Signals(signum).name})"
+    return f"left the process with exit code {status >> 8}"
+
+
+def _advice(status: int | None) -> str:
+    signum = (status or 0) & 0x7F
+    if signum == signal.SIGABRT:
+        return (
+            "The backend aborts a rank when another sends it a message of another size. Compare "
+            "shapes and dtypes across the ranks, or run with checked=True to see who called what."
+        )
+    if signum == signal.SIGKILL:
+        return (
+            "Somebody killed it, or the system did for want of memory. If nobody did, use "
+            "fewer ranks or smaller tensors."
+        )
+    if signum:
+        return (
+            "Compiled code crashed in it. Look at the last line of yours that is named; undo the "
+            "last change there."
+        )
+    return "Something called os._exit. A function run on ranks must return or raise."
+
+
+def _exception(outcome: Outcome) -> BaseException | None:
+    try:
+        return unpack(outcome.exception) if outcome.exception else None
+    except Exception:
+        return None

@@ -1,0 +1,158 @@
+"""The engine for one machine: a fork server of this process, and the ranks that it forks."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import pickle
+import random
+import shutil
+import socket
+import subprocess
+import sys
+import tempfile
+import threading
+from multiprocessing.connection import Connection
+from pathlib import Path
+
+from course_lib.launch.rundir import make_run_dir, sweep
+from course_lib.launch.server import EVENT, READY, REQUEST
+from course_lib.launch.task import Birth
+
+START = "import json,sys;sys.path[:]=json.loads(sys.argv[1]);from course_lib.launch import server;"
+START += "server.main(int(sys.argv[2]))"
+PATIENCE = 180.0  # seconds for the server to import torch, on a very busy machine
+
+
+def loopback() -> str:
+    """Name of the loopback interface."""
+    return "lo0" if sys.platform == "darwin" else "lo"
+
+
+def rank_environ() -> dict[str, str]:
+    """The environment of ranks: this process's own, loopback only and one thread a rank."""
+    environ = dict(os.environ)
+    environ.update(GLOO_SOCKET_IFNAME=loopback(), OMP_NUM_THREADS="1", MKL_NUM_THREADS="1")
+    return environ
+
+
+def new_environ() -> dict[str, str]:
+    """The environment for one run: a rendezvous address of its own, for raw PyTorch."""
+    return {**rank_environ(), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+
+
+def free_port() -> int:
+    """A free port below those that the system hands to outgoing connections."""
+    while True:
+        port = random.SystemRandom().randrange(15_000, 32_000)
+        with socket.socket() as probe, contextlib.suppress(OSError):
+            probe.bind(("127.0.0.1", port))
+            return port
+
+
+class ForkServer:
+    """This process's end of a fork server. It imports torch while we go on."""
+
+    def __init__(self) -> None:
+        sweep()
+        self.owner = os.getpid()
+        self.directory = make_run_dir()
+        self.lock = threading.Lock()
+        self.ready = False
+        self.control, theirs = socket.socketpair()
+        with theirs, open(self.directory / "server.log", "wb") as log:
+            self.process = subprocess.Popen(
+                [sys.executable, "-c", START, json.dumps(sys.path), str(theirs.fileno())],
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+                pass_fds=[theirs.fileno()],
+                start_new_session=True,  # an interrupt of the notebook must not reach it
+                env=rank_environ(),
+            )
+
+    def alive(self) -> bool:
+        """Whether it can still be asked for ranks, by this process."""
+        return self.owner == os.getpid() and self.process.poll() is None
+
+    def wait_ready(self) -> None:
+        """Wait until everything is imported."""
+        self.control.settimeout(PATIENCE)
+        try:
+            self.ready = self.ready or self.control.recv(len(READY)) == READY
+        except OSError:
+            self.ready = False
+        self.control.settimeout(None)
+        if not self.ready:
+            said = (self.directory / "server.log").read_text(errors="replace").strip()
+            self.close()
+            raise RuntimeError(f"the fork server for the ranks did not start. It said:\n{said}")
+
+    def fork(self, n: int) -> tuple[Connection, list[Connection]]:
+        """Fork ``n`` ranks; return the family's link and a connection to each rank."""
+        pairs = [socket.socketpair() for _ in range(n + 1)]
+        with self.lock:
+            self.wait_ready()
+            theirs = [pair[1].fileno() for pair in pairs]
+            socket.send_fds(self.control, [REQUEST.pack(n)], theirs)
+        for pair in pairs:
+            pair[1].close()
+        link, *connections = [Connection(pair[0].detach()) for pair in pairs]
+        return link, connections
+
+    def close(self) -> None:
+        """End the server and with it every rank that it forked."""
+        self.control.close()
+        if self.owner == os.getpid():
+            self.process.wait()
+
+
+_server: list[ForkServer] = []
+
+
+def fork_server() -> ForkServer:
+    """This process's fork server, started if need be; it goes on importing while we go on."""
+    if not _server or not _server[0].alive():
+        _server[:] = [ForkServer()]
+    return _server[0]
+
+
+class Family:
+    """``n`` ranks on this machine, from their birth to their end."""
+
+    def __init__(self, server: ForkServer, n: int) -> None:
+        self.n = n
+        self.directory = Path(tempfile.mkdtemp(prefix="ranks-", dir=server.directory))
+        self.link, self.connections = server.fork(n)
+        self.statuses: dict[int, int] = {}  # wait status of the ranks that have ended
+        for rank, connection in enumerate(self.connections):
+            connection.send_bytes(pickle.dumps(self.birth(rank)))
+
+    def birth(self, rank: int) -> Birth:
+        """What the rank is told first."""
+        return Birth(rank, self.n, str(self.directory))
+
+    def file(self, rank: int, kind: str = "out") -> Path:
+        """A file of one rank: ``out`` for its output, ``stack`` for its stacks."""
+        return Path(self.birth(rank).file(kind))
+
+    def signal(self, rank: int, signum: int) -> None:
+        """Have the server send a signal to one rank."""
+        try:
+            self.link.send_bytes(EVENT.pack(rank, signum))
+        except OSError:
+            pass  # the server is gone, and so is the rank
+
+    def read_ends(self) -> None:
+        """Learn which ranks have ended. Raises EOFError when the server itself is gone."""
+        while self.link.poll():
+            rank, status = EVENT.unpack(self.link.recv_bytes())
+            self.statuses[rank] = status
+
+    def close(self) -> None:
+        """Let the ranks go; those that do not listen are killed by the server."""
+        for connection in self.connections:
+            connection.close()
+        self.link.close()
+        shutil.rmtree(self.directory, ignore_errors=True)

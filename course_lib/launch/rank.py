@@ -1,0 +1,182 @@
+"""What runs inside a rank: prepare the process, then call what it is sent, until it is let go."""
+
+from __future__ import annotations
+
+import faulthandler
+import io
+import os
+import random
+import select
+import signal
+import sys
+import threading
+import time
+import traceback
+from datetime import timedelta
+from multiprocessing.connection import Connection
+from typing import Any
+
+import cloudpickle
+import numpy
+import torch
+import torch.distributed as dist
+
+from course_lib.launch.task import Birth, Frame, Outcome, Raised, Task
+from course_lib.launch.travel import unpack, what_cannot_return
+from course_lib.mesh import RankContext, enter_rank, rank_context
+
+FOREVER = timedelta(days=1)  # the launching process holds the deadline, not the backend
+_birth: list[Birth] = []
+
+
+def inside_rank() -> bool:
+    """Whether this process is a rank that a launch started."""
+    return bool(_birth)
+
+
+def serve_rank(connection: Connection) -> None:
+    """Be a rank: learn who, then run tasks until the launching process closes the connection.
+
+    After each outcome the rank waits here with its sockets open, so that a neighbour does not
+    fail for its sake and get the blame before the outcome is read.
+    """
+    birth: Birth = unpack(connection.recv_bytes())
+    _birth[:] = [birth]
+    threading.Thread(target=_end_with_owner, args=(connection.fileno(),), daemon=True).start()
+    with open(birth.file("stack"), "a") as stacks:
+        _prepare(birth, stacks)
+        while True:
+            try:
+                task: Task = unpack(connection.recv_bytes())
+            except (EOFError, OSError):
+                os._exit(0)  # let go: no destructors, a backend may hang in them
+            outcome = perform(task, birth)
+            flush()
+            connection.send_bytes(cloudpickle.dumps(outcome))
+
+
+def _end_with_owner(fd: int) -> None:
+    """Leave when the launching process closes its end, by will or by dying."""
+    poll = select.poll()
+    poll.register(fd, 0)  # hang-up is always reported
+    poll.poll()
+    os._exit(0)
+
+
+def _prepare(birth: Birth, stacks: io.TextIOBase) -> None:
+    """Output to a file, stacks to a file on request, one thread, a random state of its own."""
+    out = os.open(birth.file("out"), os.O_CREAT | os.O_WRONLY | os.O_APPEND, 0o600)
+    os.dup2(out, 1)
+    os.dup2(out, 2)
+    os.close(out)
+    sys.stdout = io.TextIOWrapper(open(1, "wb", closefd=False), "utf-8", "replace", None, True)
+    sys.stderr = io.TextIOWrapper(open(2, "wb", closefd=False), "utf-8", "replace", None, True)
+    faulthandler.enable(file=stacks)
+    if hasattr(faulthandler, "register"):
+        faulthandler.register(signal.SIGUSR1, file=stacks)
+    torch.set_num_threads(1)
+    random.seed()
+    numpy.random.seed()
+
+
+def flush() -> None:
+    """Bring everything printed so far to its file."""
+    for stream in (sys.stdout, sys.stderr):
+        try:
+            stream.flush()
+        except (OSError, ValueError):
+            pass
+
+
+def perform(task: Task, birth: Birth) -> Outcome:
+    """Make one call and say how it ended."""
+    device = torch.device("cpu")
+    try:
+        _enter(task, birth)
+        device = _device(task, birth.rank)
+        if task.init and not dist.is_initialized():
+            _init_group(birth, device)
+        elif task.init:
+            _drop_groups()
+    except Exception as error:
+        return _raised(error)
+    context = RankContext(birth.rank, task.conditions, device)
+    enter_rank(context)
+    try:
+        fn, args = unpack(task.call)
+    except Exception as error:
+        return _raised(error, kind="function")
+    return call(fn, args)
+
+
+def call(fn: Any, args: tuple) -> Outcome:
+    """``fn(*args)`` in the rank that was entered, as an outcome."""
+    try:
+        value = fn(*args)
+    except SystemExit as error:
+        return _raised(error, kind="exit")
+    except BaseException as error:
+        return _raised(error)
+    context = rank_context()
+    try:
+        data = cloudpickle.dumps(value)
+    except Exception:
+        return Outcome("result", hint=what_cannot_return(value), at=time.time())
+    return Outcome("returned", data, ledger=context.ledger, trace=context.trace, at=time.time())
+
+
+def _enter(task: Task, birth: Birth) -> None:
+    """Take over the launching process's directory, import path and environment."""
+    if os.environ != task.environ:
+        os.environ.clear()
+        os.environ.update(task.environ)
+    os.environ.update(RANK=str(birth.rank), LOCAL_RANK=str(birth.rank), WORLD_SIZE=str(birth.n))
+    sys.path[:] = task.path
+    os.chdir(task.cwd)
+
+
+def _device(task: Task, rank: int) -> torch.device:
+    if task.device != "cuda":
+        return torch.device("cpu")
+    torch.cuda.set_device(rank)
+    return torch.device("cuda", rank)
+
+
+def _init_group(birth: Birth, device: torch.device) -> None:
+    """The default group, by a file in the private directory: no port and no host name."""
+    store = dist.FileStore(f"{birth.directory}/store", birth.n)
+    backend = "gloo" if device.type == "cpu" else "cpu:gloo,cuda:nccl"
+    dist.init_process_group(
+        backend, store=store, rank=birth.rank, world_size=birth.n, timeout=FOREVER
+    )
+
+
+def _drop_groups() -> None:
+    """In kept ranks, release the groups that earlier runs made: sockets are few."""
+    world = dist.group.WORLD
+    for group in list(dist.distributed_c10d._world.pg_map):
+        if group is not world:
+            dist.destroy_process_group(group)
+
+
+def _raised(error: BaseException, kind: str = "raised") -> Outcome:
+    try:
+        exception = cloudpickle.dumps(error)
+    except Exception:
+        exception = b""
+    return Outcome(kind, error=describe(error), at=time.time(), exception=exception)
+
+
+def describe(error: BaseException) -> Raised:
+    """An exception as plain data, its causes included."""
+    frames = [
+        Frame(entry.filename, entry.lineno or 0, entry.name)
+        for entry in traceback.extract_tb(error.__traceback__)
+    ]
+    message = "\n".join([str(error), *getattr(error, "__notes__", [])])
+    cause = error.__cause__
+    if cause is None and not error.__suppress_context__:
+        cause = error.__context__
+    before = describe(cause) if cause is not None else None
+    direct = error.__cause__ is not None
+    return Raised(type(error).__name__, message, frames, before, direct)

@@ -1,0 +1,71 @@
+"""The private directory of one launching process: rendezvous files, rank output, stacks.
+
+Its owner holds a lock on a file in it for as long as it lives; the kernel drops the lock however
+the owner dies. So a directory whose lock can be taken is stale, and the next start removes it.
+"""
+
+from __future__ import annotations
+
+import atexit
+import fcntl
+import os
+import shutil
+import tempfile
+from pathlib import Path
+
+PREFIX = "course-run-"
+ROOM = 256 * 2**20  # bytes that must be free in /dev/shm: containers often have 64 MB
+
+
+def parents() -> list[Path]:
+    """Directories that may hold run directories, best first."""
+    places = [Path("/dev/shm"), Path(tempfile.gettempdir())]
+    return [place for place in places if place.is_dir() and os.access(place, os.W_OK | os.X_OK)]
+
+
+def _has_room(place: Path) -> bool:
+    free = os.statvfs(place)
+    return free.f_bavail * free.f_frsize >= ROOM
+
+
+def make_run_dir() -> Path:
+    """Make this process's run directory, locked; it goes when the process ends."""
+    places = parents()
+    place = next((place for place in places if _has_room(place)), places[-1])
+    hidden = Path(tempfile.mkdtemp(prefix=f".{PREFIX}", dir=place))
+    lock = os.open(hidden / "lock", os.O_CREAT | os.O_RDWR, 0o600)
+    fcntl.flock(lock, fcntl.LOCK_EX)
+    # Only now may it be seen: a sweep never meets a directory of a living owner unlocked.
+    final = hidden.with_name(hidden.name.removeprefix("."))
+    hidden.rename(final)
+    owner = os.getpid()
+    atexit.register(lambda: os.getpid() == owner and shutil.rmtree(final, ignore_errors=True))
+    return final
+
+
+def sweep() -> list[Path]:
+    """Remove the run directories of this user whose owner is dead; return what was removed."""
+    swept = []
+    for place in parents():
+        for directory in place.glob(f"{PREFIX}*"):
+            if _is_stale(directory):
+                shutil.rmtree(directory, ignore_errors=True)
+                swept.append(directory)
+    return swept
+
+
+def _is_stale(directory: Path) -> bool:
+    try:
+        if directory.stat().st_uid != os.getuid():
+            return False
+        lock = os.open(directory / "lock", os.O_RDWR)
+    except OSError:
+        return False
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        return False
+    else:
+        return True
+    finally:
+        os.close(lock)
