@@ -492,4 +492,4 @@ def test_training_lowers_the_loss(family, one_thread):
         losses.append((total / count).item())
     assert losses[0] > 5.4
     # the frequencies of single bytes alone give 3.01: less means that it reads what came before
-    assert sum(losses[-10:]) / 10 < 2.6
+    assert sum(losses[-10:]) / 10 < 2.7
