@@ -1,0 +1,131 @@
+"""`course bench dp`: our three data parallels beside torch's DistributedDataParallel.
+
+All contestants live in the same four processes and train their own copy of one model of 4.2 M
+parameters on the same batches. ``ddp again`` is a second DDP: its ratio to the first is the noise.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+
+import torch
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+
+from course_lib import dp
+from course_lib.bench.rounds import interleave, ratios, slowest_rank
+from course_lib.data import batch
+from course_lib.launch import World
+from course_lib.mesh import Mesh, make_mesh
+from course_lib.model import Decoder, ModelConfig, build_model
+
+CONFIG = ModelConfig(layers=4, hidden=256, heads=8, kv_heads=8, ffn=768, max_seq_len=64)
+ALARM = 1.25
+PEER = "ddp"
+
+
+def measure(rounds: int = 20) -> dict:
+    """Median ratios to DDP and median milliseconds of one training step on 4 ranks."""
+    with World(4) as world:
+        by_rank = world.run(_time_ranks, rounds, timeout=120 + 10 * rounds)
+    times = slowest_rank(list(by_rank))
+    return {
+        "ranks": 4,
+        "rounds": rounds,
+        "parameters": sum(p.numel() for p in build_model(CONFIG).parameters()),
+        "ratio_to_ddp": ratios(times, PEER),
+        "milliseconds": {name: 1e3 * sorted(t)[len(t) // 2] for name, t in times.items()},
+    }
+
+
+def text(result: dict) -> str:
+    """The result as a table."""
+    lines = [
+        f"Data parallelism beside torch's DDP: {result['ranks']} ranks, "
+        f"{result['parameters'] / 1e6:.1f} M parameters, {result['rounds']} rounds",
+        f"{'':<16}{'ms a step':>12}{'to DDP':>10}",
+    ]
+    for name, milliseconds in result["milliseconds"].items():
+        ratio = result["ratio_to_ddp"].get(name)
+        shown = "1" if ratio is None else f"{ratio:.2f}"
+        lines.append(f"{name:<16}{milliseconds:>12.1f}{shown:>10}")
+    if result["ratio_to_ddp"]["overlapped"] > ALARM:
+        lines.append(f"overlapped is more than {ALARM} times DDP: something is wrong")
+    lines.append("'ddp again' against 'ddp' is the noise of this measurement.")
+    return "\n".join(lines)
+
+
+def _time_ranks(rounds: int) -> dict[str, list[float]]:
+    mesh = make_mesh()
+    contestants = {name: _timed(make(mesh), mesh) for name, make in _CONTESTANTS.items()}
+    return interleave(contestants, rounds)
+
+
+def _timed(step: Callable[[int], None], mesh: Mesh) -> Callable[[], float]:
+    """One step from a common start, in seconds."""
+    count = 0
+
+    def timed() -> float:
+        nonlocal count
+        dist.barrier()
+        start = time.perf_counter()
+        step(count)
+        count += 1
+        mesh.trace.clear()
+        mesh.ledger.clear()
+        return time.perf_counter() - start
+
+    return timed
+
+
+def _inputs(step: int, mesh: Mesh):
+    return batch(
+        step % 4, seed=0, batch_size=4, seq_len=64, dp_rank=mesh.dp.rank, dp_size=mesh.dp.size
+    )
+
+
+def _optimizer(model: torch.nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.SGD(model.parameters(), lr=1e-3)  # the same small cost for everyone
+
+
+def _ours(make_sync: Callable[[Decoder, Mesh], dp.GradientSync]):
+    def make(mesh: Mesh) -> Callable[[int], None]:
+        model = build_model(CONFIG)
+        sync, optimizer = make_sync(model, mesh), _optimizer(model)
+
+        def step(number: int) -> None:
+            tokens, targets = _inputs(number, mesh)
+            optimizer.zero_grad()
+            total, count = model.loss_sum(tokens, targets)
+            (total / (count * mesh.dp.size)).backward()
+            sync.finish()
+            optimizer.step()
+
+        return step
+
+    return make
+
+
+def _ddp(mesh: Mesh) -> Callable[[int], None]:
+    model = build_model(CONFIG)
+    parallel = DistributedDataParallel(model)
+    optimizer = _optimizer(model)
+
+    def step(number: int) -> None:
+        tokens, targets = _inputs(number, mesh)
+        optimizer.zero_grad()
+        logits = parallel(tokens)
+        torch.nn.functional.cross_entropy(logits.flatten(0, 1), targets.flatten()).backward()
+        optimizer.step()
+
+    return step
+
+
+_CONTESTANTS: dict[str, Callable[[Mesh], Callable[[int], None]]] = {
+    PEER: _ddp,
+    "overlapped": _ours(lambda model, mesh: dp.Overlapped(model.parameters(), mesh.dp)),
+    "bucketed": _ours(lambda model, mesh: dp.Bucketed(model.parameters(), mesh.dp)),
+    "naive": _ours(lambda model, mesh: dp.Naive(model.parameters(), mesh.dp)),
+    "ddp again": _ddp,
+}

@@ -1,0 +1,47 @@
+"""Timing things beside each other on a noisy machine: interleaved, rotated, by ratio.
+
+Wall-clock on a shared machine drifts by tens of percent within a minute; the ratio of two things
+timed within the same second does not. So every round times each contestant once, the order
+rotates from round to round, and what is reported is the median of the rounds' ratios.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from statistics import median
+
+Times = dict[str, list[float]]  # seconds by contestant, one for each round
+
+
+def interleave(
+    contestants: Mapping[str, Callable[[], float]], rounds: int, warmup: int = 2
+) -> Times:
+    """Call every contestant (it returns its seconds) once a round, in rotating order."""
+    if rounds < 1:
+        raise ValueError(f"rounds={rounds}: at least 1 is wanted, 20 for a ratio good to 5 %")
+    names = list(contestants)
+    times: Times = {name: [] for name in names}
+    for number in range(-warmup, rounds):
+        turn = number % len(names)
+        for name in names[turn:] + names[:turn]:
+            seconds = contestants[name]()
+            if number >= 0:
+                times[name].append(seconds)
+    return times
+
+
+def slowest_rank(by_rank: list[Times]) -> Times:
+    """The times of a step that is over when its last rank is done."""
+    return {
+        name: [max(rank[name][turn] for rank in by_rank) for turn in range(len(rounds))]
+        for name, rounds in by_rank[0].items()
+    }
+
+
+def ratios(times: Times, peer: str) -> dict[str, float]:
+    """Median over the rounds of (contestant / peer), for every contestant but the peer."""
+    return {
+        name: median(one / base for one, base in zip(rounds, times[peer], strict=True))
+        for name, rounds in times.items()
+        if name != peer
+    }
