@@ -3,8 +3,18 @@
 Every picture is a Figure that belongs to no pyplot state, with its sentence in ``.caption``.
 """
 
+from course_lib.view.bars import ledger_plot, live_plot, memory_plot
 from course_lib.view.export import perfetto
 from course_lib.view.gantt import timeline
 from course_lib.view.style import Picture
+from course_lib.view.terminal import terminal_timeline
 
-__all__ = ["Picture", "perfetto", "timeline"]
+__all__ = [
+    "Picture",
+    "ledger_plot",
+    "live_plot",
+    "memory_plot",
+    "perfetto",
+    "terminal_timeline",
+    "timeline",
+]

@@ -15,15 +15,20 @@ from course_lib.mesh import Conditions
 from course_lib.schedule import Span, from_zero
 from course_lib.trace import Trace
 from course_lib.view import style
-from course_lib.view.lanes import Box, Lane, chunks, layout
-from course_lib.view.style import LOOKS, SMALL, WIDTH, Look, Picture, frame, look_of
-from course_lib.view.summary import milliseconds, read, sentence, summarize
+from course_lib.view.lanes import Box, Lane, layout
+from course_lib.view.style import OPERATIONS, SMALL, WIDTH, Look, Picture, frame, look_of
+from course_lib.view.summary import described, read, sentence, summarize
 
 IDLE = "#EDEDED"
 WORDS = {"F": "F forward", "B": "B backward", "I": "I input grad", "W": "W weight grad"}
-SOURCES = {"measured": "times measured on real ranks", "simulated": "simulated, not measured"}
+SHORT = {
+    "all_reduce": "AR",
+    "all_gather": "AG",
+    "reduce_scatter": "RS",
+    "all_to_all": "A2A",
+    "broadcast": "BC",
+}
 LEFT, RIGHT, BELOW = 0.85, 0.12, 0.42  # margins around the axes, inches
-LEGEND_LINE, LEGEND_COLUMNS = 0.24, 7
 SMALLEST = 5.5  # points: below that no text is better than text
 
 
@@ -53,38 +58,27 @@ def timeline(
     """
     spans, busy = read(source)
     spans, planned = from_zero(spans), from_zero(overlay or ())
-    said = _said(spans, planned, kind)
+    said = described(spans, planned, kind)
     caption = sentence(summarize(spans), source=said, conditions=conditions, busy=busy, note=note)
     lanes, boxes, height = layout(spans, planned)
     looks = _looks(spans)
-    keys = _legend_keys(looks, bool(planned))
-    legend = LEGEND_LINE * -(-len(keys) // LEGEND_COLUMNS)
-    picture = frame(width, height + legend + BELOW, title, caption)
+    keys = style.keys({WORDS.get(op, op): look for op, look in looks.items()})
+    keys.append(Patch(facecolor=IDLE, edgecolor="#999999", label="idle"))
+    if planned:
+        keys.append(Patch(facecolor="none", edgecolor="black", label="simulated"))
+    picture = frame(width, height + style.legend_height(keys) + BELOW, title, caption)
     end = max(box.right for box in boxes) or 1e-6
     ax = _axes(picture, height, end)
     _draw_lanes(ax, lanes)
     _draw_boxes(ax, boxes, looks, inches_per_ms=(width - LEFT - RIGHT) / end)
-    _draw_legend(picture, keys, height)
+    style.legend(picture, keys, LEFT, BELOW + height)
     return picture
-
-
-def _said(spans: Sequence[Span], planned: Sequence[Span], kind: str) -> str:
-    """What the boxes are, in words."""
-    if kind not in SOURCES:
-        raise ValueError(f"kind={kind!r}: it is one of {', '.join(SOURCES)}")
-    said = SOURCES[kind]
-    if any(chunks(spans).values()):
-        said += ", paler boxes with ′ are a rank's second stage"
-    if planned:
-        plan = summarize(planned)
-        said += f", outlines simulated: {milliseconds(plan.makespan)}, {plan.idle:.1%} idle"
-    return said
 
 
 def _looks(spans: Sequence[Span]) -> dict[str, Look]:
     """The look of each operation present: known ones in fixed order, then the others."""
     present = {span.op for span in spans}
-    known = [op for op in LOOKS if op in present]
+    known = [op for op in OPERATIONS if op in present]
     return look_of(known + sorted(present - set(known)))
 
 
@@ -135,28 +129,24 @@ def _draw_boxes(
     ax: Axes, boxes: Sequence[Box], looks: Mapping[str, Look], inches_per_ms: float
 ) -> None:
     """All boxes; those that look the same are one collection, which keeps long runs fast."""
-    same: dict[tuple[str, int, bool], list[Box]] = defaultdict(list)
+    same: dict[tuple[str, bool], list[Box]] = defaultdict(list)
     for box in boxes:
-        same[box.span.op, box.chunk % 2, box.overlay].append(box)
-    for (op, odd, overlay), group in same.items():
-        face = "#FFFFFF" if overlay else looks[op].colour
-        if odd and not overlay:
-            face = style.mix(face, "#FFFFFF", 0.55)
-        corners = [box.corners for box in group]
-        typical = median(box.right - box.left for box in group) * inches_per_ms * 72
-        if not overlay:
-            _fill(ax, corners, face, looks[op].hatch)
-        ax.add_collection(
-            PolyCollection(
-                corners,
-                facecolors="none",
-                edgecolors="black",
-                linewidths=min(0.7, typical / 8),
-                zorder=3,
-            )
-        )
-        for box in group:
-            _label(ax, box, face, inches_per_ms)
+        same[box.span.op, box.overlay].append(box)
+    for (op, overlay), group in same.items():
+        typical = median(box.right - box.left for box in group) * inches_per_ms
+        spelled = _room_for(max((f"{op}{_number(box)}" for box in group), key=len)) <= typical
+        for odd in (0, 1):
+            alike = [box for box in group if box.chunk % 2 == odd]
+            corners = [box.corners for box in alike]
+            face = "#FFFFFF" if overlay else looks[op].colour
+            if not overlay:
+                face = style.mix(face, "#FFFFFF", 0.55 * odd)
+                _fill(ax, corners, face, looks[op].hatch)
+            outlines = PolyCollection(corners, facecolors="none", edgecolors="black", zorder=3)
+            outlines.set_linewidth(min(0.7, typical * 72 / 8))
+            ax.add_collection(outlines)
+            for box in alike:
+                _label(ax, box, face, _names(box, spelled), inches_per_ms)
 
 
 def _fill(ax: Axes, corners: list, face: str, hatch: str) -> None:
@@ -168,14 +158,13 @@ def _fill(ax: Axes, corners: list, face: str, hatch: str) -> None:
     ax.add_collection(boxes)
 
 
-def _label(ax: Axes, box: Box, face: str, inches_per_ms: float) -> None:
-    """Write the longest name of the span that fits into its box, if any does."""
+def _label(ax: Axes, box: Box, face: str, names: Sequence[str], inches_per_ms: float) -> None:
+    """Write the first of ``names`` that fits into the box, if any does."""
     size = min(SMALL, (box.bottom - box.top) * 72 * 0.62)
-    room = (box.right - box.left) * inches_per_ms - 0.05
+    room = (box.right - box.left) * inches_per_ms
     if size < SMALLEST or room <= 0:
         return
-    names = (name for name in _names(box) if len(name) * size * 0.63 / 72 <= room)
-    if name := next(names, None):
+    if name := next((name for name in names if _room_for(name, size) <= room), None):
         ax.text(
             (box.left + box.right) / 2,
             (box.top + box.bottom) / 2,
@@ -190,46 +179,29 @@ def _label(ax: Axes, box: Box, face: str, inches_per_ms: float) -> None:
         )
 
 
-def _names(box: Box) -> list[str]:
-    """What a box may be called, the most telling first."""
-    span = box.span
+def _room_for(name: str, size: float = SMALL) -> float:
+    """Inches that ``name`` needs in a box, letters being 0.63 times as wide as high."""
+    return len(name) * size * 0.63 / 72 + 0.05
+
+
+def _number(box: Box) -> str:
+    """The micro-batch, with a prime for each stage before this one on the rank."""
+    return "" if box.span.mb is None else f"{box.span.mb}{'′' * box.chunk}"
+
+
+def _names(box: Box, spelled: bool) -> list[str]:
+    """What a box may be called, the most telling first.
+
+    ``spelled`` puts the operation before the number; all boxes of one operation are to look the
+    same, so that it is decided for all of them.
+    """
+    span, number = box.span, _number(box)
     names = [span.label] if span.label else []
-    if span.mb is not None:
-        number = f"{span.mb}{'′' * box.chunk}"
-        names += [number] if span.is_comm else [f"{span.op}{number}", number]
-    last = span.label.split()[-1:]
-    if last and last[0].isdigit():
-        names += last
-    return names if names else [span.op]
-
-
-def _legend_keys(looks: Mapping[str, Look], planned: bool) -> list[Patch]:
-    """What colours and hatches mean."""
-    keys = []
-    for op, look in looks.items():
-        ink = style.mix(look.colour, look.ink, 0.45)
-        keys.append(
-            Patch(facecolor=look.colour, edgecolor=ink, hatch=look.hatch, label=WORDS.get(op, op))
-        )
-    keys.append(Patch(facecolor=IDLE, edgecolor="#999999", label="idle"))
-    if planned:
-        keys.append(Patch(facecolor="none", edgecolor="black", label="simulated"))
-    return keys
-
-
-def _draw_legend(picture: Picture, keys: Sequence[Patch], height: float) -> None:
-    width, inches = picture.get_size_inches()
-    bottom = style.caption_height(picture.caption, width) + BELOW + height + 0.02
-    picture.legend(
-        handles=keys,
-        loc="lower left",
-        bbox_to_anchor=(LEFT / width, bottom / inches),
-        ncols=min(LEGEND_COLUMNS, len(keys)),
-        fontsize=SMALL + 0.5,
-        frameon=False,
-        borderpad=0,
-        borderaxespad=0,
-        handlelength=2.0,
-        handleheight=1.1,
-        columnspacing=1.4,
-    )
+    if number and not span.is_comm:
+        return [*names, f"{span.op}{number}", number] if spelled else [*names, number]
+    words = span.label.split()
+    if words and words[-1].isdigit():
+        names.append(words[-1])
+    if not names:
+        names = [f"{span.op} {number}".strip(), span.op, SHORT.get(span.op, span.op), number]
+    return [name for name in names if name]

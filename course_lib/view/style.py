@@ -8,10 +8,12 @@ from __future__ import annotations
 
 import io
 import textwrap
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
+from matplotlib.artist import Artist
 from matplotlib.figure import Figure
+from matplotlib.patches import Patch
 
 ORANGE, SKY, GREEN, YELLOW = "#E69F00", "#56B4E9", "#009E73", "#F0E442"
 BLUE, VERMILLION, PURPLE, BLACK = "#0072B2", "#D55E00", "#CC79A7", "#000000"
@@ -20,6 +22,7 @@ GREY = "#BBBBBB"
 WIDTH = 9.0  # inches: the width of a notebook cell
 SCREEN_DPI = 110
 SMALL, NORMAL, LARGE = 8.0, 9.0, 11.0  # font sizes in points
+LEGEND_LINE, LEGEND_COLUMNS = 0.24, 7
 CAPTION_LETTERS = 126  # that fit in a line of WIDTH at NORMAL size
 
 
@@ -36,7 +39,7 @@ class Look:
         return ink_on(self.colour)
 
 
-LOOKS = {
+OPERATIONS = {
     "F": Look(YELLOW, ""),
     "B": Look(BLUE, "//"),
     "I": Look(SKY, "\\\\"),
@@ -47,13 +50,16 @@ LOOKS = {
     "reduce_scatter": Look(GREEN, "+++"),
     "all_to_all": Look(SKY, "ooo"),
     "broadcast": Look(YELLOW, "***"),
-    "send": Look(VERMILLION, "///"),
-    "recv": Look(GREY, "\\\\\\"),
-    "parameters": Look(BLUE, "//"),
-    "gradients": Look(ORANGE, "---"),
+    "send": Look(VERMILLION, "/|/|"),
+    "recv": Look(GREY, "\\|\\|"),
+}
+MEMORY = {
+    "parameters": Look(SKY, "\\\\"),
+    "gradients": Look(BLUE, "//"),
+    "optimizer": OPERATIONS["optimizer"],
     "activations": Look(YELLOW, ""),
 }
-SPARE_HATCHES = ("OO", "/-", "\\-", "/|", "\\|", "o-", "x-", "x|", "o|", "*-")
+SPARE_HATCHES = ("OO", "/-/-", "\\-\\-", "o-", "x-", "o|", "x|", "*-", "*|", "O-")
 
 
 def look_of(ops: Iterable[str]) -> dict[str, Look]:
@@ -61,7 +67,7 @@ def look_of(ops: Iterable[str]) -> dict[str, Look]:
     spare = iter(SPARE_HATCHES)
     looks = {}
     for op in dict.fromkeys(ops):
-        looks[op] = LOOKS.get(op) or Look(GREY, next(spare, ""))
+        looks[op] = OPERATIONS.get(op) or MEMORY.get(op) or Look(GREY, next(spare, ""))
     return looks
 
 
@@ -127,3 +133,40 @@ def frame(width: float, height: float, title: str, caption: str) -> Picture:
         picture.text(x, 1 - 0.08 / inches, title, size=LARGE, weight="bold", va="top", gid="title")
     picture.text(x, 0.06 / inches, text, size=NORMAL, va="bottom", linespacing=1.3, gid="caption")
     return picture
+
+
+def keys(looks: Mapping[str, Look]) -> list[Patch]:
+    """What colours and hatches mean, for a legend."""
+    return [
+        Patch(
+            facecolor=look.colour,
+            edgecolor=mix(look.colour, look.ink, 0.45),
+            hatch=look.hatch,
+            label=name,
+        )
+        for name, look in looks.items()
+    ]
+
+
+def legend_height(entries: Sequence[Artist]) -> float:
+    """Inches that a legend of ``entries`` takes."""
+    return LEGEND_LINE * -(-len(entries) // LEGEND_COLUMNS)
+
+
+def legend(picture: Picture, entries: Sequence[Artist], left: float, above: float) -> None:
+    """A legend ``left`` inches from the left and ``above`` inches over the caption."""
+    width, inches = picture.get_size_inches()
+    bottom = caption_height(picture.caption, width) + above + 0.02
+    picture.legend(
+        handles=list(entries),
+        loc="lower left",
+        bbox_to_anchor=(left / width, bottom / inches),
+        ncols=min(LEGEND_COLUMNS, len(entries)),
+        fontsize=SMALL + 0.5,
+        frameon=False,
+        borderpad=0,
+        borderaxespad=0,
+        handlelength=2.0,
+        handleheight=1.1,
+        columnspacing=1.4,
+    )

@@ -9,6 +9,9 @@ from dataclasses import dataclass
 from course_lib.mesh import Conditions, Link
 from course_lib.schedule import Span
 from course_lib.trace import TOO_BUSY, Trace, overshoot
+from course_lib.view.lanes import chunks
+
+SOURCES = {"measured": "times measured on real ranks", "simulated": "simulated, not measured"}
 
 Interval = tuple[float, float]
 
@@ -106,6 +109,19 @@ def sentence(
             "choose a longer pace)."
         )
     return f"{text} {note}".strip()
+
+
+def described(spans: Sequence[Span], planned: Sequence[Span], kind: str) -> str:
+    """What the boxes are, in words."""
+    if kind not in SOURCES:
+        raise ValueError(f"kind={kind!r}: it is one of {', '.join(SOURCES)}")
+    said = SOURCES[kind]
+    if any(chunks(spans).values()):
+        said += "; paler boxes with ′ are a rank's second stage"
+    if planned:
+        plan = summarize(planned)
+        said += f"; outlines simulated: {milliseconds(plan.makespan)}, {plan.idle:.1%} idle"
+    return said
 
 
 def spoken(conditions: Conditions) -> str:
