@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from rich.text import Text
 
 ROOT = Path(__file__).resolve().parent.parent
-BAD_INPUT, ENVIRONMENT, INTERRUPTED = 2, 3, 130
+FAILED, BAD_INPUT, ENVIRONMENT, INTERRUPTED = 1, 2, 3, 130
 COLOURS = ("default", "cyan", "yellow", "magenta", "green", "blue", "red", "bright_black")
 MOST_RANKS = 2**20  # of `course groups`: more would fill the memory with lists
 
@@ -194,7 +194,16 @@ def _explain(error: Exception) -> int:
         return _fail(str(error), BAD_INPUT)
     if isinstance(error, ImportError | OSError):
         return _fail(f"{error}; course doctor says what is missing here", ENVIRONMENT)
+    if isinstance(error, _rank_error()):
+        print(error, file=sys.stderr)  # the report of the launcher: who failed, where others stood
+        return FAILED
     raise error
+
+
+def _rank_error() -> type[Exception] | tuple[()]:
+    """The launcher's error, without importing torch where no launch was made."""
+    faults = sys.modules.get("course_lib.launch.faults")
+    return faults.RankError if faults else ()
 
 
 def _fail(message: str, code: int) -> int:

@@ -205,7 +205,8 @@ def check_cores() -> Check:
 
     affinity = getattr(os, "sched_getaffinity", None)
     cores = len(affinity(0)) if affinity else os.cpu_count() or 1
-    value = f"{cores} cores, torch uses {torch.get_num_threads()} threads (1 in each rank)"
+    noun = "core" if cores == 1 else "cores"
+    value = f"{cores} {noun}, torch uses {torch.get_num_threads()} threads (1 in each rank)"
     if cores < 2:
         return Check(
             "cores", "warn", value, "give it 2 cores: with 1 the lessons take twice as long"

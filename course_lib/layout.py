@@ -85,29 +85,14 @@ def make_layout(
     Raises ValueError that names the axis when sizes do not multiply to ``world``, when the order
     names an axis twice or not at all (one of size 1 may be absent), or when ep does not fit.
     """
-    given = {"tp": tp, "cp": cp, "pp": pp, "ep": ep}
-    if dp is not None:
-        given["dp"] = dp
+    given = {"tp": tp, "cp": cp, "dp": 1 if dp is None else dp, "pp": pp, "ep": ep}
     for axis, size in given.items():
         if not isinstance(size, int) or size < 1:
             raise ValueError(f"axis {axis} has size {size!r}: a size is a whole number, 1 or more")
     others = tp * cp * pp
     if world is None:
         world = others * (dp or 1)
-    if not isinstance(world, int) or world < 1:
-        raise ValueError(f"a world of {world!r} ranks: a whole number, 1 or more, is wanted")
-    if dp is None:
-        if world % others:
-            raise ValueError(
-                f"{world} ranks cannot be divided by tp={tp} x cp={cp} x pp={pp} = {others}; "
-                "choose sizes whose product divides the world"
-            )
-        dp = world // others
-    if others * dp != world:
-        raise ValueError(
-            f"tp={tp} x cp={cp} x dp={dp} x pp={pp} = {others * dp}, but the world has {world} "
-            f"ranks; leave dp out to let it be what is left"
-        )
+    dp = _data_parallel_size(world, dp, others, f"tp={tp} x cp={cp} x pp={pp}")
     sizes = {"tp": tp, "cp": cp, "dp": dp, "pp": pp}
     names = _complete_order(order, sizes)
     if dp * cp % ep:
@@ -116,6 +101,23 @@ def make_layout(
             "hold different data; choose a divisor"
         )
     return Layout(order=names, sizes={axis: sizes[axis] for axis in names}, ep=ep)
+
+
+def _data_parallel_size(world: int, dp: int | None, others: int, product: str) -> int:
+    """``dp``, or what is left of the world when ``others`` ranks hold one replica."""
+    if not isinstance(world, int) or world < 1:
+        raise ValueError(f"a world of {world!r} ranks: a whole number, 1 or more, is wanted")
+    if dp is None and world % others:
+        raise ValueError(
+            f"{world} ranks cannot be divided by {product} = {others}; "
+            "choose sizes whose product divides the world"
+        )
+    if dp is not None and others * dp != world:
+        raise ValueError(
+            f"{product} x dp={dp} = {others * dp}, but the world has {world} ranks; "
+            "leave dp out to let it be what is left"
+        )
+    return world // others
 
 
 def _complete_order(order: str, sizes: Mapping[str, int]) -> tuple[str, ...]:

@@ -1,0 +1,189 @@
+"""Which part may import which, and what no committed file may hold.
+
+Rooms in order; a file may import rooms above its own and, within a line, those to its left. The
+techniques never import one another: they meet in compose, checkpoint and inference only.
+"""
+
+from __future__ import annotations
+
+import ast
+import functools
+import json
+import re
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+LIBRARY = ROOT / "course_lib"
+ORDER = """
+    schedule ledger layout
+    trace mesh
+    comm
+    model data recompute
+    dp zero tp sp cp ep
+    pp
+    compose checkpoint inference
+    launch
+    view
+    planner
+    grading
+    interview
+    bench tour doctor
+    cli
+"""
+LINES = [line.split() for line in ORDER.split("\n") if line.strip()]
+ROOMS = [room for line in LINES for room in line]
+TECHNIQUES = set(LINES[4])
+NO_TORCH = {"schedule", "ledger", "layout", "cli", "doctor"}  # at import time
+DISTRIBUTED = {"mesh", "comm", "checkpoint", "launch", "bench"}
+MATPLOTLIB = {"view"}
+OTHER_FILES = {"__init__"}
+
+
+def files_of(room: str) -> list[Path]:
+    """The file or the folder of a room; [] while it is not written."""
+    file, folder = LIBRARY / f"{room}.py", LIBRARY / room
+    return [file] if file.exists() else sorted(folder.rglob("*.py"))
+
+
+EXISTING = [room for room in ROOMS if files_of(room)]
+
+
+@functools.cache
+def tree(path: Path) -> ast.Module:
+    return ast.parse(path.read_text(), str(path))
+
+
+def imports(path: Path, nodes: Iterator[ast.AST] | None = None) -> set[str]:
+    """Dotted names of all modules that a file imports, inside functions too."""
+    found = set()
+    for node in nodes or ast.walk(tree(path)):
+        if isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            base = node.module or ""
+            if node.level:
+                package = path.relative_to(ROOT).with_suffix("").parts[: -node.level]
+                base = ".".join([*package, base]).rstrip(".")
+            found |= {base} | {f"{base}.{alias.name}" for alias in node.names}
+    return found
+
+
+def rooms_imported(path: Path) -> set[str]:
+    names = (name.split(".") for name in imports(path))
+    return {parts[1] for parts in names if parts[0] == "course_lib" and len(parts) > 1}
+
+
+def import_time_nodes(path: Path) -> Iterator[ast.AST]:
+    """What runs when the file is imported: not function bodies, not ``if TYPE_CHECKING``."""
+    waiting: list[ast.AST] = [tree(path)]
+    while waiting:
+        node = waiting.pop()
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda):
+            continue
+        if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.dump(node.test):
+            continue
+        yield node
+        waiting += ast.iter_child_nodes(node)
+
+
+def test_every_file_is_in_a_room():
+    found = {path.stem for path in LIBRARY.glob("*.py")} - OTHER_FILES
+    found |= {path.parent.name for path in LIBRARY.glob("*/*.py")}
+    assert found <= set(ROOMS), f"no place in the order: {found - set(ROOMS)}"
+
+
+@pytest.mark.parametrize("room", EXISTING)
+def test_imports_go_up(room):
+    place = ROOMS.index(room)
+    allowed = set(ROOMS[:place]) | {room, "__version__"}
+    if room in TECHNIQUES:
+        allowed -= TECHNIQUES - {room}
+    for path in files_of(room):
+        bad = (rooms_imported(path) & set(ROOMS)) - allowed
+        assert not bad, f"{path.relative_to(ROOT)} imports {sorted(bad)}, which stand below it"
+
+
+@pytest.mark.parametrize("room", sorted(set(EXISTING) - DISTRIBUTED))
+def test_torch_distributed_stays_where_it_is(room):
+    for path in files_of(room):
+        by_import = {name for name in imports(path) if name.startswith("torch.distributed")}
+        dotted = {
+            node.lineno
+            for node in ast.walk(tree(path))
+            if isinstance(node, ast.Attribute)
+            and node.attr == "distributed"
+            and isinstance(node.value, ast.Name)
+            and node.value.id == "torch"
+        }
+        assert not by_import | dotted, f"{path.relative_to(ROOT)} touches torch.distributed"
+
+
+@pytest.mark.parametrize("room", sorted(set(EXISTING) - MATPLOTLIB))
+def test_matplotlib_stays_in_view(room):
+    for path in files_of(room):
+        heads = {name.split(".")[0] for name in imports(path)}
+        assert "matplotlib" not in heads, f"{path.relative_to(ROOT)} imports matplotlib"
+
+
+@pytest.mark.parametrize("room", sorted(NO_TORCH & set(EXISTING)))
+def test_no_torch_at_import(room):
+    """These answer at once; doctor and cli import torch when they need it, the others never."""
+    for path in files_of(room):
+        late = {"cli", "doctor"}
+        names = imports(path, import_time_nodes(path) if room in late else None)
+        heavy = {name for name in names if name.split(".")[0] in {"torch", "numpy", "matplotlib"}}
+        assert not heavy, f"{path.relative_to(ROOT)} imports {sorted(heavy)}"
+        ours = {name.split(".")[1] for name in names if name.startswith("course_lib.")}
+        assert ours & set(ROOMS) <= {"schedule", "ledger", "layout"}
+
+
+def test_no_catch_all_file():
+    bad = [path.name for path in LIBRARY.rglob("*.py") if path.stem in {"utils", "helpers", "misc"}]
+    assert not bad
+
+
+def committed() -> list[Path]:
+    """Text files that git has or would take; of an unpacked archive all that are not built."""
+    command = ["git", "ls-files", "--cached", "--others", "--exclude-standard"]
+    listed = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    if listed.returncode == 0 and listed.stdout:
+        paths = [ROOT / name for name in listed.stdout.splitlines()]
+    else:
+        paths = [path for path in ROOT.rglob("*") if ".venv" not in path.parts]
+    binary = {".png", ".gz", ".pyc"}
+    return [path for path in paths if path.is_file() and path.suffix not in binary]
+
+
+HOME = re.compile(r"(?<![\w.~-])/(?:home|Users|root|work)/\w[^\s'\"`]*")
+
+
+def test_no_absolute_paths_of_a_machine():
+    places = [str(ROOT) + "/", str(Path.home()) + "/"]
+    for path in committed():
+        text = path.read_text(encoding="utf-8", errors="replace")
+        for place in places:
+            assert place not in text, f"{path.relative_to(ROOT)} holds {place}"
+        found = HOME.search(text)
+        assert not found, f"{path.relative_to(ROOT)} holds {found[0]}"
+
+
+NOTEBOOKS = [path for path in committed() if path.suffix == ".ipynb"]
+
+
+@pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: str(path.relative_to(ROOT)))
+def test_notebooks_are_fit_to_be_committed(path):
+    assert path.stat().st_size < 1_000_000
+    notebook = json.loads(path.read_text())
+    assert "widgets" not in notebook["metadata"], "GitHub refuses notebooks with stored widgets"
+    for number, cell in enumerate(notebook["cells"], 1):
+        for output in cell.get("outputs", []):
+            where = f"cell {number}"
+            assert output["output_type"] != "error", f"{where} ended in an error"
+            text = json.dumps(output.get("text", "")) + json.dumps(
+                output.get("data", {}).get("text/plain", "")
+            )
+            assert not re.search(r"\bpid\W{0,3}\d+|/tmp/|/dev/shm/| at 0x[0-9a-f]{6,}", text), where
