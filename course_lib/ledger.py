@@ -43,7 +43,11 @@ def wire(op: str, payload: int, n: int) -> Fraction:
 
 @dataclass(frozen=True, slots=True)
 class Record:
-    """One call of one rank: ``op`` is what was asked for, ``backend_op`` what torch was told."""
+    """One call of one rank: ``op`` is what was asked for, ``backend_op`` what torch was told.
+
+    ``backend_op`` is the name of a ``torch.ops.c10d`` operation, which is what torch's own
+    counters see. ``peer`` is the other global rank of a message.
+    """
 
     axis: str
     op: str
@@ -92,10 +96,14 @@ class Ledger:
         return sum(1 for _ in self.select(axis, op))
 
     def backend_calls(self) -> dict[str, int]:
-        """Calls by what torch was told, control traffic included (compare CommDebugMode)."""
+        """Collectives by what torch was told, control traffic included.
+
+        This is what torch's CommDebugMode counts; it counts no messages, and neither does this.
+        """
         counts: dict[str, int] = defaultdict(int)
         for record in self.records:
-            counts[record.backend_op] += 1
+            if record.peer is None:
+                counts[record.backend_op] += 1
         return dict(counts)
 
 

@@ -82,7 +82,7 @@ class RankContext:
     trace: Trace = field(init=False)
     # When each channel (axis, op of a message, peer) is free again: comm keeps it, a run ends it.
     channel_free_at: dict[tuple[str, str, int | None], float] = field(default_factory=dict)
-    posted_receives: dict[tuple[str, int], list[Any]] = field(default_factory=dict)
+    last_message: dict[tuple[Any, str, int], Any] = field(default_factory=dict)  # checked mode
     channel_lock: threading.Lock = field(default_factory=threading.Lock)
 
     def __post_init__(self) -> None:

@@ -1,21 +1,25 @@
 """Collectives as pure functions of a tensor and an axis: the caller's tensor is never written.
 
 ``start_*`` returns a :class:`~course_lib.comm.door.Handle` at once, so that the caller computes
-while the bytes travel; the plain name waits. With n = 1 the input itself comes back and nothing is
-recorded. n is the size of the axis, S the payload in bytes (the input); the wire bytes are those
-of :func:`course_lib.ledger.wire`. ``control=True`` tags traffic that steers and carries no model
-data (token counts, norms): the ledger keeps it on its own line.
+while the bytes travel; the plain name waits. n is the size of the axis, S the payload in bytes
+(the input); the wire bytes are those of :func:`course_lib.ledger.wire`. With n = 1 the result is
+the input, memory shared, and nothing is recorded. Results carry no gradient, whatever n is:
+:mod:`course_lib.comm.operators` has those that do. ``control=True`` tags traffic that steers and
+carries no model data (token counts, norms): the ledger keeps it on its own line. A shape that
+does not fit raises ValueError before anything is sent.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from course_lib.comm.door import Call, Done, Handle, issue
+from course_lib.comm.call import Call, checked_coordinate, checked_dim, checked_piece
+from course_lib.comm.door import Done, Handle, issue
 from course_lib.mesh import Axis
 
 # torch 2.13 renamed two collectives; the older names still exist and warn.
@@ -31,23 +35,26 @@ def all_reduce(x: Tensor, axis: Axis, *, control: bool = False) -> Tensor:
 def start_all_reduce(x: Tensor, axis: Axis, *, control: bool = False) -> Handle:
     """Begin :func:`all_reduce`; the handle's wait gives the sum."""
     if axis.size == 1:
-        return Done(x)
-    return _start_all_reduce(_copy(x), axis, dist.ReduceOp.SUM, control)
+        return Done(x.detach())
+    return start_in_place_all_reduce(_copy(x), axis, control=control)
 
 
 def all_reduce_max(x: Tensor, axis: Axis, *, control: bool = False) -> Tensor:
     """Element-wise maximum over every rank's ``x``, on every rank. Bytes as all_reduce."""
     if axis.size == 1:
-        return x
-    return _start_all_reduce(_copy(x), axis, dist.ReduceOp.MAX, control).wait()
+        return x.detach()
+    return start_in_place_all_reduce(_copy(x), axis, maximum=True, control=control).wait()
 
 
-def _start_all_reduce(fresh: Tensor, axis: Axis, reduction, control: bool) -> Handle:
-    """All-reduce in place a tensor that nobody else holds."""
-    call = Call("all_reduce", "all_reduce", fresh, control=control)
+def start_in_place_all_reduce(
+    fresh: Tensor, axis: Axis, *, maximum: bool = False, control: bool = False
+) -> Handle:
+    """All-reduce into ``fresh``, contiguous, which nobody else may hold. n must be above 1."""
+    reduction = dist.ReduceOp.MAX if maximum else dist.ReduceOp.SUM
+    how = "max" if maximum else ""
     return issue(
         axis,
-        call,
+        Call("all_reduce", "allreduce_", fresh, how=how, control=control),
         lambda: dist.all_reduce(fresh, op=reduction, group=axis.group, async_op=True),
         lambda: fresh,
     )
@@ -63,20 +70,16 @@ def all_gather(x: Tensor, axis: Axis, dim: int = 0, *, control: bool = False) ->
 
 def start_all_gather(x: Tensor, axis: Axis, dim: int = 0, *, control: bool = False) -> Handle:
     """Begin :func:`all_gather`; the handle's wait gives the joined tensor."""
+    dim = checked_dim(x, dim, "all_gather", axis)
     if axis.size == 1:
-        return Done(x)
+        return Done(x.detach())
     shard = x.detach().contiguous()
     gathered = shard.new_empty((axis.size, *shard.shape))
-    call = Call("all_gather", "all_gather_single", shard, control=control)
-
-    def joined() -> Tensor:
-        return gathered.flatten(0, 1) if dim == 0 and x.dim() else torch.cat(list(gathered), dim)
-
     return issue(
         axis,
-        call,
+        Call("all_gather", "_allgather_base_", shard, how=f"dim {dim}", control=control),
         lambda: _ALL_GATHER(gathered.view(-1), shard.view(-1), group=axis.group, async_op=True),
-        joined,
+        lambda: gathered.flatten(0, 1) if dim == 0 else torch.cat(list(gathered), dim),
     )
 
 
@@ -89,28 +92,19 @@ def reduce_scatter(x: Tensor, axis: Axis, dim: int = 0) -> Tensor:
 
 
 def start_reduce_scatter(x: Tensor, axis: Axis, dim: int = 0) -> Handle:
-    """Begin :func:`reduce_scatter`.
+    """Begin :func:`reduce_scatter`; the handle's wait gives the piece.
 
     gloo's own reduce-scatter is an all-reduce inside and moves twice the bytes, so on gloo the
     pieces go to their owners by all-to-all and each owner adds them in rank order; that order also
     makes the sum the same in every run.
     """
+    dim = checked_piece(x, dim, "reduce_scatter", axis)
     if axis.size == 1:
-        return Done(x)
-    pieces = _pieces(x, axis, dim, "reduce_scatter")
+        return Done(x.detach())
+    pieces = _pieces(x, axis, dim)
     if dist.get_backend(axis.group) == "nccl":
-        mine = pieces.new_empty(pieces.shape[1:])
-        call = Call("reduce_scatter", "reduce_scatter_single", pieces)
-        return issue(
-            axis,
-            call,
-            lambda: _REDUCE_SCATTER(
-                mine.view(-1), pieces.view(-1), group=axis.group, async_op=True
-            ),
-            lambda: mine,
-        )
+        return _native_reduce_scatter(x, pieces, axis, dim)
     received = torch.empty_like(pieces)
-    call = Call("reduce_scatter", "all_to_all_single", pieces)
 
     def summed() -> Tensor:
         total = received[0].clone()
@@ -118,19 +112,32 @@ def start_reduce_scatter(x: Tensor, axis: Axis, dim: int = 0) -> Handle:
             total += piece
         return total
 
+    call = Call("reduce_scatter", "alltoall_base_", x, how=f"dim {dim}")
     return issue(axis, call, lambda: _swap(received, pieces, axis), summed)
+
+
+def _native_reduce_scatter(x: Tensor, pieces: Tensor, axis: Axis, dim: int) -> Handle:
+    mine = pieces.new_empty(pieces.shape[1:])
+    return issue(
+        axis,
+        Call("reduce_scatter", "_reduce_scatter_base_", x, how=f"dim {dim}"),
+        lambda: _REDUCE_SCATTER(mine.view(-1), pieces.view(-1), group=axis.group, async_op=True),
+        lambda: mine,
+    )
 
 
 def all_to_all(x: Tensor, axis: Axis, split_dim: int = 0, join_dim: int = 0) -> Tensor:
     """Cut ``x`` along ``split_dim``, send piece r to rank r, join what came along ``join_dim``.
 
-    A rank sends (n-1)/n S.
+    x [.., n*a, .., b, ..] -> [.., a, .., n*b, ..]. A rank sends (n-1)/n S.
     """
+    split_dim = checked_piece(x, split_dim, "all_to_all", axis)
+    join_dim = checked_dim(x, join_dim, "all_to_all", axis)
     if axis.size == 1:
-        return x
-    pieces = _pieces(x, axis, split_dim, "all_to_all")
+        return x.detach()
+    pieces = _pieces(x, axis, split_dim)
     received = torch.empty_like(pieces)
-    call = Call("all_to_all", "all_to_all_single", pieces)
+    call = Call("all_to_all", "alltoall_base_", x, how=f"dim {split_dim} to dim {join_dim}")
     handle = issue(axis, call, lambda: _swap(received, pieces, axis), lambda: received)
     return torch.cat(list(handle.wait()), join_dim)
 
@@ -143,36 +150,43 @@ def all_to_all_uneven(
     x [sum(send_counts), ..] -> [sum(receive_counts), ..], in rank order. ``receive_counts[r]``
     must be what rank r sends here. A rank sends the bytes of the rows that leave it.
     """
+    _check_counts(x, axis, send_counts, receive_counts)
+    if axis.size == 1:
+        return x.detach()
+    rows = x.detach().contiguous()
+    received = rows.new_empty((sum(receive_counts), *rows.shape[1:]))
+    counts = (tuple(send_counts), tuple(receive_counts))
+
+    def start() -> Any:
+        sent, expected = map(list, counts)
+        group = axis.group
+        return dist.all_to_all_single(received, rows, expected, sent, group=group, async_op=True)
+
+    call = Call("all_to_all", "alltoall_base_", rows, how="uneven", counts=counts)
+    return issue(axis, call, start, lambda: received).wait()
+
+
+def _check_counts(
+    x: Tensor, axis: Axis, send_counts: Sequence[int], receive_counts: Sequence[int]
+) -> None:
+    at = f"(axis {axis.name}, rank {axis.rank})"
     for name, counts in (("send_counts", send_counts), ("receive_counts", receive_counts)):
         if len(counts) != axis.size or min(counts) < 0:
             raise ValueError(
-                f"{name}={list(counts)} on axis {axis.name}: one count of 0 or more for each of "
-                f"its {axis.size} ranks is wanted"
+                f"{name}={list(counts)} {at}: one count of 0 or more for each of the "
+                f"{axis.size} ranks is wanted"
             )
-    if sum(send_counts) != len(x):
+    rows = len(x) if x.dim() else 0
+    if x.dim() == 0 or sum(send_counts) != rows:
         raise ValueError(
-            f"send_counts={list(send_counts)} add up to {sum(send_counts)} rows, but x has "
-            f"{len(x)} (axis {axis.name}, rank {axis.rank})"
+            f"send_counts={list(send_counts)} {at} add up to {sum(send_counts)} rows, but x of "
+            f"shape {list(x.shape)} has {rows}"
         )
-    if axis.size == 1:
-        return x
-    rows = x.detach().contiguous()
-    received = rows.new_empty((sum(receive_counts), *rows.shape[1:]))
-    row_bytes = rows[:1].numel() * rows.element_size() if len(rows) else 0
-    leaving = (len(rows) - send_counts[axis.rank]) * row_bytes
-    call = Call("all_to_all", "all_to_all_single", rows, leaving=leaving)
-
-    def start():
-        return dist.all_to_all_single(
-            received,
-            rows,
-            list(receive_counts),
-            list(send_counts),
-            group=axis.group,
-            async_op=True,
+    if send_counts[axis.rank] != receive_counts[axis.rank]:
+        raise ValueError(
+            f"{at}: this rank sends itself {send_counts[axis.rank]} rows and expects "
+            f"{receive_counts[axis.rank]} from itself; are send_counts and receive_counts swapped?"
         )
-
-    return issue(axis, call, start, lambda: received).wait()
 
 
 def broadcast(x: Tensor, axis: Axis, source: int = 0) -> Tensor:
@@ -180,15 +194,13 @@ def broadcast(x: Tensor, axis: Axis, source: int = 0) -> Tensor:
 
     A rank sends (n-1)/n S, averaged over the ranks.
     """
-    _coordinate(source, axis, "source")
+    root = axis.ranks[checked_coordinate(source, axis, "source")]
     if axis.size == 1:
-        return x
+        return x.detach()
     fresh = _copy(x)
-    call = Call("broadcast", "broadcast", fresh)
-    root = axis.ranks[source]
     return issue(
         axis,
-        call,
+        Call("broadcast", "broadcast_", fresh, how=f"source {source}"),
         lambda: dist.broadcast(fresh, root, group=axis.group, async_op=True),
         lambda: fresh,
     ).wait()
@@ -203,29 +215,15 @@ def _copy(x: Tensor) -> Tensor:
     return x.detach().clone(memory_format=torch.contiguous_format)
 
 
-def _swap(received: Tensor, pieces: Tensor, axis: Axis):
+def _swap(received: Tensor, pieces: Tensor, axis: Axis) -> Any:
     """Piece r of every rank goes to rank r; both are [n, ...]."""
     return dist.all_to_all_single(
         received.view(-1), pieces.view(-1), group=axis.group, async_op=True
     )
 
 
-def _pieces(x: Tensor, axis: Axis, dim: int, op: str) -> Tensor:
+def _pieces(x: Tensor, axis: Axis, dim: int) -> Tensor:
     """``x`` cut along ``dim`` into [n, ...] pieces of equal size, contiguous."""
-    if x.dim() == 0 or x.shape[dim] % axis.size:
-        raise ValueError(
-            f"{op} on axis {axis.name} cuts dim {dim} of shape {list(x.shape)} into "
-            f"{axis.size} equal pieces, which does not divide; pad that dim or choose another"
-        )
-    x = x.detach()
     if dim == 0:
-        return x.contiguous().view(axis.size, x.shape[0] // axis.size, *x.shape[1:])
-    return torch.stack(x.chunk(axis.size, dim))
-
-
-def _coordinate(coordinate: int, axis: Axis, what: str) -> None:
-    if not 0 <= coordinate < axis.size:
-        raise ValueError(
-            f"{what}={coordinate} is no coordinate of axis {axis.name}, which has {axis.size} "
-            f"ranks: give one of 0..{axis.size - 1}"
-        )
+        return x.detach().contiguous().view(axis.size, x.shape[0] // axis.size, *x.shape[1:])
+    return torch.stack(x.detach().chunk(axis.size, dim))

@@ -11,10 +11,9 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
-from course_lib.comm.collectives import _start_all_reduce, dist
+from course_lib.comm.collectives import start_in_place_all_reduce
 from course_lib.comm.door import Done, Handle
 from course_lib.mesh import Axis
-
 
 T = TypeVar("T", bound=Tensor)
 
@@ -44,7 +43,7 @@ def start_all_reduce_flat(tensors: Sequence[Tensor], axis: Axis) -> Handle:
     flat = flatten(tensors)
     if axis.size == 1:
         return Done(flat)
-    return _start_all_reduce(flat, axis, dist.ReduceOp.SUM, control=False)
+    return start_in_place_all_reduce(flat, axis)
 
 
 def by_dtype_and_size(tensors: Iterable[T], limit: int) -> list[list[T]]:

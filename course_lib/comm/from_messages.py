@@ -36,7 +36,7 @@ def ring_all_gather(piece: Tensor, axis: Axis, like: list[Tensor] | None = None)
     its next: (n-1) S' for pieces of S' bytes.
     """
     pieces = [piece] * axis.size if like is None else list(like)
-    pieces[axis.rank] = piece
+    pieces[axis.rank] = piece.detach()
     for turn in range(axis.size - 1):
         leaving = (axis.rank - turn) % axis.size
         arriving = (axis.rank - turn - 1) % axis.size
@@ -52,7 +52,7 @@ def ring_all_reduce(x: Tensor, axis: Axis) -> Tensor:
     2(n-1) messages one after another, 2(n-1)/n S sent by each rank: the fewest bytes there are.
     """
     if axis.size == 1:
-        return x
+        return x.detach()
     shapes = list(x.detach().flatten().tensor_split(axis.size))
     pieces = ring_all_gather(ring_reduce_scatter(x, axis), axis, like=shapes)
     return cat(pieces).view(x.shape)

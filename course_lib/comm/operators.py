@@ -26,7 +26,9 @@ from collections.abc import Callable
 
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
+from course_lib.comm.call import checked_piece
 from course_lib.comm.collectives import all_gather, all_reduce, all_to_all, reduce_scatter
 from course_lib.mesh import Axis
 
@@ -42,6 +44,7 @@ class _Pair(torch.autograd.Function):
         return forward_move(x, axis)
 
     @staticmethod
+    @once_differentiable  # the moves carry no gradient of their own: say so, never be wrong
     def backward(ctx, gradient: Tensor):
         return ctx.backward_move(gradient, ctx.axis), None, None, None
 
@@ -51,13 +54,15 @@ def _identity(x: Tensor, axis: Axis) -> Tensor:
 
 
 def own_shard(x: Tensor, axis: Axis, dim: int = 0) -> Tensor:
-    """This rank's piece of ``x`` cut along ``dim`` into as many as the axis has ranks."""
-    if x.shape[dim] % axis.size:
-        raise ValueError(
-            f"dim {dim} of shape {list(x.shape)} cannot be cut into {axis.size} equal shards "
-            f"(axis {axis.name}); pad it or choose another degree"
-        )
-    return x.chunk(axis.size, dim)[axis.rank]
+    """This rank's piece of ``x`` cut along ``dim`` into as many as the axis has ranks.
+
+    A copy (n > 1), so that the full tensor can be freed. Nothing travels.
+    """
+    dim = checked_piece(x, dim, "own_shard", axis)
+    if axis.size == 1:
+        return x.detach()
+    mine = x.detach().chunk(axis.size, dim)[axis.rank]
+    return mine.clone(memory_format=torch.contiguous_format)
 
 
 def _along(move: Callable[[Tensor, Axis, int], Tensor], dim: int) -> Move:

@@ -1,0 +1,49 @@
+"""Emulated links: how long a transfer takes by the alpha-beta model, and when it may start.
+
+A transfer takes ``steps * alpha + bytes / beta`` seconds on the slowest link class between the
+ranks. It starts when the last rank has joined the call, and one axis carries one transfer at a
+time (messages: one at a time from each peer). Different axes do not slow each other down.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from math import ceil, log2
+
+from course_lib.comm.call import Call
+from course_lib.mesh import Axis
+
+# Messages one after another in the usual algorithm (ring; a tree for broadcast). A message costs
+# its receiver: the delay of a hop blocks nobody who has handed the message over.
+STEPS: dict[str, Callable[[int], int]] = {
+    "all_reduce": lambda n: 2 * (n - 1),
+    "reduce_scatter": lambda n: n - 1,
+    "all_gather": lambda n: n - 1,
+    "all_to_all": lambda n: n - 1,
+    "broadcast": lambda n: ceil(log2(n)),
+    "send": lambda n: 0,
+    "recv": lambda n: 1,
+}
+
+
+def link_seconds(axis: Axis, call: Call) -> float:
+    """Seconds that the emulated link takes for ``call``; 0 without links, and on GPUs."""
+    links = axis.context.conditions.links
+    if links is None or axis.context.device.type != "cpu":
+        return 0.0
+    pair = None if call.peer is None else (axis.ranks[axis.rank], axis.ranks[call.peer])
+    link = links.link(pair or axis.ranks)
+    return STEPS[call.op](axis.size) * link.alpha + float(call.carried(axis)) / link.beta
+
+
+def occupy(axis: Axis, call: Call, issued: float, arrived: float) -> tuple[float, float]:
+    """(start, end) of a transfer that was issued and that torch has finished at these times.
+
+    Holds the axis until the end. Call it once for each transfer, under the context's lock.
+    """
+    channel = (axis.name, call.op if call.peer is not None else "", call.peer)
+    free = axis.context.channel_free_at.get(channel, 0.0)
+    seconds = link_seconds(axis, call)
+    end = max(arrived, free) + seconds if seconds else arrived
+    axis.context.channel_free_at[channel] = end
+    return min(max(issued, free), end), end
