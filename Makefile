@@ -6,7 +6,7 @@ READY := .venv/.ready
 PYTEST := $(BIN)/python -m pytest
 TESTS := tests/test_architecture.py tests/fast tests/ranks tests/notebooks tests/browser
 
-.PHONY: help setup tour test test-long lab lint fmt length clean
+.PHONY: help setup tour test test-long lab lint fmt notebooks execute length clean
 
 help:
 	@echo "make setup      make .venv and install the course into it"
@@ -15,6 +15,7 @@ help:
 	@echo "make test-long  the rest: large worlds, soak"
 	@echo "make lab        open JupyterLab on the course"
 	@echo "make lint       ruff and mypy;  make fmt  put the code in form"
+	@echo "make notebooks  rebuild the notebooks from their .py, outputs kept;  make execute  runs them"
 	@echo "make length     what is longer than we aim at (fails nothing)"
 	@echo "make clean      remove what was built and measured; .venv and work/ stay"
 
@@ -47,6 +48,13 @@ lint: $(READY)
 fmt: $(READY)
 	$(BIN)/ruff format .
 	$(BIN)/ruff check --fix .
+
+notebooks: $(READY)
+	$(BIN)/jupytext --quiet --update --to ipynb notebooks/[0-9]*.py
+
+execute: notebooks
+	$(BIN)/jupyter nbconvert --to notebook --inplace --execute \
+		--ExecutePreprocessor.record_timing=False notebooks/[0-9]*.ipynb
 
 length: $(READY)
 	@$(BIN)/python tests/lengths.py

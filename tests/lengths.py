@@ -34,9 +34,10 @@ def code_lines(text: str) -> set[int]:
         if token.type not in SILENT:
             lines |= set(range(token.start[0], token.end[0] + 1))
     for node in ast.walk(ast.parse(text)):
-        if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant):
-            if isinstance(node.value.value, str):  # a docstring, or a string that stands alone
-                lines -= set(range(node.lineno, (node.end_lineno or node.lineno) + 1))
+        value = getattr(node, "value", None)
+        is_text = isinstance(value, ast.Constant) and isinstance(value.value, str)
+        if isinstance(node, ast.Expr) and is_text:  # a docstring, or a string that stands alone
+            lines -= set(range(node.lineno, (node.end_lineno or node.lineno) + 1))
     return lines
 
 
