@@ -6,11 +6,14 @@ imported torch by the time that the first cell asks for ranks.
 
 from __future__ import annotations
 
-import sys
+from course_lib.launch import local, surroundings
+
+if surroundings.in_kernel():
+    local.fork_server()  # before the next lines import torch: both imports then run at once
 
 from course_lib.launch.api import Results, World, run
 from course_lib.launch.faults import RankDeadline, RankError, RankInterrupted
-from course_lib.launch.local import fork_server
+from course_lib.launch.joined import available_ranks, is_reporter
 from course_lib.launch.rank import inside_rank
 
 __all__ = [
@@ -19,17 +22,8 @@ __all__ = [
     "RankInterrupted",
     "Results",
     "World",
+    "available_ranks",
     "inside_rank",
+    "is_reporter",
     "run",
 ]
-
-
-def in_kernel() -> bool:
-    """Whether this process is a Jupyter kernel."""
-    ipython = sys.modules.get("IPython")
-    shell = ipython.get_ipython() if ipython is not None else None
-    return getattr(shell, "kernel", None) is not None
-
-
-if in_kernel():
-    fork_server()

@@ -6,14 +6,14 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from course_lib.launch import arguments, faults, joined
-from course_lib.launch.local import Family, fork_server, new_environ
+from course_lib.launch.local import new_environ, start_ranks
 from course_lib.launch.output import RankOutput
-from course_lib.launch.rank import inside_rank
+from course_lib.launch.ranks import Ranks
 from course_lib.launch.supervise import Run
 from course_lib.launch.task import Outcome, Task
 from course_lib.launch.travel import pack_call, unpack
 from course_lib.ledger import Ledger
-from course_lib.mesh import Conditions, Links
+from course_lib.mesh import Links
 from course_lib.trace import Trace
 
 
@@ -22,8 +22,8 @@ class Results(list):
 
     def __init__(self, values: Iterable[Any], outcomes: Sequence[Outcome], outputs: list[str]):
         super().__init__(values)
-        self.ledgers: list[Ledger] = [outcome.ledger for outcome in outcomes]
-        self.traces: list[Trace] = [outcome.trace for outcome in outcomes]
+        self.ledgers: list[Ledger] = [outcome.ledger or Ledger() for outcome in outcomes]
+        self.traces: list[Trace] = [outcome.trace or Trace() for outcome in outcomes]
         self.outputs = outputs
 
 
@@ -73,18 +73,13 @@ class World:
         init: bool = True,
         device: str | None = None,
     ) -> None:
-        if inside_rank():
-            raise RuntimeError(
-                "this is a rank already: run and World start ranks from the notebook or script, "
-                "not from a function that runs on them"
-            )
+        arguments.check_world(n, timeout, device, init)
         self.n = n
         self.timeout = timeout
-        self.conditions = Conditions(dict(pace or {}), links, checked)
+        self.conditions = arguments.conditions(pace or {}, links, checked)
         self.init = init
         self.device = device
-        arguments.check_world(n, timeout, device)
-        self._family: Family | None = None
+        self._ranks: Ranks | None = None
         self._outputs: list[RankOutput] = []
 
     def run(
@@ -99,8 +94,8 @@ class World:
         """Call ``fn(*args)`` on every rank; what is not given is as for the World."""
         timeout = self.timeout if timeout is None else timeout
         arguments.check_call(fn, timeout)
-        conditions = Conditions(
-            self.conditions.pace if pace is None else dict(pace),
+        conditions = arguments.conditions(
+            self.conditions.pace if pace is None else pace,
             self.conditions.links if links is None else links,
             self.conditions.checked if checked is None else checked,
         )
@@ -116,14 +111,14 @@ class World:
 
     def _call(self, task: Task, timeout: float) -> list[Outcome]:
         try:
-            if self._family is None:
-                self._family = Family(fork_server(), self.n)
-                files = map(self._family.file, range(self.n))
+            if self._ranks is None:
+                self._ranks = start_ranks(self.n)
+                files = map(self._ranks.file, range(self.n))
                 self._outputs = [RankOutput(rank, file) for rank, file in enumerate(files)]
             for output in self._outputs:
                 output.begin()
             task.environ = new_environ()
-            return Run(self._family, self._outputs).call(task, timeout)
+            return Run(self._ranks, self._outputs).call(task, timeout)
         except BaseException as error:
             self.close()
             if isinstance(error, faults.RankError):
@@ -135,9 +130,9 @@ class World:
 
     def close(self) -> None:
         """Let the ranks go. The next run would start fresh ones."""
-        if self._family is not None:
-            self._family.close()
-            self._family = None
+        if self._ranks is not None:
+            self._ranks.close()
+            self._ranks = None
 
     def __enter__(self) -> World:
         return self

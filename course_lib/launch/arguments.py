@@ -3,15 +3,24 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 import torch
 
+from course_lib.launch.rank import inside_rank
 from course_lib.launch.server import MAX_RANKS
+from course_lib.mesh import Conditions, Links
 
 
-def check_world(n: int, timeout: float, device: str | None) -> None:
-    """Raise TypeError or ValueError if no such ranks can be had."""
+def check_world(n: int, timeout: float, device: str | None, init: bool) -> None:
+    """Raise TypeError or ValueError if no such ranks can be had, RuntimeError inside a rank."""
+    if inside_rank():
+        raise RuntimeError(
+            "this is a rank already: run and World start ranks from the notebook or script, "
+            "not from a function that runs on them"
+        )
+    if not isinstance(init, bool):
+        raise TypeError(f"init={init!r}: must be True or False")
     if isinstance(n, bool) or not isinstance(n, int):
         raise TypeError(f"n={n!r}: the number of ranks must be a whole number, such as n=4")
     if not 1 <= n <= MAX_RANKS:
@@ -28,6 +37,18 @@ def check_cards(n: int) -> None:
             f'device="cuda" with n={n} needs {n} GPUs, one per rank, and this machine has {cards}: '
             "leave device out to run the same ranks on the CPU"
         )
+
+
+def conditions(pace: Mapping[str, float], links: Links | None, checked: bool) -> Conditions:
+    """The conditions of a run; raises TypeError or ValueError if they are none."""
+    if not isinstance(pace, Mapping):
+        what = 'must give seconds by operation, such as pace={"F": 0.02, "B": 0.04}'
+        raise TypeError(f"pace={pace!r}: {what}")
+    if links is not None and not isinstance(links, Links):
+        raise TypeError(f"links={links!r}: must be a course_lib.mesh.Links, or None")
+    if not isinstance(checked, bool):
+        raise TypeError(f"checked={checked!r}: must be True or False")
+    return Conditions(dict(pace), links, checked)
 
 
 def check_call(fn: Callable, timeout: float) -> None:

@@ -6,7 +6,7 @@ import signal
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from course_lib.launch.places import is_library, source, standing, where
+from course_lib.launch.places import below_launcher, source, standing, where
 from course_lib.launch.task import Frame, Outcome, Raised
 from course_lib.launch.travel import unpack
 
@@ -74,22 +74,27 @@ class Standing:
             return min(self.died, key=lambda rank: (not self.stacks.get(rank), rank))
         return min(failed, key=lambda rank: self.outcomes[rank].at) if failed else None
 
-    def of(self, rank: int) -> str:
+    def of(self, rank: int, culprit: int | None = None) -> str:
         """One line on one rank."""
         outcome = self.outcomes.get(rank)
         if rank in self.died:
-            at = standing(self.stacks[rank]) if self.stacks.get(rank) else ""
-            return f"rank {rank} {_ending(self.died[rank])}" + f", at: {at}" * bool(at)
+            return f"rank {rank} {_ending(self.died[rank])}{_at(self.stacks.get(rank))}"
         if outcome is None:
             frames = self.stacks.get(rank)
-            return f"rank {rank} was at: {standing(frames) if frames else 'unknown, it did not answer'}"
+            return f"rank {rank} was at: {standing(frames or []) or 'unknown (no answer)'}"
         if outcome.kind == "returned":
             return f"rank {rank} had returned"
-        return f"rank {rank} failed too: {_headline(outcome)}"
+        frames = outcome.error.frames if outcome.error else []
+        if _is_lost_connection(outcome):
+            return f"rank {rank} lost its connection to another{_at(frames)}"
+        first = self.outcomes.get(culprit) if culprit is not None else None
+        if first is not None and _headline(first) == _headline(outcome):
+            return f"rank {rank} failed in the same way{_at(frames)}"
+        return f"rank {rank} failed too: {_headline(outcome)}{_at(frames)}"
 
     def others(self, culprit: int | None = None) -> dict[int, str]:
         """A line for every rank but the culprit."""
-        return {rank: self.of(rank) for rank in range(self.n) if rank != culprit}
+        return {rank: self.of(rank, culprit) for rank in range(self.n) if rank != culprit}
 
 
 def failure(known: Standing) -> RankError:
@@ -152,6 +157,11 @@ def _is_lost_connection(outcome: Outcome) -> bool:
     return any(words in text for words in LOST)
 
 
+def _at(frames: list[Frame] | None) -> str:
+    place = standing(frames) if frames else ""
+    return f", at: {place}" if place else ""
+
+
 def _headline(outcome: Outcome) -> str:
     if outcome.error is None:
         return outcome.hint
@@ -185,10 +195,9 @@ def _traceback(error: Raised | None) -> list[str]:
 
 
 def _frame_lines(frames: list[Frame]) -> list[str]:
-    """The frames from the learner's first line on, each with its source."""
-    first = next((i for i, frame in enumerate(frames) if not is_library(frame.filename)), 0)
+    """The frames below the launcher's own, each with its source."""
     lines = []
-    for frame in frames[first:]:
+    for frame in below_launcher(frames):
         text = source(frame)
         lines.append(f"  {where(frame)}, in {frame.function}" + f":  {text}" * bool(text))
     return lines

@@ -1,7 +1,247 @@
-"""The engine for ranks that torchrun or srun has started already: join them."""
+"""The engine for ranks that torchrun or srun has started: this process *is* a rank, and joins.
+
+Every process of the world makes the same calls of ``run`` in the same order. A run on n ranks
+uses the first n; the others wait for the results. Outcomes go through a store, so that all learn
+of a failure. A rank that is stuck in a collective cannot be freed: its watch thread prints the
+report and ends the process, and the launcher that started it ends the others.
+"""
 
 from __future__ import annotations
 
+import contextlib
+import os
+import pickle
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from datetime import timedelta
+from typing import Any
 
-def joined_world():
-    return None
+import torch
+import torch.distributed as dist
+
+from course_lib.launch import faults
+from course_lib.launch.local import free_port, loopback
+from course_lib.launch.places import stack_of_thread
+from course_lib.launch.rank import call, device_of, init_group, inside_rank
+from course_lib.launch.surroundings import Seat, in_kernel, seat
+from course_lib.launch.task import Outcome, Task
+from course_lib.mesh import RankContext, enter_rank
+
+GRACE = 0.4  # seconds for the others to finish or fail, once a rank has failed
+POLL = 0.005  # seconds between looks for outcomes
+ANSWER = 2.0  # seconds for the watch threads of stuck ranks to say where they stand
+PIECE = 4 * 2**20  # bytes of one value in the store: it takes 8 MB at most
+MEET = timedelta(seconds=120)  # for the processes to find one another at the start
+
+_joined: list[JoinedWorld] = []
+
+
+def joined_world() -> JoinedWorld | None:
+    """The world that this process was started in; None where ``run`` starts its own ranks."""
+    if inside_rank() or in_kernel():
+        return None
+    if not _joined and (here := seat(os.environ)) is not None:
+        _joined[:] = [JoinedWorld(here)]
+    return _joined[0] if _joined else None
+
+
+def available_ranks() -> int | None:
+    """How many ranks a launcher has started; None where ``run`` starts as many as it is told."""
+    here = None if inside_rank() or in_kernel() else seat(os.environ)
+    return here.size if here else None
+
+
+def is_reporter() -> bool:
+    """Whether this process should print and write files: all but rank 0 of a joined world."""
+    here = None if inside_rank() or in_kernel() else seat(os.environ)
+    return here is None or here.rank == 0
+
+
+class JoinedWorld:
+    """The world of one seat."""
+
+    def __init__(self, here: Seat) -> None:
+        self.seat = here
+        self.runs = 0
+        if here.one_machine:
+            os.environ["GLOO_SOCKET_IFNAME"] = loopback()
+        torch.set_num_threads(1)
+        self.meet = self._connect(host=here.rank == 0 and not here.hosted)
+        self.talk = self._connect(host=False)  # never blocked by a rendezvous that waits
+
+    def _connect(self, host: bool) -> dist.Store:
+        here = self.seat
+        store = dist.TCPStore(
+            here.address, here.port, None, host, timeout=MEET, wait_for_workers=False
+        )
+        restart = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+        return dist.PrefixStore(f"course/{restart}", store)
+
+    def call(self, fn: Callable, args: tuple, task: Task, timeout: float) -> list[Outcome]:
+        """Call ``fn(*args)`` on the first ``task.n`` ranks; every process gets all outcomes."""
+        if task.n > self.seat.size:
+            raise ValueError(
+                f"n={task.n}: this world was started with {self.seat.size} ranks; start it "
+                f"with {task.n} or ask for fewer"
+            )
+        if task.device == "cuda" and torch.cuda.device_count() < self.seat.local_size:
+            raise ValueError(
+                f'device="cuda" needs one GPU per rank: {self.seat.local_size} ranks on this '
+                f"machine and {torch.cuda.device_count()} GPUs. Leave device out to use the CPU"
+            )
+        self.runs += 1
+        hook = sys.excepthook  # init_process_group wraps it, every time
+        board = Board(dist.PrefixStore(f"run{self.runs}", self.talk), self.seat, task.n, timeout)
+        try:
+            if self.seat.rank < task.n:
+                with board.watch():
+                    outcome = self._perform(fn, args, task, board)
+                board.publish(outcome)
+            return board.collect()
+        finally:
+            board.leave()
+            if dist.is_initialized():
+                dist.destroy_process_group()
+            sys.excepthook = hook
+
+    def _perform(self, fn: Callable, args: tuple, task: Task, board: Board) -> Outcome:
+        here = self.seat
+        device = device_of(task.device, here.local_rank)
+        enter_rank(RankContext(here.rank, task.conditions, device))
+        if not task.init:
+            with self._environ(task.n, board):
+                return call(fn, args)
+        meet = dist.PrefixStore(f"run{self.runs}/group", self.meet)
+        init_group(meet, here.rank, task.n, device)
+        return call(fn, args)
+
+    @contextlib.contextmanager
+    def _environ(self, n: int, board: Board) -> Iterator[None]:
+        """For raw PyTorch: a world of the first ``n`` ranks with a port of its own."""
+        before = dict(os.environ)
+        if self.seat.rank == 0:
+            board.store.set("port", str(free_port()))
+        board.store.wait(["port"], MEET)
+        here = {"RANK": self.seat.rank, "LOCAL_RANK": self.seat.local_rank, "WORLD_SIZE": n}
+        os.environ.update({name: str(value) for name, value in here.items()})
+        os.environ.update(
+            MASTER_ADDR=self.seat.address, MASTER_PORT=board.store.get("port").decode()
+        )
+        os.environ.pop("TORCHELASTIC_USE_AGENT_STORE", None)
+        try:
+            yield
+        finally:
+            os.environ.clear()
+            os.environ.update(before)
+
+
+class Board:
+    """Where the ranks of one run pin their outcomes, for all to read."""
+
+    def __init__(self, store: dist.Store, here: Seat, n: int, timeout: float) -> None:
+        self.store = store
+        self.seat = here
+        self.n = n
+        self.timeout = timeout
+        self.end = time.monotonic() + timeout
+        self.outcomes: dict[int, Outcome] = {}
+        self.stacks: dict[int, list] = {}
+
+    def pin(self, name: str, value: Any) -> None:
+        """Pin a value of any size: first its pieces, then how many there are."""
+        data = pickle.dumps(value)
+        pieces = [data[start : start + PIECE] for start in range(0, len(data), PIECE)]
+        for index, piece in enumerate(pieces):
+            self.store.set(f"{name}/{index}", piece)  # type: ignore[arg-type]  # bytes do
+        self.store.set(name, str(len(pieces)))
+
+    def read(self, name: str) -> Any:
+        """The value pinned under ``name``, None if there is none yet."""
+        if not self.store.check([name]):
+            return None
+        count = int(self.store.get(name))
+        return pickle.loads(b"".join(self.store.get(f"{name}/{index}") for index in range(count)))
+
+    def publish(self, outcome: Outcome) -> None:
+        """Pin this rank's outcome."""
+        self.outcomes[self.seat.rank] = outcome
+        self.pin(f"outcome{self.seat.rank}", outcome)
+
+    def look(self) -> bool:
+        """Take in what is new; whether every rank's outcome is there."""
+        for rank in range(self.n):
+            if rank not in self.outcomes:
+                outcome = self.read(f"outcome{rank}")
+                if outcome is not None:
+                    self.outcomes[rank] = outcome
+            if rank not in self.outcomes and rank not in self.stacks:
+                stack = self.read(f"stack{rank}")
+                if stack is not None:
+                    self.stacks[rank] = stack
+        return len(self.outcomes) == self.n
+
+    def failed(self) -> bool:
+        """Whether a rank is known to have failed."""
+        return any(outcome.kind != "returned" for outcome in self.outcomes.values())
+
+    def collect(self) -> list[Outcome]:
+        """Wait for every outcome; raises the RankError of the run."""
+        while not self.look() and not self.failed() and time.monotonic() < self.end:
+            time.sleep(POLL)
+        if len(self.outcomes) < self.n or self.failed():
+            raise self.fault()
+        return [self.outcomes[rank] for rank in range(self.n)]
+
+    def fault(self) -> faults.RankError:
+        """Wait until every rank has failed, finished or said where it stands, and report."""
+        end = time.monotonic() + GRACE + ANSWER
+        while not self.look() and time.monotonic() < end:
+            if len(self.outcomes) + len(self.stacks) >= self.n:
+                break
+            time.sleep(POLL)
+        known = faults.Standing(self.n, self.outcomes, {}, self.stacks)
+        return faults.failure(known) if self.failed() else faults.deadline(known, self.timeout)
+
+    @contextlib.contextmanager
+    def watch(self) -> Iterator[None]:
+        """Inside, a thread ends this process if it is stuck when another rank has failed."""
+        out = threading.Event()
+        ident = threading.get_ident()
+        thread = threading.Thread(target=self._watch, args=(out, ident), daemon=True)
+        thread.start()
+        try:
+            yield
+        finally:
+            out.set()
+            thread.join()
+
+    def _watch(self, out: threading.Event, ident: int) -> None:
+        while not out.wait(0.1):
+            self.look()
+            if self.failed() or time.monotonic() >= self.end:
+                break
+        if out.wait(GRACE if self.failed() else 0.0):
+            return
+        self.stacks[self.seat.rank] = stack_of_thread(ident)
+        self.pin(f"stack{self.seat.rank}", self.stacks[self.seat.rank])
+        fault = self.fault()
+        if self.seat.rank == min(self.stacks):
+            print(fault.report, file=sys.stderr, flush=True)
+        self.leave()
+        os._exit(1)
+
+    def leave(self) -> None:
+        """Say that this process has read all it needs; who hosts the store waits for the others.
+
+        After a failure everyone waits a little: no process may close its connections, or have
+        its launcher end the rest, before the others know what happened.
+        """
+        with contextlib.suppress(Exception):
+            self.store.add("read", 1)
+            hosting = self.seat.rank == 0 and not self.seat.hosted
+            patience = ANSWER if self.failed() or len(self.outcomes) < self.n else MEET.seconds
+            end = time.monotonic() + (patience if hosting or patience == ANSWER else 0)
+            while time.monotonic() < end and self.store.add("read", 0) < self.seat.size:
+                time.sleep(POLL)

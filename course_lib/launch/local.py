@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import json
 import os
-import pickle
 import random
 import shutil
 import socket
@@ -16,9 +16,10 @@ import threading
 from multiprocessing.connection import Connection
 from pathlib import Path
 
+from course_lib.launch.ranks import Ranks
 from course_lib.launch.rundir import make_run_dir, sweep
 from course_lib.launch.server import EVENT, READY, REQUEST
-from course_lib.launch.task import Birth
+from course_lib.launch.spawned import SpawnedRanks
 
 START = "import json,sys;sys.path[:]=json.loads(sys.argv[1]);from course_lib.launch import server;"
 START += "server.main(int(sys.argv[2]))"
@@ -34,6 +35,7 @@ def rank_environ() -> dict[str, str]:
     """The environment of ranks: this process's own, loopback only and one thread a rank."""
     environ = dict(os.environ)
     environ.update(GLOO_SOCKET_IFNAME=loopback(), OMP_NUM_THREADS="1", MKL_NUM_THREADS="1")
+    environ["OBJC_DISABLE_INITIALIZE_FORK_SAFETY"] = "YES"  # macOS: the server has one thread
     return environ
 
 
@@ -106,6 +108,7 @@ class ForkServer:
         self.control.close()
         if self.owner == os.getpid():
             self.process.wait()
+            shutil.rmtree(self.directory, ignore_errors=True)
 
 
 _server: list[ForkServer] = []
@@ -113,36 +116,23 @@ _server: list[ForkServer] = []
 
 def fork_server() -> ForkServer:
     """This process's fork server, started if need be; it goes on importing while we go on."""
-    if not _server or not _server[0].alive():
+    if _server and not _server[0].alive():
+        _server.pop().close()
+    if not _server:
         _server[:] = [ForkServer()]
     return _server[0]
 
 
-class Family:
-    """``n`` ranks on this machine, from their birth to their end."""
+class ForkedRanks(Ranks):
+    """Ranks forked by the server: 15 ms each."""
 
-    def __init__(self, server: ForkServer, n: int) -> None:
-        self.n = n
-        self.directory = Path(tempfile.mkdtemp(prefix="ranks-", dir=server.directory))
-        self.link, self.connections = server.fork(n)
-        self.statuses: dict[int, int] = {}  # wait status of the ranks that have ended
-        for rank, connection in enumerate(self.connections):
-            connection.send_bytes(pickle.dumps(self.birth(rank)))
+    def __init__(self, server: ForkServer, directory: Path, n: int) -> None:
+        self.link, connections = server.fork(n)
+        super().__init__(directory, connections)
 
-    def birth(self, rank: int) -> Birth:
-        """What the rank is told first."""
-        return Birth(rank, self.n, str(self.directory))
-
-    def file(self, rank: int, kind: str = "out") -> Path:
-        """A file of one rank: ``out`` for its output, ``stack`` for its stacks."""
-        return Path(self.birth(rank).file(kind))
-
-    def signal(self, rank: int, signum: int) -> None:
-        """Have the server send a signal to one rank."""
-        try:
-            self.link.send_bytes(EVENT.pack(rank, signum))
-        except OSError:
-            pass  # the server is gone, and so is the rank
+    def waitables(self) -> list[Connection | int]:
+        """The server reports on one link."""
+        return [self.link]
 
     def read_ends(self) -> None:
         """Learn which ranks have ended. Raises EOFError when the server itself is gone."""
@@ -150,9 +140,26 @@ class Family:
             rank, status = EVENT.unpack(self.link.recv_bytes())
             self.statuses[rank] = status
 
+    def signal(self, rank: int, signum: int) -> None:
+        """Have the server send a signal to one rank."""
+        with contextlib.suppress(OSError):  # the server is gone, and so is the rank
+            self.link.send_bytes(EVENT.pack(rank, signum))
+
     def close(self) -> None:
-        """Let the ranks go; those that do not listen are killed by the server."""
-        for connection in self.connections:
-            connection.close()
+        """Let the ranks go; the server kills them."""
         self.link.close()
-        shutil.rmtree(self.directory, ignore_errors=True)
+        super().close()
+
+
+def start_ranks(n: int) -> Ranks:
+    """``n`` new ranks: forked where processes can fork, else spawned."""
+    server = fork_server() if hasattr(os, "fork") else None
+    parent = server.directory if server else _spawn_directory()
+    directory = Path(tempfile.mkdtemp(prefix="ranks-", dir=parent))
+    return ForkedRanks(server, directory, n) if server else SpawnedRanks(directory, n)
+
+
+@functools.cache
+def _spawn_directory() -> Path:
+    sweep()
+    return make_run_dir()

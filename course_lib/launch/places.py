@@ -6,6 +6,7 @@ import linecache
 import re
 import sys
 import sysconfig
+import traceback
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
@@ -20,6 +21,7 @@ COLLECTIVES = frozenset(
 )
 PACKAGE = Path(__file__).resolve().parents[1]
 SITE = [Path(sysconfig.get_paths()[kind]).resolve() for kind in ("purelib", "platlib", "stdlib")]
+CALLER = str(PACKAGE / "launch" / "rank.py")
 ENTRY = re.compile(r'^  File "(?P<file>.*)", line (?P<line>\d+) in (?P<function>.*)$')
 THREAD = re.compile(r"^(?P<current>Current thread|Thread) 0x")
 
@@ -43,6 +45,13 @@ def parse_stacks(text: str) -> list[Frame]:
     if "Fatal Python error" in text and crashed is not None:
         return crashed
     return stacks[-1] if stacks else []
+
+
+def stack_of_thread(ident: int) -> list[Frame]:
+    """The stack of a thread of this process, innermost frame last."""
+    top = sys._current_frames().get(ident)
+    frames = traceback.extract_stack(top) if top is not None else []
+    return [Frame(frame.filename, frame.lineno or 0, frame.name) for frame in frames]
 
 
 def cell_number(filename: str) -> int | None:
@@ -86,12 +95,19 @@ def is_library(filename: str) -> bool:
 
 def source(frame: Frame) -> str:
     """The line of source that a frame stands on, if it is known here."""
+    linecache.checkcache(frame.filename)
     return linecache.getline(frame.filename, frame.line).strip()
 
 
 def where(frame: Frame) -> str:
     """A frame as "cell 14 line 7"."""
     return f"{place_name(frame.filename)} line {frame.line}"
+
+
+def below_launcher(frames: Sequence[Frame]) -> Sequence[Frame]:
+    """The frames of what was called: those that made the call in the rank are left out."""
+    ours = [index for index, frame in enumerate(frames) if frame.filename == CALLER]
+    return frames[ours[-1] + 1 :] if ours else frames
 
 
 def own_frame(frames: Sequence[Frame]) -> Frame | None:
@@ -110,12 +126,15 @@ def collective(frames: Iterable[Frame]) -> str:
 
 
 def standing(frames: Sequence[Frame]) -> str:
-    """Where a rank stands: "all_reduce, cell 14 line 7: comm.all_reduce(x, mesh.dp)"."""
+    """Where a rank stands: "all_reduce, cell 14 line 7: comm.all_reduce(x, mesh.dp)".
+
+    Empty when no frame is the learner's and none a collective.
+    """
+    frames = below_launcher(frames)
     own = own_frame(frames)
     if own is None:
-        called = collective(frames)
-        return called or "no line of yours"
-    within = frames[list(frames).index(own) + 1 :]
+        return collective(frames)
+    within = frames[frames.index(own) + 1 :]
     called = collective(within)
     text = source(own)
     return f"{called}, " * bool(called) + where(own) + f": {text}" * bool(text)

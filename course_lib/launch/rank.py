@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import faulthandler
 import io
 import os
@@ -14,7 +15,7 @@ import time
 import traceback
 from datetime import timedelta
 from multiprocessing.connection import Connection
-from typing import Any
+from typing import Any, cast
 
 import cloudpickle
 import numpy
@@ -57,10 +58,11 @@ def serve_rank(connection: Connection) -> None:
 
 def _end_with_owner(fd: int) -> None:
     """Leave when the launching process closes its end, by will or by dying."""
-    poll = select.poll()
-    poll.register(fd, 0)  # hang-up is always reported
-    poll.poll()
-    os._exit(0)
+    if hasattr(select, "poll"):
+        poll = select.poll()
+        poll.register(fd, 0)  # hang-up is always reported
+        poll.poll()
+        os._exit(0)
 
 
 def _prepare(birth: Birth, stacks: io.TextIOBase) -> None:
@@ -69,8 +71,10 @@ def _prepare(birth: Birth, stacks: io.TextIOBase) -> None:
     os.dup2(out, 1)
     os.dup2(out, 2)
     os.close(out)
-    sys.stdout = io.TextIOWrapper(open(1, "wb", closefd=False), "utf-8", "replace", None, True)
-    sys.stderr = io.TextIOWrapper(open(2, "wb", closefd=False), "utf-8", "replace", None, True)
+    for stream in (sys.stdout, sys.stderr):
+        cast(io.TextIOWrapper, stream).reconfigure(
+            encoding="utf-8", errors="replace", line_buffering=True
+        )
     faulthandler.enable(file=stacks)
     if hasattr(faulthandler, "register"):
         faulthandler.register(signal.SIGUSR1, file=stacks)
@@ -82,26 +86,23 @@ def _prepare(birth: Birth, stacks: io.TextIOBase) -> None:
 def flush() -> None:
     """Bring everything printed so far to its file."""
     for stream in (sys.stdout, sys.stderr):
-        try:
+        with contextlib.suppress(OSError, ValueError):
             stream.flush()
-        except (OSError, ValueError):
-            pass
 
 
 def perform(task: Task, birth: Birth) -> Outcome:
     """Make one call and say how it ended."""
-    device = torch.device("cpu")
     try:
         _enter(task, birth)
-        device = _device(task, birth.rank)
+        device = device_of(task.device, birth.rank)
         if task.init and not dist.is_initialized():
-            _init_group(birth, device)
+            store = dist.FileStore(f"{birth.directory}/store", birth.n)
+            init_group(store, birth.rank, birth.n, device)
         elif task.init:
             _drop_groups()
     except Exception as error:
         return _raised(error)
-    context = RankContext(birth.rank, task.conditions, device)
-    enter_rank(context)
+    enter_rank(RankContext(birth.rank, task.conditions, device))
     try:
         fn, args = unpack(task.call)
     except Exception as error:
@@ -135,20 +136,18 @@ def _enter(task: Task, birth: Birth) -> None:
     os.chdir(task.cwd)
 
 
-def _device(task: Task, rank: int) -> torch.device:
-    if task.device != "cuda":
+def device_of(kind: str, local_rank: int) -> torch.device:
+    """The device of a rank: the CPU, or the card of its own number."""
+    if kind != "cuda":
         return torch.device("cpu")
-    torch.cuda.set_device(rank)
-    return torch.device("cuda", rank)
+    torch.cuda.set_device(local_rank)
+    return torch.device("cuda", local_rank)
 
 
-def _init_group(birth: Birth, device: torch.device) -> None:
-    """The default group, by a file in the private directory: no port and no host name."""
-    store = dist.FileStore(f"{birth.directory}/store", birth.n)
+def init_group(store: dist.Store, rank: int, n: int, device: torch.device) -> None:
+    """Make the default group: gloo, or nccl for tensors on cards and gloo for the others."""
     backend = "gloo" if device.type == "cpu" else "cpu:gloo,cuda:nccl"
-    dist.init_process_group(
-        backend, store=store, rank=birth.rank, world_size=birth.n, timeout=FOREVER
-    )
+    dist.init_process_group(backend, store=store, rank=rank, world_size=n, timeout=FOREVER)
 
 
 def _drop_groups() -> None:

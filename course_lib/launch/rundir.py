@@ -7,11 +7,15 @@ the owner dies. So a directory whose lock can be taken is stale, and the next st
 from __future__ import annotations
 
 import atexit
-import fcntl
 import os
 import shutil
 import tempfile
 from pathlib import Path
+
+try:
+    import fcntl
+except ImportError:  # no fork and no locks: a stale directory then stays
+    fcntl = None  # type: ignore[assignment]
 
 PREFIX = "course-run-"
 ROOM = 256 * 2**20  # bytes that must be free in /dev/shm: containers often have 64 MB
@@ -24,8 +28,7 @@ def parents() -> list[Path]:
 
 
 def _has_room(place: Path) -> bool:
-    free = os.statvfs(place)
-    return free.f_bavail * free.f_frsize >= ROOM
+    return shutil.disk_usage(place).free >= ROOM
 
 
 def make_run_dir() -> Path:
@@ -34,13 +37,18 @@ def make_run_dir() -> Path:
     place = next((place for place in places if _has_room(place)), places[-1])
     hidden = Path(tempfile.mkdtemp(prefix=f".{PREFIX}", dir=place))
     lock = os.open(hidden / "lock", os.O_CREAT | os.O_RDWR, 0o600)
-    fcntl.flock(lock, fcntl.LOCK_EX)
+    if fcntl is not None:
+        fcntl.flock(lock, fcntl.LOCK_EX)
     # Only now may it be seen: a sweep never meets a directory of a living owner unlocked.
     final = hidden.with_name(hidden.name.removeprefix("."))
     hidden.rename(final)
-    owner = os.getpid()
-    atexit.register(lambda: os.getpid() == owner and shutil.rmtree(final, ignore_errors=True))
+    atexit.register(_remove, final, os.getpid())
     return final
+
+
+def _remove(directory: Path, owner: int) -> None:
+    if os.getpid() == owner:  # a fork of the owner leaves it alone
+        shutil.rmtree(directory, ignore_errors=True)
 
 
 def sweep() -> list[Path]:
@@ -55,6 +63,8 @@ def sweep() -> list[Path]:
 
 
 def _is_stale(directory: Path) -> bool:
+    if fcntl is None:
+        return False
     try:
         if directory.stat().st_uid != os.getuid():
             return False

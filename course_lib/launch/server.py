@@ -9,6 +9,7 @@ Only the server ever signals a rank, and only before it has reaped it: no pid is
 
 from __future__ import annotations
 
+import contextlib
 import os
 import selectors
 import signal
@@ -26,6 +27,22 @@ READY = b"ready"
 MAX_RANKS = 128  # a message carries at most 253 descriptors
 
 
+def kill_group(pid: int) -> None:
+    """Kill a rank that has not been reaped, and the processes that it started."""
+    with contextlib.suppress(OSError):
+        os.killpg(pid, signal.SIGKILL)
+
+
+def collect(pid: int) -> int | None:
+    """The wait status of a child that has ended, else None. What it left running is killed."""
+    if hasattr(os, "waitid"):
+        if os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is None:
+            return None
+        kill_group(pid)  # before it is reaped: its number is still its own
+    done, status = os.waitpid(pid, os.WNOHANG)
+    return status if done else None
+
+
 class Family:
     """The ranks of one launch."""
 
@@ -33,19 +50,22 @@ class Family:
         self.link = link
         self.ranks: dict[int, int] = {}  # pid to rank, of those not yet reaped
 
-    def kill(self, signum: int = signal.SIGKILL, rank: int | None = None) -> None:
-        """Send a signal to one rank or to all."""
+    def signal(self, rank: int, signum: int) -> None:
+        """Send a signal to one rank, unless it has been reaped."""
         for pid, its_rank in self.ranks.items():
-            if rank in (None, its_rank):
+            if rank == its_rank:
                 os.kill(pid, signum)
+
+    def kill(self) -> None:
+        """Kill every rank and what it has started."""
+        for pid in self.ranks:
+            kill_group(pid)
 
     def tell(self, pid: int, status: int) -> None:
         """Report how a rank ended, if anyone still listens."""
         rank = self.ranks.pop(pid)
-        try:
+        with contextlib.suppress(OSError):
             self.link.send_bytes(EVENT.pack(rank, status))
-        except OSError:
-            pass
 
 
 class Server:
@@ -86,6 +106,8 @@ class Server:
             pid = os.fork()
             if pid == 0:
                 self.become_rank(fd, [family.link.fileno(), *fds[1:]])
+            with contextlib.suppress(OSError):
+                os.setpgid(pid, pid)  # the child does it too: whoever comes first
             family.ranks[pid] = rank
         for fd in fds[1:]:
             os.close(fd)
@@ -95,13 +117,16 @@ class Server:
     def become_rank(self, fd: int, inherited: list[int]) -> None:
         """In the child: let go of everything that is the server's, and never return."""
         try:
+            os.setpgid(0, 0)
             signal.set_wakeup_fd(-1)
             signal.signal(signal.SIGCHLD, signal.SIG_DFL)
             signal.signal(signal.SIGINT, signal.default_int_handler)
             self.selector.close()
-            for other in [family.link.fileno() for family in self.families] + inherited:
-                if other != fd:
-                    os.close(other)
+            for other in [each.link for each in self.families if not each.link.closed]:
+                other.close()
+            for number in inherited:
+                if number != fd:
+                    os.close(number)
             self.control.close()
             os.close(self.wake_read)
             os.close(self.wake_write)
@@ -117,26 +142,20 @@ class Server:
         """Pass signals on; kill the family when its owner has closed its socket."""
         try:
             rank, signum = EVENT.unpack(family.link.recv_bytes())
-            family.kill(signum, rank)
+            family.signal(rank, signum)
         except (EOFError, OSError):
             self.selector.unregister(family.link)
             family.kill()
             family.link.close()
-            self.families.remove(family)
 
     def reap(self) -> None:
         """Collect the ranks that have ended and report them."""
         os.read(self.wake_read, 4096)
-        while True:
-            try:
-                pid, status = os.waitpid(-1, os.WNOHANG)
-            except ChildProcessError:
-                return
-            if pid == 0:
-                return
-            for family in self.families:
-                if pid in family.ranks:
+        for family in self.families:
+            for pid in list(family.ranks):
+                if (status := collect(pid)) is not None:
                     family.tell(pid, status)
+        self.families = [each for each in self.families if each.ranks or not each.link.closed]
 
 
 def main(control_fd: int) -> None:

@@ -10,9 +10,9 @@ from multiprocessing.connection import wait
 import cloudpickle
 
 from course_lib.launch import faults
-from course_lib.launch.local import Family
 from course_lib.launch.output import RankOutput, show
 from course_lib.launch.places import parse_stacks
+from course_lib.launch.ranks import Ranks
 from course_lib.launch.task import Frame, Outcome, Task
 from course_lib.launch.travel import unpack
 
@@ -22,10 +22,10 @@ ANSWER = 0.5  # seconds for a rank to write its stack
 
 
 class Run:
-    """One call on the ranks of a family."""
+    """One call on a set of ranks."""
 
-    def __init__(self, family: Family, outputs: Sequence[RankOutput]) -> None:
-        self.family = family
+    def __init__(self, ranks: Ranks, outputs: Sequence[RankOutput]) -> None:
+        self.ranks = ranks
         self.outputs = outputs
         self.outcomes: dict[int, Outcome] = {}
         self.closed: set[int] = set()  # ranks whose connection is closed
@@ -36,11 +36,11 @@ class Run:
             self._send(cloudpickle.dumps(task))
             end = time.monotonic() + timeout
             trouble = self._collect(end)
-            if trouble and len(self.outcomes) < self.family.n:
+            if trouble and len(self.outcomes) < self.ranks.n:
                 self._collect(time.monotonic() + GRACE, stop_on_trouble=False)
             if trouble:
                 raise faults.failure(self._standing())
-            if len(self.outcomes) < self.family.n:
+            if len(self.outcomes) < self.ranks.n:
                 raise faults.deadline(self._standing(), timeout)
         except KeyboardInterrupt:
             raise faults.interrupted(self._standing()) from None
@@ -48,10 +48,10 @@ class Run:
             raise faults.server_gone() from None
         finally:
             show(self.outputs, last=True)
-        return [self.outcomes[rank] for rank in range(self.family.n)]
+        return [self.outcomes[rank] for rank in range(self.ranks.n)]
 
     def _send(self, message: bytes) -> None:
-        for rank, connection in enumerate(self.family.connections):
+        for rank, connection in enumerate(self.ranks.connections):
             try:
                 connection.send_bytes(message)
             except OSError:
@@ -69,28 +69,29 @@ class Run:
                 return self._trouble()
 
     def _take(self, seconds: float) -> None:
-        connections = {
-            connection: rank
-            for rank, connection in enumerate(self.family.connections)
+        open_ones = {
+            rank: connection
+            for rank, connection in enumerate(self.ranks.connections)
             if rank not in self.outcomes and rank not in self.closed
         }
-        for ready in wait([*connections, self.family.link], seconds):
-            if ready is self.family.link:
-                self.family.read_ends()
-                continue
-            rank = connections[ready]
-            try:
-                self.outcomes[rank] = unpack(ready.recv_bytes())
-            except (EOFError, OSError):
-                self.closed.add(rank)
+        ends = self.ranks.waitables()
+        ready = wait([*open_ones.values(), *ends], seconds)
+        if any(end in ready for end in ends):
+            self.ranks.read_ends()
+        for rank, connection in open_ones.items():
+            if connection in ready:
+                try:
+                    self.outcomes[rank] = unpack(connection.recv_bytes())
+                except (EOFError, OSError):
+                    self.closed.add(rank)
 
     def _died(self) -> dict[int, int | None]:
-        ended = self.family.statuses
+        ended = self.ranks.statuses
         return {rank: ended[rank] for rank in sorted(ended) if rank not in self.outcomes}
 
     def _waiting(self) -> list[int]:
-        gone = {*self.outcomes, *self.family.statuses}
-        return [rank for rank in range(self.family.n) if rank not in gone]
+        gone = {*self.outcomes, *self.ranks.statuses}
+        return [rank for rank in range(self.ranks.n) if rank not in gone]
 
     def _trouble(self) -> bool:
         failed = any(outcome.kind != "returned" for outcome in self.outcomes.values())
@@ -98,21 +99,21 @@ class Run:
 
     def _standing(self) -> faults.Standing:
         """Ask every rank that is still busy for its stack."""
-        stacks = Stacks(self.family)
+        stacks = Stacks(self.ranks)
         frames = stacks.ask(self._waiting())
         frames.update({rank: stacks.crash(rank) for rank in self._died()})
-        return faults.Standing(self.family.n, self.outcomes, self._died(), frames)
+        return faults.Standing(self.ranks.n, self.outcomes, self._died(), frames)
 
 
 class Stacks:
     """The files into which the ranks write their stacks when they are asked, or crash."""
 
-    def __init__(self, family: Family) -> None:
-        self.family = family
+    def __init__(self, ranks: Ranks) -> None:
+        self.ranks = ranks
 
     def _read(self, rank: int, start: int = 0) -> str:
         try:
-            return self.family.file(rank, "stack").read_bytes()[start:].decode(errors="replace")
+            return self.ranks.file(rank, "stack").read_bytes()[start:].decode(errors="replace")
         except FileNotFoundError:
             return ""
 
@@ -126,7 +127,7 @@ class Stacks:
         """The stacks of these ranks now. A rank that does not answer has an empty one."""
         starts = {rank: len(self._read(rank).encode()) for rank in ranks}
         for rank in ranks:
-            self.family.signal(rank, signal.SIGUSR1)
+            self.ranks.signal(rank, signal.SIGUSR1)
         texts = dict.fromkeys(ranks, "")
         end = time.monotonic() + ANSWER
         while time.monotonic() < end:

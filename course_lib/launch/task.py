@@ -5,10 +5,12 @@ from __future__ import annotations
 import os
 import sys
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
-from course_lib.ledger import Ledger
-from course_lib.mesh import Conditions
-from course_lib.trace import Trace
+if TYPE_CHECKING:  # the launching process starts its server before it imports torch
+    from course_lib.ledger import Ledger
+    from course_lib.mesh import Conditions
+    from course_lib.trace import Trace
 
 
 @dataclass
@@ -70,7 +72,7 @@ class Outcome:
     value: bytes = b""
     error: Raised | None = None
     hint: str = ""
-    ledger: Ledger = field(default_factory=Ledger)
-    trace: Trace = field(default_factory=Trace)
+    ledger: Ledger | None = None
+    trace: Trace | None = None
     at: float = 0.0
     exception: bytes = b""

@@ -23,24 +23,36 @@ PACKAGE = str(Path(__file__).resolve().parents[1])
 def pack_call(fn: Callable, args: Sequence[Any]) -> bytes:
     """``fn`` and ``args`` as bytes; a TypeError names what cannot be pickled."""
     try:
-        with _by_value(sys.modules.get(getattr(fn, "__module__", None) or "")):
+        with _by_value(_own_modules(fn, args)):
             return cloudpickle.dumps((fn, tuple(args)))
     except Exception as error:
         raise TypeError(_what_cannot_travel(fn, args, error)) from error
 
 
 @contextmanager
-def _by_value(module: ModuleType | None) -> Iterator[None]:
-    """Inside, functions of ``module`` travel by value if it is the learner's own file."""
-    own = module is not None and module.__name__ != "__main__" and not is_library(module)
-    if not own or module is None or module.__name__ in cloudpickle.list_registry_pickle_by_value():
-        yield
-        return
-    cloudpickle.register_pickle_by_value(module)
+def _by_value(modules: set[ModuleType]) -> Iterator[None]:
+    """Inside, functions and classes of these modules travel by value."""
+    already = cloudpickle.list_registry_pickle_by_value()
+    new = [module for module in modules if module.__name__ not in already]
+    for module in new:
+        cloudpickle.register_pickle_by_value(module)
     try:
         yield
     finally:
-        cloudpickle.unregister_pickle_by_value(module)
+        for module in new:
+            cloudpickle.unregister_pickle_by_value(module)
+
+
+def _own_modules(fn: Callable, args: Sequence[Any]) -> set[ModuleType]:
+    """The learner's files that these come from: a rank need not be able to import them."""
+    things = [fn, getattr(fn, "func", None), *args, *map(type, args)]
+    names = {getattr(thing, "__module__", None) for thing in things}
+    modules = [sys.modules.get(name) for name in names if isinstance(name, str)]
+    return {
+        module
+        for module in modules
+        if module is not None and module.__name__ != "__main__" and not is_library(module)
+    }
 
 
 def is_library(module: ModuleType) -> bool:

@@ -1,0 +1,89 @@
+"""Who started this process: a Jupyter kernel, torchrun, srun, or a person."""
+
+from __future__ import annotations
+
+import re
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+
+def in_kernel() -> bool:
+    """Whether this process is a Jupyter kernel."""
+    ipython = sys.modules.get("IPython")
+    shell = ipython.get_ipython() if ipython is not None else None
+    return getattr(shell, "kernel", None) is not None
+
+
+@dataclass(frozen=True)
+class Seat:
+    """The place of this process among ranks that a launcher started.
+
+    ``rank`` of ``size``; ``local_rank`` of ``local_size`` on this machine; the ranks meet at
+    ``address``:``port``, where the launcher ``hosts`` the store already or rank 0 has to.
+    """
+
+    rank: int
+    size: int
+    local_rank: int
+    local_size: int
+    address: str
+    port: int
+    hosted: bool
+
+    @property
+    def one_machine(self) -> bool:
+        """Whether all ranks can meet on the loopback interface."""
+        return self.local_size == self.size or self.address in ("127.0.0.1", "localhost", "::1")
+
+
+def seat(environ: Mapping[str, str]) -> Seat | None:
+    """The seat that torchrun or srun says this process has; None where it stands alone.
+
+    SLURM_PROCID alone says nothing: it is also set in a batch script and under
+    ``srun --pty jupyter lab``. Only a *step* of more than one task has several ranks.
+    Raises ValueError when a launcher's variables contradict one another.
+    """
+    if int(environ.get("WORLD_SIZE", 1)) > 1 and "RANK" in environ:
+        return _torchrun_seat(environ)
+    if int(environ.get("SLURM_STEP_NUM_TASKS", 1)) > 1 and "SLURM_PROCID" in environ:
+        return _slurm_seat(environ)
+    return None
+
+
+def _torchrun_seat(environ: Mapping[str, str]) -> Seat:
+    missing = {"MASTER_ADDR", "MASTER_PORT"} - set(environ)
+    if missing:
+        raise ValueError(
+            f"RANK and WORLD_SIZE are set but {' and '.join(sorted(missing))} is not: start the "
+            "script with torchrun, or unset RANK and WORLD_SIZE to start ranks from here"
+        )
+    rank, size = int(environ["RANK"]), int(environ["WORLD_SIZE"])
+    return Seat(
+        rank,
+        size,
+        int(environ.get("LOCAL_RANK", rank)),
+        int(environ.get("LOCAL_WORLD_SIZE", size)),
+        environ["MASTER_ADDR"],
+        int(environ["MASTER_PORT"]),
+        environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True",
+    )
+
+
+def _slurm_seat(environ: Mapping[str, str]) -> Seat:
+    size, nodes = int(environ["SLURM_STEP_NUM_TASKS"]), int(environ.get("SLURM_STEP_NUM_NODES", 1))
+    first = first_host(environ.get("SLURM_STEP_NODELIST", "localhost"))
+    address = environ.get("MASTER_ADDR", "127.0.0.1" if nodes == 1 else first)
+    # Every task of a step computes the same port, and another step of the job another one.
+    step = int(environ.get("SLURM_JOB_ID", 0)) * 64 + int(environ.get("SLURM_STEP_ID", 0))
+    port = int(environ.get("MASTER_PORT", 15_000 + step % 15_000))
+    tasks = re.match(r"\d+", environ.get("SLURM_STEP_TASKS_PER_NODE", str(size)))
+    local_size = size if nodes == 1 else int(tasks[0]) if tasks else 1
+    rank, local = int(environ["SLURM_PROCID"]), int(environ.get("SLURM_LOCALID", 0))
+    return Seat(rank, size, local, local_size, address, port, hosted=False)
+
+
+def first_host(nodes: str) -> str:
+    """The first host of a Slurm node list: ``gpu[07-09,12],login1`` gives ``gpu07``."""
+    found = re.match(r"([^,\[]+)(?:\[(\d+)[^\]]*\])?([^,]*)", nodes)
+    return "".join(part or "" for part in found.groups()) if found else nodes
