@@ -55,4 +55,4 @@ class MeasuredBlocks:
         start, worked_from = self._begun.pop((op, index))
         end = time.perf_counter()
         self._took.setdefault((op, index), []).append(end - worked_from)
-        self._trace.add(op, start, end, stage=index, label=f"block {index}")
+        self._trace.add(op, start, end, label=f"block {index}")

@@ -244,22 +244,25 @@ class PeakLiveBytes(TorchDispatchMode):
             self._change(-size)
 
         size = storage.nbytes()
+        if self._now + size > self.peak:
+            self._refresh()  # a storage freed by resizing tells nobody
         self._alive[key] = weakref.ref(storage, died), size
         self._change(size)
-        if self._now > self.peak:
-            self._refresh()  # a storage freed by resizing tells nobody
-            self.peak = max(self.peak, self._now)
 
     def _refresh(self) -> None:
+        """Find the storages that were resized since they were counted."""
+        difference = 0
         for key, (reference, counted) in list(self._alive.items()):
             storage = reference()
             if storage is not None and storage.nbytes() != counted:
                 self._alive[key] = reference, storage.nbytes()
-                self._change(storage.nbytes() - counted)
+                difference += storage.nbytes() - counted
+        self._change(difference)
 
     def _change(self, difference: int) -> None:
         if difference:
             self._now += difference
+            self.peak = max(self.peak, self._now)
             self._note()
 
     def _note(self) -> None:
