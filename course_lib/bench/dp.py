@@ -20,7 +20,7 @@ from course_lib.launch import World
 from course_lib.mesh import Mesh, make_mesh
 from course_lib.model import Decoder, ModelConfig, build_model
 
-CONFIG = ModelConfig(layers=4, hidden=256, heads=8, kv_heads=8, ffn=768, max_seq_len=64)
+CONFIG = ModelConfig(layers=4, hidden=256, heads=8, kv_heads=8, ffn=1024, max_seq_len=64)
 ALARM = 1.25
 PEER = "ddp"
 

@@ -15,7 +15,7 @@ import torch
 from course_lib import dp
 from course_lib.data import batch
 from course_lib.mesh import Mesh, make_mesh
-from course_lib.model import Decoder, build_model, tiny_config
+from course_lib.model import Decoder, build_model, parameter_count, tiny_config
 from course_lib.trace.memory import SavedActivations, StateBytes, state_bytes
 
 STEPS = 8
@@ -101,12 +101,10 @@ def train_data_parallel(
 
 
 def data_parallel_bytes(n: int) -> dict[str, Fraction]:
-    """All ``n`` ranks together, one step."""
-    parameter_bytes = CONFIG_BYTES
+    """All ``n`` ranks together, one step, from the shapes in the config alone."""
+    parameter_bytes = parameter_count(CONFIG) * CONFIG.dtype.itemsize
     return {"dp": n * dp.wire_bytes(parameter_bytes, n)}
 
-
-CONFIG_BYTES = sum(p.nbytes for p in build_model(CONFIG).parameters())
 
 TECHNIQUES = [
     Technique(
@@ -123,7 +121,9 @@ TECHNIQUES = [
         sentence="Every rank holds the model and a quarter of the batch; after backward one "
         "all-reduce for each parameter adds the gradients.",
         mesh={"dp": 4},
-        train=lambda: train_data_parallel(lambda model, mesh: dp.Naive(model.parameters(), mesh.dp)),
+        train=lambda: train_data_parallel(
+            lambda model, mesh: dp.Naive(model.parameters(), mesh.dp)
+        ),
         formula=lambda: data_parallel_bytes(4),
     ),
     Technique(

@@ -13,8 +13,8 @@ from course_lib.tour.techniques import BUCKET_BYTES, parts, rows
 from course_lib.trace.blocks import MeasuredBlocks
 
 RANKS = 4
-PACE = {"F": 0.010, "B": 0.020}  # seconds a block
-LINK = Link(alpha=0.0005, beta=25e6)  # slow on purpose: a bucket takes about as long as a block
+PACE = {"F": 0.015, "B": 0.030}  # seconds a block
+LINK = Link(alpha=0.0005, beta=15e6)  # slow on purpose: a bucket takes about as long as a block
 LINKS = Links(inside=LINK, between=LINK)
 
 SYNCS: dict[str, type[dp.Bucketed]] = {"overlapped": dp.Overlapped, "bucketed": dp.Bucketed}

@@ -1,0 +1,127 @@
+"""Run every technique on real ranks and hold it against the serial twin and its formula."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from fractions import Fraction
+from typing import Any
+
+from course_lib.launch import Results, available_ranks, run
+from course_lib.ledger import Ledger, wire_bytes_by_axis
+from course_lib.tour.techniques import STEPS, TECHNIQUES, Report, Technique
+
+LOSS_TOLERANCE = 1e-4
+BYTE_TOLERANCE = 1
+Say = Callable[[str], None]
+
+
+@dataclass(frozen=True)
+class Row:
+    """One line of the tour's table."""
+
+    technique: Technique
+    max_loss_difference: float
+    counted: dict[str, Fraction]
+    formula: dict[str, Fraction]
+    state_bytes: int
+    peak_activation_bytes: int
+    losses: list[float]
+    ledgers: list[Ledger] = field(repr=False)
+
+    @property
+    def faults(self) -> list[str]:
+        """What is wrong with this row, in sentences; empty when all is well."""
+        found = []
+        if not self.max_loss_difference < LOSS_TOLERANCE:
+            found.append(
+                f"{self.technique.name}: its loss is {self.max_loss_difference:.3g} away from "
+                f"serial, less than {LOSS_TOLERANCE} is wanted"
+            )
+        for axis in sorted(self.counted.keys() | self.formula.keys()):
+            counted, formula = self.counted.get(axis, 0), self.formula.get(axis, 0)
+            if abs(counted - formula) > BYTE_TOLERANCE:
+                found.append(
+                    f"{self.technique.name}: {float(counted):,.0f} bytes counted on axis {axis}, "
+                    f"{float(formula):,.0f} by the formula"
+                )
+        return found
+
+    def as_json(self) -> dict[str, Any]:
+        """The row as tour.json has it: numbers only."""
+        return {
+            "technique": self.technique.name,
+            "mesh": dict(self.technique.mesh),
+            "max_loss_difference": self.max_loss_difference,
+            "bytes": {
+                axis: {"counted": _number(self.counted[axis]), "formula": _number(formula)}
+                for axis, formula in self.formula.items()
+            },
+            "state_bytes": self.state_bytes,
+            "peak_activation_bytes": self.peak_activation_bytes,
+            "losses": self.losses,
+            "lesson": self.technique.lesson,
+        }
+
+
+@dataclass(frozen=True)
+class Skipped:
+    """A technique that wants more ranks than a joined world has."""
+
+    technique: Technique
+    available: int
+
+    @property
+    def reason(self) -> str:
+        """Why, in one sentence."""
+        return f"needs {self.technique.ranks} ranks, and this world has {self.available}."
+
+    def as_json(self) -> dict[str, Any]:
+        """The entry of tour.json; ``needs`` is a number of ranks."""
+        needs, name = self.technique.ranks, self.technique.name
+        return {"technique": name, "needs": needs, "reason": self.reason}
+
+
+def _number(value: Fraction) -> int | float:
+    return int(value) if value.denominator == 1 else float(value)
+
+
+def measure(say: Say, techniques: Iterable[Technique] | None = None) -> tuple[list[Row], list]:
+    """Train under every technique that this world has ranks for: (rows, skipped)."""
+    limit = available_ranks()
+    rows: list[Row] = []
+    skipped: list[Skipped] = []
+    serial: list[float] = []
+    for technique in TECHNIQUES if techniques is None else techniques:
+        if limit is not None and technique.ranks > limit:
+            skipped.append(Skipped(technique, limit))
+            continue
+        ranks = technique.ranks
+        say(f"{technique.name}: {STEPS} steps on {ranks} rank{'s' if ranks > 1 else ''}")
+        results = run(technique.train, n=ranks, timeout=300)
+        serial = serial or results[0].losses
+        rows.append(make_row(technique, results, serial))
+    return rows, skipped
+
+
+def make_row(technique: Technique, results: Results, serial: list[float]) -> Row:
+    """Hold the ranks' reports against the serial losses and the technique's formula."""
+    reports: list[Report] = list(results)
+    differences = [
+        abs(mine - twin)
+        for report in reports
+        for mine, twin in zip(report.losses, serial, strict=True)
+    ]
+    counted = wire_bytes_by_axis(results.ledgers)
+    formula = technique.formula()
+    axes = sorted(counted.keys() | formula.keys())
+    return Row(
+        technique=technique,
+        max_loss_difference=max(differences),
+        counted={axis: counted.get(axis, Fraction(0)) for axis in axes},
+        formula={axis: formula.get(axis, Fraction(0)) for axis in axes},
+        state_bytes=max(report.state.total for report in reports),
+        peak_activation_bytes=max(report.peak_activation_bytes for report in reports),
+        losses=reports[0].losses,
+        ledgers=results.ledgers,
+    )

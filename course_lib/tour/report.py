@@ -1,0 +1,104 @@
+"""What the tour prints and writes: the table, tour.json, the pictures, the Perfetto file."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from fractions import Fraction
+from pathlib import Path
+from typing import Any
+
+from rich.box import SIMPLE_HEAD
+from rich.console import Console
+from rich.table import Table
+
+from course_lib.launch import Results
+from course_lib.mesh import Conditions
+from course_lib.tour.measure import Row, Skipped
+from course_lib.tour.timelines import LINKS, PACE
+from course_lib.view import perfetto, timeline
+
+TITLES = {
+    "overlapped": "Data parallelism with overlap: buckets travel while backward goes on",
+    "bucketed": "Data parallelism without overlap: everybody waits for the gradients",
+}
+HEADS = (
+    "loss\noff by",
+    "\naxis",
+    "kB sent\ncounted",
+    "a step\nformula",
+    "state\nkB a rank",
+    "peak act.\nkB a rank",
+)
+FILES = {"overlapped": "timeline.png", "bucketed": "timeline-no-overlap.png"}
+
+
+def as_json(rows: Sequence[Row], skipped: Sequence[Skipped]) -> dict[str, Any]:
+    """The tour as data: what ``--json`` prints and tour.json holds."""
+    return {
+        "rows": [row.as_json() for row in rows],
+        "pipelines": [],
+        "skipped": [entry.as_json() for entry in skipped],
+    }
+
+
+def write_json(data: dict[str, Any], out: Path) -> None:
+    """Write tour.json."""
+    out.mkdir(parents=True, exist_ok=True)
+    (out / "tour.json").write_text(json.dumps(data, indent=2) + "\n", encoding="utf-8")
+
+
+def write_pictures(measured: dict[str, Results], out: Path) -> None:
+    """One timeline for each measured run, and the first of them for Perfetto."""
+    for name, results in measured.items():
+        picture = timeline(results.traces, title=TITLES[name], conditions=Conditions(PACE, LINKS))
+        picture.savefig(out / FILES[name], dpi=150)
+    if measured:
+        first = next(iter(measured))
+        perfetto(measured[first].traces, out / "trace.json", title=TITLES[first])
+
+
+def print_table(rows: Sequence[Row], skipped: Sequence[Skipped], console: Console) -> None:
+    """The table, then one sentence for each technique."""
+    table = Table(box=SIMPLE_HEAD, show_edge=False, pad_edge=False, header_style="bold")
+    for head in ("technique", "mesh"):
+        table.add_column(f"\n{head}", no_wrap=head == "technique")
+    for head in HEADS:
+        table.add_column(head, justify="right")
+    for row in rows:
+        table.add_row(
+            row.technique.name,
+            " ".join(f"{axis}={size}" for axis, size in row.technique.mesh.items()) or "-",
+            f"{row.max_loss_difference:.0e}",
+            "\n".join(row.formula) or "-",
+            "\n".join(_kilobytes(counted) for counted in row.counted.values()) or "0",
+            "\n".join(_kilobytes(formula) for formula in row.formula.values()) or "0",
+            _kilobytes(row.state_bytes),
+            _kilobytes(row.peak_activation_bytes),
+        )
+    console.print(table)
+    _print_sentences(rows, skipped, console)
+
+
+def _kilobytes(count: Fraction | int) -> str:
+    return f"{float(count) / 1e3:,.1f}"
+
+
+def _print_sentences(rows: Sequence[Row], skipped: Sequence[Skipped], console: Console) -> None:
+    for row in rows:
+        name, lesson = row.technique.name, row.technique.lesson
+        console.print(f"{name}: {row.technique.sentence} (lesson {lesson})", highlight=False)
+    for entry in skipped:
+        console.print(f"{entry.technique.name}: skipped, {entry.reason}", highlight=False)
+    off = sum(bool(row.faults) for row in rows)
+    console.print(
+        f"kB are 1000 bytes. {len(rows) - off} of {len(rows)} rows equal serial and send what "
+        "their formula says, to the byte (the exact numbers are in tour.json).",
+        highlight=False,
+    )
+    first, last = rows[0].losses[0], rows[0].losses[-1]
+    console.print(
+        f"The loss fell from {first:.2f} to {last:.2f} in {len(rows[0].losses)} steps, in every "
+        "row alike.",
+        highlight=False,
+    )

@@ -1,0 +1,220 @@
+"""The main job: its data, its files, its exit codes, alone and under launchers."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from dataclasses import replace
+from fractions import Fraction
+
+import pytest
+
+from course_lib.tour import main, measure, run_tour, techniques
+from course_lib.tour.measure import Row, make_row
+
+NAMES = ["serial", "dp-naive", "dp-bucketed", "dp-overlapped", "dp-accumulated"]
+
+
+@pytest.fixture(scope="module")
+def tour(tmp_path_factory):
+    """One whole tour, as `course tour --json` in a process of its own."""
+    out = tmp_path_factory.mktemp("tour")
+    command = [sys.executable, "-m", "course_lib.cli", "tour", "--json", "--out", str(out)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
+    return done, out
+
+
+def test_json_is_all_of_stdout_and_equals_the_file(tour):
+    done, out = tour
+    assert done.returncode == 0, done.stderr
+    data = json.loads(done.stdout)
+    assert data == json.loads((out / "tour.json").read_text())
+    assert set(data) >= {"rows", "pipelines", "skipped"}
+    assert data["skipped"] == []
+
+
+def test_every_row_equals_serial_and_its_formula(tour):
+    rows = {row["technique"]: row for row in json.loads(tour[0].stdout)["rows"]}
+    assert list(rows) == NAMES
+    assert rows["serial"]["bytes"] == {}
+    for name, row in rows.items():
+        assert 0 <= row["max_loss_difference"] < 1e-4
+        assert len(row["losses"]) >= 5
+        for numbers in row["bytes"].values():
+            assert numbers["counted"] > 0
+            assert abs(numbers["counted"] - numbers["formula"]) <= 1
+        for key in ("state_bytes", "peak_activation_bytes"):
+            assert isinstance(row[key], int)
+            assert row[key] > 0
+        if name != "serial":
+            assert row["mesh"] == {"dp": 4}
+
+
+def test_the_numbers_are_the_model_s(tour):
+    """Bytes, state and activations against what the model's size says, computed here anew."""
+    rows = {row["technique"]: row for row in json.loads(tour[0].stdout)["rows"]}
+    model, _ = techniques.parts()
+    parameters = sum(p.numel() for p in model.parameters())
+    tensors = len(list(model.parameters()))
+    overlapped = rows["dp-overlapped"]
+    assert overlapped["bytes"]["dp"]["counted"] == 4 * 2 * 3 / 4 * parameters * 4
+    # parameter, gradient and two moments of 4 bytes each, and Adam's step counters
+    assert overlapped["state_bytes"] == 4 * 4 * parameters + 4 * tensors
+    serial = rows["serial"]["peak_activation_bytes"]
+    assert serial * 0.2 < overlapped["peak_activation_bytes"] < serial * 0.3
+    halved = rows["dp-accumulated"]["peak_activation_bytes"]
+    assert halved < overlapped["peak_activation_bytes"] * 0.6
+
+
+def test_losses_fall(tour):
+    for row in json.loads(tour[0].stdout)["rows"]:
+        assert row["losses"][-1] < row["losses"][0] - 1
+
+
+def test_files(tour):
+    out = tour[1]
+    for name in ("timeline.png", "timeline-no-overlap.png"):
+        assert (out / name).read_bytes().startswith(b"\x89PNG")
+        assert (out / name).stat().st_size > 20_000
+    events = json.loads((out / "trace.json").read_text())["traceEvents"]
+    assert {event["pid"] for event in events} == {0, 1, 2, 3}
+    assert {event["name"] for event in events if event["ph"] == "X"} >= {"F", "B", "all_reduce"}
+
+
+def test_the_table_names_every_technique_and_lesson(tmp_path, capfd, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "80")
+    monkeypatch.setattr(measure, "TECHNIQUES", techniques.TECHNIQUES[:2])
+    assert run_tour(tmp_path) == 0
+    printed, progress = capfd.readouterr()
+    assert "dp-naive" in printed
+    assert "lesson 03" in printed
+    assert "…" not in printed, "at 80 columns nothing may be cut"
+    assert "dp-naive: 8 steps on 4 ranks" in progress
+
+
+def fake_row(**changes) -> Row:
+    technique = techniques.TECHNIQUES[1]
+    row = Row(technique, 1e-7, {"dp": Fraction(8)}, {"dp": Fraction(8)}, 1, 1, [5.0, 4.0], [])
+    return replace(row, **changes)
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"max_loss_difference": 2e-4}, "away from serial"),
+        ({"max_loss_difference": float("nan")}, "away from serial"),
+        ({"counted": {"dp": Fraction(10)}}, "10 bytes counted on axis dp, 8 by the formula"),
+        ({"counted": {"dp": Fraction(8), "tp": Fraction(5)}}, "on axis tp, 0 by the formula"),
+        ({"counted": {}}, "0 bytes counted on axis dp"),
+    ],
+)
+def test_a_wrong_row_is_named(changes, said):
+    assert fake_row().faults == []
+    assert said in "\n".join(fake_row(**changes).faults)
+
+
+@pytest.mark.parametrize("fault", ["loss", "bytes"])
+def test_exit_1_when_a_loss_or_a_byte_count_is_off(tmp_path, monkeypatch, capfd, fault):
+    serial, naive = techniques.TECHNIQUES[:2]
+    if fault == "bytes":
+        naive = replace(naive, formula=lambda: {"dp": Fraction(5)})
+    else:
+        train = naive.train
+
+        def another_model():
+            report = train()
+            return replace(report, losses=[loss + 1e-3 for loss in report.losses])
+
+        naive = replace(naive, train=another_model)
+    monkeypatch.setattr(measure, "TECHNIQUES", [serial, naive])
+    assert run_tour(tmp_path) == 1
+    assert "WRONG: dp-naive" in capfd.readouterr().err
+
+
+def test_a_rank_that_differs_is_seen():
+    """The largest difference is over all ranks, not that of rank 0."""
+
+    class Fake(list):
+        ledgers = ()
+
+    good = techniques.Report([5.0, 4.0], techniques.StateBytes(1), 7)
+    bad = techniques.Report([5.0, 4.5], techniques.StateBytes(2), 5)
+    row = make_row(techniques.TECHNIQUES[0], Fake([good, good, bad]), [5.0, 4.0])
+    assert row.max_loss_difference == 0.5
+    assert (row.state_bytes, row.peak_activation_bytes) == (2, 7)
+
+
+def torchrun(out, *options: str) -> list[str]:
+    module = ["-m", "course_lib.tour", "--json", "--out", str(out)]
+    return [sys.executable, "-m", "torch.distributed.run", *options, *module]
+
+
+def environment() -> dict[str, str]:
+    loopback = "lo0" if sys.platform == "darwin" else "lo"
+    return os.environ | {"GLOO_SOCKET_IFNAME": loopback, "OMP_NUM_THREADS": "1"}
+
+
+def test_torchrun_with_four_ranks(tmp_path):
+    command = torchrun(tmp_path, "--standalone", "--nproc-per-node=4")
+    done = subprocess.run(
+        command, capture_output=True, text=True, timeout=300, env=environment(), check=False
+    )
+    assert done.returncode == 0, done.stderr
+    data = json.loads(done.stdout)  # rank 0 alone has printed
+    assert [row["technique"] for row in data["rows"]] == NAMES
+    assert data["skipped"] == []
+    assert max(row["max_loss_difference"] for row in data["rows"]) < 1e-4
+    assert (tmp_path / "timeline.png").exists()
+
+
+def test_torchrun_with_two_ranks_skips_what_wants_four(tmp_path):
+    command = torchrun(tmp_path, "--standalone", "--nproc-per-node=2")
+    done = subprocess.run(
+        command, capture_output=True, text=True, timeout=300, env=environment(), check=False
+    )
+    assert done.returncode == 0, done.stderr
+    data = json.loads(done.stdout)
+    assert [row["technique"] for row in data["rows"]] == ["serial"]
+    assert [entry["technique"] for entry in data["skipped"]] == NAMES[1:]
+    assert data["skipped"][0]["needs"] == 4
+    assert data["skipped"][0]["reason"] == "needs 4 ranks, and this world has 2."
+
+
+def test_two_nodes_of_two_ranks_over_loopback(tmp_path):
+    import socket
+
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    nodes = [
+        subprocess.Popen(
+            torchrun(
+                tmp_path,
+                "--nnodes=2",
+                "--nproc-per-node=2",
+                f"--node-rank={node}",
+                "--master-addr=127.0.0.1",
+                f"--master-port={port}",
+            ),
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            env=environment(),
+        )
+        for node in (0, 1)
+    ]
+    said = [node.communicate(timeout=300) for node in nodes]
+    assert [node.returncode for node in nodes] == [0, 0], said
+    data = json.loads(said[0][0])
+    assert said[1][0] == "", "rank 0 alone prints"
+    assert [row["technique"] for row in data["rows"]] == NAMES
+    assert max(row["max_loss_difference"] for row in data["rows"]) < 1e-4
+
+
+@pytest.mark.parametrize("arguments", [["--out"], ["--nonsense"], ["extra"]])
+def test_bad_arguments_of_the_module_exit_2(arguments, capsys):
+    with pytest.raises(SystemExit) as stopped:
+        main(arguments)
+    assert stopped.value.code == 2
