@@ -45,6 +45,10 @@ class Links:
     between: Link
     ranks_per_node: int = 8
 
+    def __post_init__(self) -> None:
+        if self.ranks_per_node < 1:
+            raise ValueError(f"ranks_per_node={self.ranks_per_node}: at least 1 is wanted")
+
     def link(self, ranks: tuple[int, ...]) -> Link:
         """The slowest link class that a group of global ``ranks`` needs."""
         nodes = {rank // self.ranks_per_node for rank in ranks}
