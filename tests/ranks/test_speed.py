@@ -1,4 +1,4 @@
-"""The one timed guard on data parallelism: not much slower than torch's own. Figures: `course bench`."""
+"""The one timed guard on data parallelism: not much slower than torch. Figures: `course bench`."""
 
 from __future__ import annotations
 
