@@ -3,11 +3,12 @@
 Every picture is a Figure that belongs to no pyplot state, with its sentence in ``.caption``.
 """
 
-from course_lib.view.bars import ledger_plot, live_plot, memory_plot
 from course_lib.view.export import perfetto
 from course_lib.view.gantt import timeline
+from course_lib.view.memory import live_plot, memory_plot
 from course_lib.view.style import Picture
 from course_lib.view.terminal import terminal_timeline
+from course_lib.view.traffic import ledger_plot
 
 __all__ = [
     "Picture",
