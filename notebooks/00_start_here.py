@@ -147,5 +147,5 @@ run(hello, n=2)  # and the next cell works
 # %% [markdown]
 # ## What next
 # `course groups --world 16 --tp 2 --dp 2 --pp 4` in a terminal draws who talks to whom when sixteen ranks lie on
-# three axes. `course tour` trains a small model on four ranks and holds it to one process. Then lesson 01 builds the
-# all-reduce that you just used out of send and receive.
+# three axes. `course tour` trains a small model on four ranks and holds it to one process. Lesson 02 builds the
+# all-reduce that you just used out of send and receive; lesson 03 trains with it.
