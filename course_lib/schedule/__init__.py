@@ -1,0 +1,48 @@
+"""Pipeline schedules as data, and the one Span type. No torch."""
+
+from course_lib.schedule.data import (
+    Action,
+    Schedule,
+    ScheduleError,
+    from_rows,
+    looped,
+    read_csv,
+    v_shape,
+    write_csv,
+)
+from course_lib.schedule.named import (
+    SCHEDULES,
+    gpipe,
+    make,
+    naive,
+    one_f_one_b,
+    predicted_bubble,
+)
+from course_lib.schedule.simulate import Costs, Simulation, bubble, makespan, simulate
+from course_lib.schedule.span import Span, from_zero
+from course_lib.schedule.validate import validate
+
+__all__ = [
+    "SCHEDULES",
+    "Action",
+    "Costs",
+    "Schedule",
+    "ScheduleError",
+    "Simulation",
+    "Span",
+    "bubble",
+    "from_rows",
+    "from_zero",
+    "gpipe",
+    "looped",
+    "make",
+    "makespan",
+    "naive",
+    "one_f_one_b",
+    "predicted_bubble",
+    "read_csv",
+    "simulate",
+    "v_shape",
+    "validate",
+    "write_csv",
+]

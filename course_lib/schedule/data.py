@@ -1,0 +1,161 @@
+"""A pipeline schedule as data: for each rank a row of actions, and where each stage lives.
+
+The same rows are drawn, simulated, validated and executed. Words: a *stage* is a virtual stage,
+0 to p*chunks-1, in the order in which a micro-batch passes them; a *rank* holds one or more of
+them (its *chunks*); *F* is a stage's forward, *B* its whole backward, *I* and *W* the two halves
+of B: the gradient of the input and that of the weights (Qi et al. 2023, arXiv:2401.10241).
+"""
+
+from __future__ import annotations
+
+import csv
+import io
+import re
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+OPS = ("F", "B", "I", "W")
+CELL = re.compile(r"(\d+)([A-Z]+)(\d+)")
+
+
+class ScheduleError(ValueError):
+    """A schedule that cannot be run; says where (rank, place in its row) and why."""
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class Action:
+    """One thing to do: ``op`` for micro-batch ``mb`` on virtual ``stage``."""
+
+    op: str
+    stage: int
+    mb: int
+
+    def __str__(self) -> str:
+        """As torch prints it: stage, op, micro-batch, e.g. ``0F3``."""
+        return f"{self.stage}{self.op}{self.mb}"
+
+    @classmethod
+    def parse(cls, cell: str) -> Action:
+        """Read ``0F3``. Raises ScheduleError for anything else."""
+        match = CELL.fullmatch(cell.strip())
+        if match is None or match[2] not in OPS:
+            raise ScheduleError(
+                f"{cell.strip()!r} is no action: write stage, one of {', '.join(OPS)}, and "
+                "micro-batch, for example 0F3"
+            )
+        return cls(match[2], int(match[1]), int(match[3]))
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """``rows[rank]`` is what a rank does, in order; ``placement[stage]`` is the rank of a stage."""
+
+    name: str
+    rows: tuple[tuple[Action, ...], ...]
+    placement: tuple[int, ...]
+
+    @property
+    def ranks(self) -> int:
+        """Number of pipeline ranks, p."""
+        return len(self.rows)
+
+    @property
+    def stages(self) -> int:
+        """Number of virtual stages, p * chunks."""
+        return len(self.placement)
+
+    @cached_property
+    def microbatches(self) -> int:
+        """Number of micro-batches, m."""
+        return 1 + max((action.mb for row in self.rows for action in row), default=-1)
+
+    def peak_in_flight(self) -> list[int]:
+        """For each rank, the most (stage, micro-batch) pairs whose activations it keeps at once.
+
+        A pair is in flight from the start of its F to the end of its B or W. A rank does one
+        thing at a time, so that the order of its row decides, whatever actions cost.
+        """
+        peaks = []
+        for row in self.rows:
+            now = peak = 0
+            for action in row:
+                now += action.op == "F"
+                peak = max(peak, now)
+                now -= action.op in ("B", "W")
+            peaks.append(peak)
+        return peaks
+
+    def stages_of(self, rank: int) -> list[int]:
+        """The stages that ``rank`` holds, ascending."""
+        return [stage for stage, home in enumerate(self.placement) if home == rank]
+
+
+def looped(ranks: int, chunks: int = 1) -> tuple[int, ...]:
+    """Placement that goes round: stage s lives on rank s mod p (Megatron's interleaving)."""
+    return tuple(stage % ranks for stage in range(ranks * chunks))
+
+
+def v_shape(ranks: int) -> tuple[int, ...]:
+    """Two chunks, there and back: stages s and 2p-1-s share a rank."""
+    return (*range(ranks), *reversed(range(ranks)))
+
+
+def from_rows(rows: Iterable[Iterable[str]], name: str = "rows") -> Schedule:
+    """A schedule from cells like ``0F0``; empty cells are idle time and are left out.
+
+    The placement is read off the rows: a stage lives where its actions are. Raises
+    ScheduleError with rank and cell when that is contradictory.
+    """
+    actions: list[tuple[Action, ...]] = []
+    home: dict[int, int] = {}
+    for rank, cells in enumerate(rows):
+        row = []
+        for place, cell in enumerate(cells):
+            if not cell.strip():
+                continue
+            try:
+                action = Action.parse(cell)
+            except ScheduleError as error:
+                raise ScheduleError(f"rank {rank}, cell {place}: {error}") from None
+            if home.setdefault(action.stage, rank) != rank:
+                raise ScheduleError(
+                    f"rank {rank}, cell {place}: {action} is on stage {action.stage}, which rank "
+                    f"{home[action.stage]} holds; a stage's weights live on one rank"
+                )
+            row.append(action)
+        actions.append(tuple(row))
+    if not home:
+        raise ScheduleError("there is no action in any row")
+    missing = set(range(max(home) + 1)) - home.keys()
+    if missing:
+        raise ScheduleError(
+            f"stage {min(missing)} appears in no row, but stage {max(home)} does; stages are "
+            "numbered from 0 without a gap"
+        )
+    return Schedule(name, tuple(actions), tuple(home[stage] for stage in sorted(home)))
+
+
+def read_csv(text: str, name: str = "rows") -> Schedule:
+    """A schedule from CSV text: one line for each rank, cells as :func:`from_rows` takes them."""
+    lines = [line for line in csv.reader(io.StringIO(text)) if any(cell.strip() for cell in line)]
+    return from_rows(lines, name)
+
+
+def write_csv(schedule: Schedule) -> str:
+    """The schedule as CSV text, which :func:`read_csv` reads back."""
+    out = io.StringIO()
+    csv.writer(out, lineterminator="\n").writerows([map(str, row) for row in schedule.rows])
+    return out.getvalue()
+
+
+def check_sizes(**sizes: int) -> None:
+    """Raise ValueError unless every size is a whole number of 1 or more."""
+    for name, size in sizes.items():
+        if not isinstance(size, int) or size < 1:
+            raise ValueError(f"{name}={size!r}: a whole number, 1 or more, is wanted")
+
+
+def as_rows(rows: Sequence[Sequence[Action]]) -> tuple[tuple[Action, ...], ...]:
+    """Lists of actions as the tuples that a Schedule holds."""
+    return tuple(tuple(row) for row in rows)

@@ -1,0 +1,142 @@
+"""When does everything happen? A cost model in, spans out.
+
+Every rank does its row in order; an action starts when the rank is free and what it needs has
+arrived. A message between different ranks takes ``comm`` and blocks nobody.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from course_lib.schedule.data import Action, Schedule
+from course_lib.schedule.span import Span
+from course_lib.schedule.validate import before, progress
+
+
+@dataclass(frozen=True)
+class Costs:
+    """Seconds (or any unit) of one action on one virtual stage, and of one hop between ranks.
+
+    B = I + W always. Give ``b`` (split in halves where a schedule splits) or ``i`` and ``w``:
+    see :meth:`make`. ``per_stage`` multiplies the costs of each stage (unequal stages).
+    """
+
+    f: float = 1.0
+    i: float = 1.0
+    w: float = 1.0
+    comm: float = 0.0
+    per_stage: tuple[float, ...] | None = None
+
+    @classmethod
+    def make(
+        cls,
+        f: float = 1.0,
+        b: float | None = None,
+        i: float | None = None,
+        w: float | None = None,
+        comm: float = 0.0,
+    ) -> Costs:
+        """Costs from B, or from I and W; B is 2 F when neither is given.
+
+        Raises ValueError when a cost is negative or B contradicts I + W.
+        """
+        for name, cost in {"f": f, "b": b, "i": i, "w": w, "comm": comm}.items():
+            if cost is not None and not 0 <= cost < float("inf"):
+                raise ValueError(f"{name}={cost}: a cost is a number, 0 or more")
+        if b is None and i is None and w is None:
+            b = 2 * f
+        if b is not None and (i is not None) != (w is not None):
+            i = b - w if w is not None else i
+            w = b - i if w is None and i is not None else w
+        if i is None and w is None:
+            assert b is not None
+            i = w = b / 2
+        if i is None or w is None:
+            raise ValueError("give the whole backward b, or both of its halves i and w")
+        if b is not None and abs(i + w - b) > 1e-9 * max(1.0, b):
+            raise ValueError(f"b={b} is not i + w = {i + w}; leave one of them out")
+        if i < 0 or w < 0:
+            raise ValueError(f"i={i}, w={w}: half of the backward cannot be more than b={b}")
+        return cls(f, i, w, comm)
+
+    def of(self, action: Action) -> float:
+        """What ``action`` costs."""
+        cost = {"F": self.f, "B": self.i + self.w, "I": self.i, "W": self.w}[action.op]
+        return cost if self.per_stage is None else cost * self.per_stage[action.stage]
+
+
+@dataclass(frozen=True)
+class Simulation:
+    """The spans of each rank (start and end in the unit of the costs), and what follows."""
+
+    schedule: Schedule
+    rows: tuple[tuple[Span, ...], ...]
+
+    @property
+    def spans(self) -> list[Span]:
+        """All spans, rank by rank."""
+        return [span for row in self.rows for span in row]
+
+    @property
+    def makespan(self) -> float:
+        """From 0 to the end of the last action."""
+        return makespan(self.rows)
+
+    @property
+    def span(self) -> float:
+        """The longest time from one rank's first start to its last end."""
+        return longest_rank_span(self.rows)
+
+    @property
+    def bubble_of_total(self) -> float:
+        """(makespan - work) / makespan, work being that of the busiest rank."""
+        return bubble(self.rows)[0]
+
+    @property
+    def bubble_of_ideal(self) -> float:
+        """(makespan - work) / work."""
+        return bubble(self.rows)[1]
+
+
+Rows = Sequence[Sequence[Span]]
+
+
+def makespan(rows: Rows) -> float:
+    """From the first start of all to the last end of all."""
+    ends = max(span.end for row in rows for span in row)
+    return ends - min(span.start for row in rows for span in row)
+
+
+def longest_rank_span(rows: Rows) -> float:
+    """The longest time from one rank's first start to its last end."""
+    return max(row[-1].end - row[0].start for row in rows if row)
+
+
+def bubble(rows: Rows) -> tuple[float, float]:
+    """The bubble's share of total time and of ideal time; rows may be simulated or measured."""
+    work = max(sum(span.duration for span in row) for row in rows)
+    total = makespan(rows)
+    return ((total - work) / total, (total - work) / work) if work else (0.0, 0.0)
+
+
+def simulate(schedule: Schedule, costs: Costs) -> Simulation:
+    """Play the schedule. Raises ScheduleError on a deadlock. Linear in the number of actions."""
+    if costs.per_stage is not None and len(costs.per_stage) != schedule.stages:
+        raise ValueError(
+            f"per_stage has {len(costs.per_stage)} factors, the schedule has {schedule.stages} "
+            "stages: one for each is wanted"
+        )
+    end: dict[Action, float] = {}
+    rows: list[list[Span]] = [[] for _ in schedule.rows]
+    for rank, _, action in progress(schedule):
+        start = rows[rank][-1].end if rows[rank] else 0.0
+        for needed in before(action, schedule.stages):
+            hop = costs.comm if schedule.placement[needed.stage] != rank else 0.0
+            start = max(start, end[needed] + hop)
+        over = start + costs.of(action)
+        rows[rank].append(Span(rank, action.op, start, over, stage=action.stage, mb=action.mb))
+        end[action] = over
+        if action.op == "I":
+            end[Action("B", action.stage, action.mb)] = over
+    return Simulation(schedule, tuple(tuple(row) for row in rows))

@@ -1,0 +1,172 @@
+"""Is a schedule legal? Every action once, every dependency met, no deadlock, memory kept.
+
+The reasons are written for the person who wrote the rows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+from course_lib.schedule.data import Action, Schedule, ScheduleError
+
+
+def validate(schedule: Schedule, peak: Sequence[int] | None = None) -> None:
+    """Raise ScheduleError, with rank and cell and reason, at the first thing that is wrong.
+
+    ``peak``, if given, is the most (stage, micro-batch) pairs that each rank may keep in flight.
+    """
+    _check_homes(schedule)
+    _check_each_once(schedule)
+    _check_own_order(schedule)
+    _check_progress(schedule)
+    if peak is not None:
+        _check_peak(schedule, peak)
+
+
+def before(action: Action, stages: int) -> Iterator[Action]:
+    """What must be over before ``action`` may start, on whatever rank.
+
+    Backward of the next stage is named B here; a schedule that splits it has I in its place.
+    """
+    op, stage, mb = action.op, action.stage, action.mb
+    if op == "F" and stage > 0:
+        yield Action("F", stage - 1, mb)
+    elif op in ("B", "I"):
+        yield Action("F", stage, mb)
+        if stage + 1 < stages:
+            yield Action("B", stage + 1, mb)
+    elif op == "W":
+        yield Action("I", stage, mb)
+
+
+def progress(schedule: Schedule) -> Iterator[tuple[int, int, Action]]:
+    """Yield (rank, place, action) in an order in which all actions can be done.
+
+    Each rank goes through its row from left to right; it is taken up again when something it
+    waits for is done, so that the whole takes linear time. Raises ScheduleError on a deadlock.
+    """
+    done: set[Action] = set()
+    places = [0] * schedule.ranks
+    waiting: dict[Action, list[int]] = {}
+    ready = list(range(schedule.ranks))
+    while ready:
+        rank = ready.pop()
+        row = schedule.rows[rank]
+        while places[rank] < len(row):
+            action = row[places[rank]]
+            missing = next((a for a in before(action, schedule.stages) if a not in done), None)
+            if missing is not None:
+                waiting.setdefault(missing, []).append(rank)
+                break
+            yield rank, places[rank], action
+            places[rank] += 1
+            # I is what the stage before waits for: it counts as the B that is waited for.
+            facts = [action, Action("B", action.stage, action.mb)]
+            for fact in facts if action.op == "I" else facts[:1]:
+                done.add(fact)
+                ready += waiting.pop(fact, [])
+    stuck = {rank: place for rank, place in enumerate(places) if place < len(schedule.rows[rank])}
+    if stuck:
+        raise ScheduleError(_deadlock(schedule, stuck, done))
+
+
+def _check_homes(schedule: Schedule) -> None:
+    for rank, row in enumerate(schedule.rows):
+        for place, action in enumerate(row):
+            if not 0 <= action.stage < schedule.stages:
+                raise ScheduleError(
+                    f"rank {rank}, cell {place}: {action} is on stage {action.stage}, but the "
+                    f"stages are 0..{schedule.stages - 1}"
+                )
+            home = schedule.placement[action.stage]
+            if home != rank:
+                raise ScheduleError(
+                    f"rank {rank}, cell {place}: {action} is on stage {action.stage}, which lives "
+                    f"on rank {home}"
+                )
+
+
+def _check_each_once(schedule: Schedule) -> None:
+    """F once, and then either B once or I and W once, for every stage and micro-batch."""
+    seen: dict[Action, tuple[int, int]] = {}
+    for rank, row in enumerate(schedule.rows):
+        for place, action in enumerate(row):
+            if action in seen:
+                raise ScheduleError(
+                    f"rank {rank}, cell {place}: {action} is done a second time (first in cell "
+                    f"{seen[action][1]}); its gradient would count twice"
+                )
+            seen[action] = (rank, place)
+    for stage, rank in enumerate(schedule.placement):
+        for mb in range(schedule.microbatches):
+            _check_complete(seen, rank, stage, mb)
+
+
+def _check_complete(seen: dict[Action, tuple[int, int]], rank: int, stage: int, mb: int) -> None:
+    has = {op for op in "FBIW" if Action(op, stage, mb) in seen}
+    if has in ({"F", "B"}, {"F", "I", "W"}):
+        return
+    who = f"rank {rank}: micro-batch {mb} on stage {stage}"
+    if "F" not in has:
+        raise ScheduleError(f"{who} has no forward ({stage}F{mb} is missing)")
+    if "B" in has:
+        extra = ", ".join(f"{stage}{op}{mb}" for op in "IW" if op in has)
+        raise ScheduleError(
+            f"{who} has a whole backward ({stage}B{mb}) and also {extra}: it is either B, or I "
+            "and W"
+        )
+    missing = ", ".join(f"{stage}{op}{mb}" for op in "IW" if op not in has)
+    if missing == f"{stage}I{mb}, {stage}W{mb}":
+        raise ScheduleError(f"{who} has no backward ({stage}B{mb} is missing)")
+    raise ScheduleError(f"{who} has half a backward ({missing} is missing)")
+
+
+def _check_own_order(schedule: Schedule) -> None:
+    """On one rank: forward before backward, I before W. Seen in the row, without simulating."""
+    for rank, row in enumerate(schedule.rows):
+        place_of = {action: place for place, action in enumerate(row)}
+        for place, action in enumerate(row):
+            for first in before(action, schedule.stages):
+                if first.stage == action.stage and place_of.get(first, -1) > place:
+                    raise ScheduleError(
+                        f"rank {rank}, cell {place}: {action} comes before {first} (cell "
+                        f"{place_of[first]}), which it needs"
+                    )
+
+
+def _check_progress(schedule: Schedule) -> None:
+    for _ in progress(schedule):
+        pass
+
+
+def _deadlock(schedule: Schedule, stuck: dict[int, int], done: set[Action]) -> str:
+    """Who waits for whom, as sentences; the circle is followed from the lowest rank."""
+    lines = []
+    for rank, place in stuck.items():
+        action = schedule.rows[rank][place]
+        missing = next(a for a in before(action, schedule.stages) if a not in done)
+        owner = schedule.placement[missing.stage]
+        where = _where(missing, schedule.rows[owner])
+        lines.append(
+            f"rank {rank} is at cell {place}, {action}, and waits for {missing} of rank {owner}, "
+            f"which has it {where}"
+        )
+    return "deadlock: nobody can go on; " + "; ".join(lines)
+
+
+def _where(missing: Action, row: Sequence[Action]) -> str:
+    """In which cell of ``row`` a B is, or the I that stands for it."""
+    for place, action in enumerate(row):
+        same = (action.stage, action.mb) == (missing.stage, missing.mb)
+        if same and (action.op == missing.op or (action.op, missing.op) == ("I", "B")):
+            return f"in its cell {place}"
+    return "nowhere in its row"
+
+
+def _check_peak(schedule: Schedule, peak: Sequence[int]) -> None:
+    for rank, (found, allowed) in enumerate(zip(schedule.peak_in_flight(), peak, strict=True)):
+        if found > allowed:
+            raise ScheduleError(
+                f"rank {rank} keeps {found} micro-batches in flight, {allowed} are allowed; do a "
+                "backward before the next forward"
+            )
