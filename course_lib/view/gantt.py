@@ -133,8 +133,8 @@ def _draw_boxes(
     for box in boxes:
         same[box.span.op, box.overlay].append(box)
     for (op, overlay), group in same.items():
-        typical = median(box.right - box.left for box in group) * inches_per_ms
-        spelled = _room_for(max((f"{op}{_number(box)}" for box in group), key=len)) <= typical
+        widths = [(box.right - box.left) * inches_per_ms for box in group]
+        form = _form(group, widths)
         for odd in (0, 1):
             alike = [box for box in group if box.chunk % 2 == odd]
             corners = [box.corners for box in alike]
@@ -143,10 +143,10 @@ def _draw_boxes(
                 face = style.mix(face, "#FFFFFF", 0.55 * odd)
                 _fill(ax, corners, face, looks[op].hatch)
             outlines = PolyCollection(corners, facecolors="none", edgecolors="black", zorder=3)
-            outlines.set_linewidth(min(0.7, typical * 72 / 8))
+            outlines.set_linewidth(min(0.7, median(widths) * 72 / 8))
             ax.add_collection(outlines)
             for box in alike:
-                _label(ax, box, face, _names(box, spelled), inches_per_ms)
+                _label(ax, box, face, _from(_names(box), form), inches_per_ms)
 
 
 def _fill(ax: Axes, corners: list, face: str, hatch: str) -> None:
@@ -158,13 +158,35 @@ def _fill(ax: Axes, corners: list, face: str, hatch: str) -> None:
     ax.add_collection(boxes)
 
 
+def _form(group: Sequence[Box], widths: Sequence[float]) -> int:
+    """Which of its names the boxes of one operation bear, so that they look alike.
+
+    The most telling one that fits into four out of five of the boxes that can bear any.
+    """
+    size = _size(group[0])
+    names = [_names(box) for box in group]
+    able = [
+        width for own, width in zip(names, widths, strict=True) if _room(own[-1], size) <= width
+    ]
+    if not able:
+        return 0
+    usual = sorted(able)[len(able) // 5]
+    forms = max(len(own) for own in names)
+    needs = (max(_room(_from(own, form)[0], size) for own in names) for form in range(forms))
+    return next((form for form, need in enumerate(needs) if need <= usual), forms - 1)
+
+
+def _from(names: Sequence[str], form: int) -> Sequence[str]:
+    """``names`` without the first ``form`` ones, but at least the last."""
+    return names[min(form, len(names) - 1) :]
+
+
 def _label(ax: Axes, box: Box, face: str, names: Sequence[str], inches_per_ms: float) -> None:
     """Write the first of ``names`` that fits into the box, if any does."""
-    size = min(SMALL, (box.bottom - box.top) * 72 * 0.62)
-    room = (box.right - box.left) * inches_per_ms
-    if size < SMALLEST or room <= 0:
+    size, width = _size(box), (box.right - box.left) * inches_per_ms
+    if size < SMALLEST or width <= 0:
         return
-    if name := next((name for name in names if _room_for(name, size) <= room), None):
+    if name := next((name for name in names if _room(name, size) <= width), None):
         ax.text(
             (box.left + box.right) / 2,
             (box.top + box.bottom) / 2,
@@ -179,29 +201,24 @@ def _label(ax: Axes, box: Box, face: str, names: Sequence[str], inches_per_ms: f
         )
 
 
-def _room_for(name: str, size: float = SMALL) -> float:
+def _size(box: Box) -> float:
+    """Points of the text in a box."""
+    return min(SMALL, (box.bottom - box.top) * 72 * 0.62)
+
+
+def _room(name: str, size: float) -> float:
     """Inches that ``name`` needs in a box, letters being 0.63 times as wide as high."""
     return len(name) * size * 0.63 / 72 + 0.05
 
 
-def _number(box: Box) -> str:
-    """The micro-batch, with a prime for each stage before this one on the rank."""
-    return "" if box.span.mb is None else f"{box.span.mb}{'′' * box.chunk}"
-
-
-def _names(box: Box, spelled: bool) -> list[str]:
-    """What a box may be called, the most telling first.
-
-    ``spelled`` puts the operation before the number; all boxes of one operation are to look the
-    same, so that it is decided for all of them.
-    """
-    span, number = box.span, _number(box)
-    names = [span.label] if span.label else []
+def _names(box: Box) -> list[str]:
+    """What a box may be called, the most telling first."""
+    span = box.span
+    number = "" if span.mb is None else f"{span.mb}{'′' * box.chunk}"
+    if span.label:
+        last = span.label.split()[-1]
+        return [span.label, last] if last.isdigit() else [span.label]
     if number and not span.is_comm:
-        return [*names, f"{span.op}{number}", number] if spelled else [*names, number]
-    words = span.label.split()
-    if words and words[-1].isdigit():
-        names.append(words[-1])
-    if not names:
-        names = [f"{span.op} {number}".strip(), span.op, SHORT.get(span.op, span.op), number]
-    return [name for name in names if name]
+        return [f"{span.op}{number}", number]
+    names = [f"{span.op} {number}", span.op, SHORT.get(span.op, span.op), number]
+    return [name.strip() for name in names if name]
