@@ -35,6 +35,7 @@ def rank_environ() -> dict[str, str]:
     """The environment of ranks: this process's own, loopback only and one thread a rank."""
     environ = dict(os.environ)
     environ.update(GLOO_SOCKET_IFNAME=loopback(), OMP_NUM_THREADS="1", MKL_NUM_THREADS="1")
+    environ.setdefault("RES_OPTIONS", "timeout:1 attempts:1")  # TCPStore asks for host names
     environ["OBJC_DISABLE_INITIALIZE_FORK_SAFETY"] = "YES"  # macOS: the server has one thread
     return environ
 
