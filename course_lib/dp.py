@@ -108,10 +108,14 @@ class Bucketed(GradientSync):
         # Backward fills gradients from the last parameter to the first.
         self.buckets = comm.by_dtype_and_size(self.parameters[::-1], bucket_bytes)
 
+    def _start(self, number: int) -> comm.Handle:
+        gradients = [_gradient(parameter) for parameter in self.buckets[number]]
+        return comm.start_all_reduce_flat(gradients, self.axis, label=f"bucket {number}")
+
     def finish(self) -> None:
         """Sum bucket by bucket."""
-        for bucket in self.buckets:
-            _adopt(bucket, _start(bucket, self.axis).wait())
+        for number, bucket in enumerate(self.buckets):
+            _adopt(bucket, self._start(number).wait())
 
 
 class Overlapped(Bucketed):
@@ -147,7 +151,7 @@ class Overlapped(Bucketed):
             )
         self._missing[self._bucket_of[parameter]].discard(parameter)
         while len(self._in_flight) < len(self.buckets) and not self._missing[len(self._in_flight)]:
-            self._in_flight.append(_start(self.buckets[len(self._in_flight)], self.axis))
+            self._in_flight.append(self._start(len(self._in_flight)))
 
     @contextmanager
     def accumulate(self) -> Iterator[None]:
@@ -160,8 +164,8 @@ class Overlapped(Bucketed):
 
     def finish(self) -> None:
         """Send what unused parameters kept back, and wait for every bucket in flight."""
-        for bucket in self.buckets[len(self._in_flight) :]:
-            self._in_flight.append(_start(bucket, self.axis))
+        while len(self._in_flight) < len(self.buckets):
+            self._in_flight.append(self._start(len(self._in_flight)))
         for bucket, handle in zip(self.buckets, self._in_flight, strict=True):
             _adopt(bucket, handle.wait())
         self._await_all()
@@ -174,10 +178,6 @@ class Overlapped(Bucketed):
 
 def _gradient(parameter: nn.Parameter) -> Tensor:
     return torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
-
-
-def _start(bucket: Sequence[nn.Parameter], axis: Axis) -> comm.Handle:
-    return comm.start_all_reduce_flat([_gradient(parameter) for parameter in bucket], axis)
 
 
 def _adopt(bucket: Sequence[nn.Parameter], flat: Tensor) -> None:

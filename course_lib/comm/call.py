@@ -20,7 +20,8 @@ class Call:
     ``backend_op`` is the ``torch.ops.c10d`` operation that torch is told. ``tensor`` is the
     caller's input (for recv, what is wanted). ``how`` is what else all ranks must agree on, such
     as "max" or "dim 1". ``peer`` is a coordinate, for send and recv. ``counts`` are the rows
-    that an uneven all_to_all sends to, and receives from, each coordinate.
+    that an uneven all_to_all sends to, and receives from, each coordinate. ``label`` is what the
+    call is for, as a picture should say it.
     """
 
     op: str
@@ -29,6 +30,7 @@ class Call:
     how: str = ""
     peer: int | None = None
     control: bool = False
+    label: str = ""
     counts: Counts | None = None
 
     @property

@@ -47,14 +47,19 @@ def all_reduce_max(x: Tensor, axis: Axis, *, control: bool = False) -> Tensor:
 
 
 def start_in_place_all_reduce(
-    fresh: Tensor, axis: Axis, *, maximum: bool = False, control: bool = False
+    fresh: Tensor,
+    axis: Axis,
+    *,
+    maximum: bool = False,
+    control: bool = False,
+    label: str = "",
 ) -> Handle:
     """All-reduce into ``fresh``, contiguous, which nobody else may hold. n must be above 1."""
     reduction = dist.ReduceOp.MAX if maximum else dist.ReduceOp.SUM
     how = "max" if maximum else ""
     return issue(
         axis,
-        Call("all_reduce", "allreduce_", fresh, how=how, control=control),
+        Call("all_reduce", "allreduce_", fresh, how=how, control=control, label=label),
         lambda: dist.all_reduce(fresh, op=reduction, group=axis.group, async_op=True),
         lambda: fresh,
     )

@@ -121,6 +121,6 @@ class _Flight:
         start, end = self._over
         trace, call = self._axis.trace, self._call
         trace.sleep(end - time.perf_counter())
-        label = "control" if call.control else ""
+        label = "control" if call.control else call.label
         trace.add(call.op, start, end, axis=self._axis.name, payload=call.payload, label=label)
         return self._result()

@@ -35,15 +35,15 @@ def unflatten(flat: Tensor, like: Iterable[Tensor]) -> list[Tensor]:
     return [piece.view(shape) for piece, shape in zip(pieces, shapes, strict=True)]
 
 
-def start_all_reduce_flat(tensors: Sequence[Tensor], axis: Axis) -> Handle:
+def start_all_reduce_flat(tensors: Sequence[Tensor], axis: Axis, label: str = "") -> Handle:
     """Begin the all-reduce of ``tensors`` as one bucket; wait gives the flat sum.
 
-    The flattening is the only copy that is made.
+    The flattening is the only copy that is made. ``label`` names the bucket in pictures.
     """
     flat = flatten(tensors)
     if axis.size == 1:
         return Done(flat)
-    return start_in_place_all_reduce(flat, axis)
+    return start_in_place_all_reduce(flat, axis, label=label)
 
 
 def by_dtype_and_size(tensors: Iterable[T], limit: int) -> list[list[T]]:
