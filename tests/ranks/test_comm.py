@@ -518,3 +518,11 @@ def test_results_carry_no_gradient_on_one_rank_either(worlds):
 
     assert worlds(1).run(through) == [[]]
     assert worlds(2).run(through) == [[], []]
+
+
+def test_a_shard_is_a_copy_so_that_the_whole_can_be_freed(worlds):
+    def storage():
+        axis = make_mesh().dp
+        return comm.own_shard(torch.ones(8), axis).untyped_storage().nbytes()
+
+    assert worlds(4).run(storage) == [2 * 4] * 4

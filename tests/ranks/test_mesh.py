@@ -37,7 +37,8 @@ def describe(sizes):
         summed = int(comm.all_reduce(rank, axis))
         passed = int(comm.exchange(rank, axis, axis.next, axis.previous))
         gathered = comm.all_gather(rank, axis).tolist()
-        axes[field] = (axis.rank, axis.size, axis.ranks, summed, passed, gathered)
+        last = int(comm.broadcast(rank, axis, source=axis.size - 1))
+        axes[field] = (axis.rank, axis.size, axis.ranks, summed, passed, last, gathered)
     return axes, mesh.sizes
 
 
@@ -51,13 +52,14 @@ def test_every_axis_has_the_members_of_the_layout_and_its_group_works(worlds, n,
         assert shown == {axis: size for axis, size in layout.sizes.items() if size > 1}
         for axis, coordinate in layout.coordinates(rank).items():
             assert axes[axis][:2] == (coordinate, layout.sizes[axis])
-        for axis, (coordinate, size, ranks, summed, passed, gathered) in axes.items():
+        for axis, (coordinate, size, ranks, summed, passed, last, gathered) in axes.items():
             (mine,) = (group for group in groups[axis] if rank in group)
             assert list(ranks) == gathered == mine, f"axis {axis} of rank {rank}"
             assert ranks[coordinate] == rank
             assert size == len(mine)
             assert summed == sum(mine)
             assert passed == mine[coordinate - 1]
+            assert last == mine[-1]
 
 
 def test_groups_are_created_by_all_ranks_in_one_order(worlds):
