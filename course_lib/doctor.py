@@ -150,7 +150,8 @@ def check_torch() -> Check:
     version = str(torch.__version__)
     numbers = tuple(int(part) for part in version.split("+")[0].split(".")[:2])
     if numbers < TORCH:
-        return Check("torch", "warn", f"{version}, older than the course wants", "use torch 2.11 or newer")
+        wanted = f"use torch {TORCH[0]}.{TORCH[1]} or newer"
+        return Check("torch", "warn", f"{version}, older than the course wants", wanted)
     return Check("torch", "ok", version)
 
 

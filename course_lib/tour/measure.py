@@ -39,7 +39,8 @@ class Row:
                 f"serial, less than {LOSS_TOLERANCE} is wanted"
             )
         for axis in sorted(self.counted.keys() | self.formula.keys()):
-            counted, formula = self.counted.get(axis, 0), self.formula.get(axis, 0)
+            counted = self.counted.get(axis, Fraction(0))
+            formula = self.formula.get(axis, Fraction(0))
             if abs(counted - formula) > BYTE_TOLERANCE:
                 found.append(
                     f"{self.technique.name}: {float(counted):,.0f} bytes counted on axis {axis}, "
