@@ -8,6 +8,7 @@ from typing import Any
 from course_lib.launch import arguments, faults, joined
 from course_lib.launch.local import new_environ, start_ranks
 from course_lib.launch.output import RankOutput
+from course_lib.launch.places import cell_names
 from course_lib.launch.ranks import Ranks
 from course_lib.launch.supervise import Run
 from course_lib.launch.task import Outcome, Task
@@ -74,7 +75,7 @@ class World:
         device: str | None = None,
     ) -> None:
         arguments.check_world(n, timeout, device, init)
-        self.n = n
+        self.n = int(n)
         self.timeout = timeout
         self.conditions = arguments.conditions(pace or {}, links, checked)
         self.init = init
@@ -99,7 +100,7 @@ class World:
             self.conditions.links if links is None else links,
             self.conditions.checked if checked is None else checked,
         )
-        task = Task(b"", conditions, self.device or "cpu", self.init, self.n)
+        task = Task(b"", conditions, self.device or "cpu", self.init, self.n, cell_names())
         if (world := joined.joined_world()) is not None:
             outcomes = world.call(fn, args, task, timeout)
         else:

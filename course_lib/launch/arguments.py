@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
+from numbers import Real
 
 import torch
 
@@ -21,7 +22,7 @@ def check_world(n: int, timeout: float, device: str | None, init: bool) -> None:
         )
     if not isinstance(init, bool):
         raise TypeError(f"init={init!r}: must be True or False")
-    if isinstance(n, bool) or not isinstance(n, int):
+    if isinstance(n, bool) or not hasattr(n, "__index__"):
         raise TypeError(f"n={n!r}: the number of ranks must be a whole number, such as n=4")
     if not 1 <= n <= MAX_RANKS:
         raise ValueError(f"n={n}: the number of ranks must be from 1 to {MAX_RANKS}")
@@ -61,7 +62,7 @@ def check_call(fn: Callable, timeout: float) -> None:
 
 def check_timeout(timeout: float) -> None:
     """Raise TypeError or ValueError unless it is a number of seconds."""
-    if isinstance(timeout, bool) or not isinstance(timeout, int | float):
+    if isinstance(timeout, bool) or not isinstance(timeout, Real):
         raise TypeError(f"timeout={timeout!r}: must be a number of seconds, such as timeout=60")
     if not timeout > 0 or math.isinf(timeout):
         raise ValueError(f"timeout={timeout}: must be more than 0 seconds, and finite")

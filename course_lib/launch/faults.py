@@ -5,8 +5,9 @@ from __future__ import annotations
 import signal
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from itertools import groupby
 
-from course_lib.launch.places import below_launcher, source, standing, where
+from course_lib.launch.places import below_launcher, is_library, source, standing, where
 from course_lib.launch.task import Frame, Outcome, Raised
 from course_lib.launch.travel import unpack
 
@@ -69,7 +70,9 @@ class Standing:
         failed = [rank for rank, outcome in self.outcomes.items() if outcome.kind != "returned"]
         own = [rank for rank in failed if not _is_lost_connection(self.outcomes[rank])]
         if own:
-            return min(own, key=lambda rank: self.outcomes[rank].at)
+            first = min(own, key=lambda rank: self.outcomes[rank].at)
+            said = _headline(self.outcomes[first])  # of those that failed alike, the lowest rank
+            return min(rank for rank in own if _headline(self.outcomes[rank]) == said)
         if self.died:
             return min(self.died, key=lambda rank: (not self.stacks.get(rank), rank))
         return min(failed, key=lambda rank: self.outcomes[rank].at) if failed else None
@@ -195,12 +198,20 @@ def _traceback(error: Raised | None) -> list[str]:
 
 
 def _frame_lines(frames: list[Frame]) -> list[str]:
-    """The frames below the launcher's own, each with its source."""
-    lines = []
-    for frame in below_launcher(frames):
-        text = source(frame)
-        lines.append(f"  {where(frame)}, in {frame.function}" + f":  {text}" * bool(text))
+    """The frames below the launcher's own, each with its source; long library paths are cut."""
+    lines: list[str] = []
+    shown = below_launcher(frames)
+    for library, group in groupby(shown, key=lambda frame: is_library(frame.filename)):
+        some = [_frame_line(frame) for frame in group]
+        if library and len(some) > 3:
+            some[1:-1] = [f"  ... {len(some) - 2} more lines inside libraries ..."]
+        lines += some
     return lines
+
+
+def _frame_line(frame: Frame) -> str:
+    text = source(frame)
+    return f"  {where(frame)}, in {frame.function}" + f":  {text}" * bool(text)
 
 
 def _ending(status: int | None) -> str:

@@ -64,6 +64,12 @@ def cell_number(filename: str) -> int | None:
     return int(number[0]) if number else None
 
 
+def cell_names() -> dict[str, str]:
+    """The file names of all cells that were run, and what to call them: "cell 14"."""
+    numbers = {name: cell_number(name) for name in list(linecache.cache)}
+    return {name: f"cell {number}" for name, number in numbers.items() if number is not None}
+
+
 def is_cell(filename: str) -> bool:
     """Whether the file name is one that Jupyter or IPython gives to a cell."""
     return cell_number(filename) is not None or "ipykernel_" in filename

@@ -102,7 +102,7 @@ def perform(task: Task, birth: Birth) -> Outcome:
             _drop_groups()
     except Exception as error:
         return _raised(error)
-    enter_rank(RankContext(birth.rank, task.conditions, device))
+    enter_rank(RankContext(birth.rank, task.conditions, device, task.cells))
     try:
         fn, args = unpack(task.call)
     except Exception as error:

@@ -15,13 +15,17 @@ if TYPE_CHECKING:  # the launching process starts its server before it imports t
 
 @dataclass
 class Task:
-    """One call of one function, as a rank is told of it. ``call`` is (fn, args), pickled."""
+    """One call of one function, as a rank is told of it.
+
+    ``call`` is (fn, args), pickled; ``cells`` names the files that are cells of the notebook.
+    """
 
     call: bytes
     conditions: Conditions
     device: str
     init: bool
     n: int
+    cells: dict[str, str] = field(default_factory=dict)
     environ: dict[str, str] = field(default_factory=dict)
     path: list[str] = field(default_factory=lambda: list(sys.path))
     cwd: str = field(default_factory=os.getcwd)

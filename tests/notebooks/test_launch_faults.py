@@ -113,6 +113,36 @@ def test_unequal_sizes_in_which_gloo_aborts(notebook):
     notebook.assert_usable()
 
 
+@pytest.mark.parametrize(
+    ("call", "said"),
+    [
+        ("comm.all_reduce(torch.ones(3 + here), mesh.dp)", "all_reduce of float32 [4]"),
+        ("comm.all_reduce(torch.ones(3).to(kinds[here]), mesh.dp)", "all_reduce of int32 [3]"),
+        ("[comm.all_reduce, comm.all_gather][here](torch.ones(3), mesh.dp)", "all_gather"),
+    ],
+)
+def test_checked_mode_shows_who_called_what(notebook, call, said):
+    source = (
+        "from course_lib import comm\n"
+        "kinds = [torch.float32, torch.int32]\n"
+        "def f():\n"
+        "    mesh = make_mesh()\n"
+        "    here = int(mesh.dp.rank == 2)\n"
+        f"    return {call}\n"
+        "run(f, checked=True, timeout=10)"
+    )
+    cell = notebook.cell(source)
+    assert "raised ValueError: the ranks of axis dp do not agree" in cell.error.splitlines()[0]
+    lines = [line.strip() for line in cell.error.splitlines()]
+    at = f", cell {cell.number} line 6"
+    for rank in (0, 1, 3):
+        assert f"rank {rank}: all_reduce of float32 [3]{at}" in lines
+    odd = next(line for line in lines if line.startswith("rank 2: "))
+    assert odd.startswith(f"rank 2: {said}")
+    assert odd.endswith(at)
+    notebook.assert_usable()
+
+
 def test_interrupt(notebook):
     source = (
         "def f():\n"
