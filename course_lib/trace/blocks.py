@@ -9,7 +9,7 @@ from typing import Any
 
 from torch import nn
 
-from course_lib.trace.spans import Trace
+from course_lib.trace.spans import Sleep, Trace
 
 
 class MeasuredBlocks:
@@ -56,3 +56,6 @@ class MeasuredBlocks:
         end = time.perf_counter()
         self._took.setdefault((op, index), []).append(end - worked_from)
         self._trace.add(op, start, end, label=f"block {index}")
+        pace = self._pace.get(op, 0.0)
+        if pace and end - start > pace:  # the pace was not held: overshoot must hear of it
+            self._trace.sleeps.append(Sleep(pace, end - start))
