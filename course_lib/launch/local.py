@@ -154,10 +154,21 @@ class ForkedRanks(Ranks):
 
 def start_ranks(n: int) -> Ranks:
     """``n`` new ranks: forked where processes can fork, else spawned."""
-    server = fork_server() if hasattr(os, "fork") else None
-    parent = server.directory if server else _spawn_directory()
-    directory = Path(tempfile.mkdtemp(prefix="ranks-", dir=parent))
-    return ForkedRanks(server, directory, n) if server else SpawnedRanks(directory, n)
+    if not hasattr(os, "fork"):
+        return SpawnedRanks(_ranks_directory(_spawn_directory()), n)
+    try:
+        return _fork_ranks(fork_server(), n)
+    except OSError:  # the server has just been killed
+        _server.pop().close()
+        return _fork_ranks(fork_server(), n)
+
+
+def _fork_ranks(server: ForkServer, n: int) -> Ranks:
+    return ForkedRanks(server, _ranks_directory(server.directory), n)
+
+
+def _ranks_directory(parent: Path) -> Path:
+    return Path(tempfile.mkdtemp(prefix="ranks-", dir=parent))
 
 
 @functools.cache

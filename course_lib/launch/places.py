@@ -56,6 +56,8 @@ def stack_of_thread(ident: int) -> list[Frame]:
 
 def cell_number(filename: str) -> int | None:
     """The execution count of the notebook cell whose code has this file name."""
+    if old_style := re.match(r"<ipython-input-(\d+)-", filename):
+        return int(old_style[1])
     ipython = sys.modules.get("IPython")
     shell = ipython.get_ipython() if ipython is not None else None
     name_of = getattr(getattr(shell, "compile", None), "format_code_name", None)
