@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import socket
 import subprocess
 import sys
@@ -136,6 +137,33 @@ def test_two_nodes_of_two_ranks(script):
     assert [node.returncode for node in nodes] == [0, 0], outs[0][1][-3000:]
     assert json.loads(outs[0][0]) == EXPECTED
     assert outs[1][0] == ""
+
+
+def test_a_slurm_step_of_four_tasks(script):
+    step = {
+        "SLURM_STEP_NUM_TASKS": "4",
+        "SLURM_STEP_NUM_NODES": "1",
+        "SLURM_STEP_NODELIST": "this-host",
+        "MASTER_PORT": str(free_port()),
+    }
+    tasks = [
+        subprocess.Popen(
+            [sys.executable, str(script)],
+            env={**os.environ, **step, "SLURM_PROCID": str(task), "SLURM_LOCALID": str(task)},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for task in range(4)
+    ]
+    try:
+        outs = [task.communicate(timeout=120) for task in tasks]
+    finally:
+        for task in tasks:
+            task.kill()
+    assert [task.returncode for task in tasks] == [0] * 4, outs[0][1][-3000:]
+    assert json.loads(outs[0][0]) == EXPECTED
+    assert [out for out, _ in outs[1:]] == [""] * 3
 
 
 @pytest.mark.parametrize(
