@@ -11,20 +11,22 @@ from __future__ import annotations
 import csv
 import io
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from typing import NamedTuple
 
 OPS = ("F", "B", "I", "W")
-CELL = re.compile(r"(\d+)([A-Z]+)(\d+)")
+CELL = re.compile(r"([0-9]{1,9})([A-Z])([0-9]{1,9})")
+# Cells of torch that move data and compute nothing. The engine derives them from the others.
+TRANSFER = re.compile(r"[0-9]+(SEND_F|RECV_F|SEND_B|RECV_B|UNSHARD|RESHARD|REDUCE_GRAD)[0-9]*")
 
 
 class ScheduleError(ValueError):
     """A schedule that cannot be run; says where (rank, place in its row) and why."""
 
 
-@dataclass(frozen=True, slots=True, order=True)
-class Action:
+class Action(NamedTuple):
     """One thing to do: ``op`` for micro-batch ``mb`` on virtual ``stage``."""
 
     op: str
@@ -74,21 +76,23 @@ class Schedule:
         """For each rank, the most (stage, micro-batch) pairs whose activations it keeps at once.
 
         A pair is in flight from the start of its F to the end of its B or W. A rank does one
-        thing at a time, so that the order of its row decides, whatever actions cost.
+        thing at a time, so that the order of its row decides, whatever actions cost; where one
+        ends as the next begins (half-open intervals), the two do not overlap.
         """
-        peaks = []
-        for row in self.rows:
-            now = peak = 0
-            for action in row:
-                now += action.op == "F"
-                peak = max(peak, now)
-                now -= action.op in ("B", "W")
-            peaks.append(peak)
-        return peaks
+        return [max(in_flight(row), default=0) for row in self.rows]
 
     def stages_of(self, rank: int) -> list[int]:
         """The stages that ``rank`` holds, ascending."""
         return [stage for stage, home in enumerate(self.placement) if home == rank]
+
+
+def in_flight(row: Iterable[Action]) -> Iterator[int]:
+    """How many (stage, micro-batch) pairs are in flight during each action of ``row``."""
+    now = 0
+    for action in row:
+        now += action.op == "F"
+        yield now
+        now -= action.op in ("B", "W")
 
 
 def looped(ranks: int, chunks: int = 1) -> tuple[int, ...]:
@@ -102,17 +106,18 @@ def v_shape(ranks: int) -> tuple[int, ...]:
 
 
 def from_rows(rows: Iterable[Iterable[str]], name: str = "rows") -> Schedule:
-    """A schedule from cells like ``0F0``; empty cells are idle time and are left out.
+    """A schedule from cells like ``0F0``.
 
-    The placement is read off the rows: a stage lives where its actions are. Raises
-    ScheduleError with rank and cell when that is contradictory.
+    Empty cells are idle time and are left out, and so are torch's cells of communication
+    (``0SEND_F0``, ``0REDUCE_GRAD``, ...). The placement is read off the rows: a stage lives where
+    its actions are. Raises ScheduleError with rank and cell when that is contradictory.
     """
-    actions: list[tuple[Action, ...]] = []
+    actions: list[list[Action]] = []
     home: dict[int, int] = {}
     for rank, cells in enumerate(rows):
-        row = []
+        actions.append([])
         for place, cell in enumerate(cells):
-            if not cell.strip():
+            if not cell.strip() or TRANSFER.fullmatch(cell.strip()):
                 continue
             try:
                 action = Action.parse(cell)
@@ -123,22 +128,34 @@ def from_rows(rows: Iterable[Iterable[str]], name: str = "rows") -> Schedule:
                     f"rank {rank}, cell {place}: {action} is on stage {action.stage}, which rank "
                     f"{home[action.stage]} holds; a stage's weights live on one rank"
                 )
-            row.append(action)
-        actions.append(tuple(row))
+            actions[-1].append(action)
+    return Schedule(name, as_rows(actions), _placement(home))
+
+
+def _placement(home: dict[int, int]) -> tuple[int, ...]:
+    """Ranks by stage; ``home`` must have every stage from 0 on."""
     if not home:
         raise ScheduleError("there is no action in any row")
-    missing = set(range(max(home) + 1)) - home.keys()
-    if missing:
+    gap = next((stage for stage in range(len(home)) if stage not in home), None)
+    if gap is not None:
         raise ScheduleError(
-            f"stage {min(missing)} appears in no row, but stage {max(home)} does; stages are "
-            "numbered from 0 without a gap"
+            f"stage {gap} appears in no row, but stage {max(home)} does; stages are numbered "
+            "from 0 without a gap"
         )
-    return Schedule(name, tuple(actions), tuple(home[stage] for stage in sorted(home)))
+    return tuple(home[stage] for stage in range(len(home)))
 
 
 def read_csv(text: str, name: str = "rows") -> Schedule:
-    """A schedule from CSV text: one line for each rank, cells as :func:`from_rows` takes them."""
-    lines = [line for line in csv.reader(io.StringIO(text)) if any(cell.strip() for cell in line)]
+    """A schedule from CSV text: one line for each rank, cells as :func:`from_rows` takes them.
+
+    Lines without any action are no ranks; only blank lines may stand between those of ranks.
+    """
+    try:
+        lines = [line for line in csv.reader(io.StringIO(text)) if line]
+    except csv.Error as error:
+        raise ScheduleError(f"this is no CSV text ({error})") from None
+    while lines and not any(cell.strip() for cell in lines[-1]):
+        lines.pop()  # a spreadsheet leaves lines of commas at the end
     return from_rows(lines, name)
 
 
@@ -152,7 +169,7 @@ def write_csv(schedule: Schedule) -> str:
 def check_sizes(**sizes: int) -> None:
     """Raise ValueError unless every size is a whole number of 1 or more."""
     for name, size in sizes.items():
-        if not isinstance(size, int) or size < 1:
+        if isinstance(size, bool) or not isinstance(size, int) or size < 1:
             raise ValueError(f"{name}={size!r}: a whole number, 1 or more, is wanted")
 
 

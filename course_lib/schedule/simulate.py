@@ -6,12 +6,14 @@ arrived. A message between different ranks takes ``comm`` and blocks nobody.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from course_lib.schedule.data import Action, Schedule
 from course_lib.schedule.span import Span
-from course_lib.schedule.validate import before, progress
+from course_lib.schedule.validate import before, progress, settled
+
+MOST = 1e12  # of a cost: far above any, and sums of them are still exact enough
 
 
 @dataclass(frozen=True)
@@ -39,31 +41,44 @@ class Costs:
     ) -> Costs:
         """Costs from B, or from I and W; B is 2 F when neither is given.
 
-        Raises ValueError when a cost is negative or B contradicts I + W.
+        Raises ValueError when a cost is negative, one half alone is given or B is not I + W.
         """
-        for name, cost in {"f": f, "b": b, "i": i, "w": w, "comm": comm}.items():
-            if cost is not None and not 0 <= cost < float("inf"):
-                raise ValueError(f"{name}={cost}: a cost is a number, 0 or more")
+        given = {"f": f, "b": b, "i": i, "w": w, "comm": comm}
+        _check_costs({name: cost for name, cost in given.items() if cost is not None})
         if b is None and i is None and w is None:
             b = 2 * f
-        if b is not None and (i is not None) != (w is not None):
-            i = b - w if w is not None else i
-            w = b - i if w is None and i is not None else w
-        if i is None and w is None:
-            assert b is not None
-            i = w = b / 2
-        if i is None or w is None:
-            raise ValueError("give the whole backward b, or both of its halves i and w")
-        if b is not None and abs(i + w - b) > 1e-9 * max(1.0, b):
-            raise ValueError(f"b={b} is not i + w = {i + w}; leave one of them out")
+        if b is None:
+            if i is None or w is None:
+                raise ValueError("give the whole backward b, or both of its halves i and w")
+            return cls(f, i, w, comm)
+        if i is None:
+            i = b / 2 if w is None else b - w
+        if w is None:
+            w = b - i
         if i < 0 or w < 0:
             raise ValueError(f"i={i}, w={w}: half of the backward cannot be more than b={b}")
+        if abs(i + w - b) > 1e-9 * b:
+            raise ValueError(f"b={b} is not i + w = {i + w}; leave one of them out")
         return cls(f, i, w, comm)
+
+    def __post_init__(self) -> None:
+        """Refuse what no action can cost."""
+        _check_costs({"f": self.f, "i": self.i, "w": self.w, "comm": self.comm})
+        if self.per_stage is not None:
+            _check_costs({f"per_stage[{at}]": factor for at, factor in enumerate(self.per_stage)})
+        if not self.f + self.i + self.w:
+            raise ValueError("f, i and w are all 0: there is no work to schedule")
 
     def of(self, action: Action) -> float:
         """What ``action`` costs."""
         cost = {"F": self.f, "B": self.i + self.w, "I": self.i, "W": self.w}[action.op]
         return cost if self.per_stage is None else cost * self.per_stage[action.stage]
+
+
+def _check_costs(costs: Mapping[str, float]) -> None:
+    for name, cost in costs.items():
+        if not 0 <= cost <= MOST:
+            raise ValueError(f"{name}={cost}: a cost is a number from 0 to {MOST:g}")
 
 
 @dataclass(frozen=True)
@@ -82,6 +97,11 @@ class Simulation:
     def makespan(self) -> float:
         """From 0 to the end of the last action."""
         return makespan(self.rows)
+
+    @property
+    def work(self) -> float:
+        """How long the rank works that works most."""
+        return busiest(self.rows)
 
     @property
     def span(self) -> float:
@@ -104,8 +124,8 @@ Rows = Sequence[Sequence[Span]]
 
 def makespan(rows: Rows) -> float:
     """From the first start of all to the last end of all."""
-    ends = max(span.end for row in rows for span in row)
-    return ends - min(span.start for row in rows for span in row)
+    last = max(span.end for row in rows for span in row)
+    return last - min(span.start for row in rows for span in row)
 
 
 def longest_rank_span(rows: Rows) -> float:
@@ -113,11 +133,17 @@ def longest_rank_span(rows: Rows) -> float:
     return max(row[-1].end - row[0].start for row in rows if row)
 
 
+def busiest(rows: Rows) -> float:
+    """How long the rank works that works most."""
+    return max(sum(span.duration for span in row) for row in rows)
+
+
 def bubble(rows: Rows) -> tuple[float, float]:
     """The bubble's share of total time and of ideal time; rows may be simulated or measured."""
-    work = max(sum(span.duration for span in row) for row in rows)
+    work = busiest(rows)
     total = makespan(rows)
-    return ((total - work) / total, (total - work) / work) if work else (0.0, 0.0)
+    waited = max(0.0, total - work)  # rounding alone could put it below
+    return (waited / total, waited / work) if work else (0.0, 0.0)
 
 
 def simulate(schedule: Schedule, costs: Costs) -> Simulation:
@@ -136,7 +162,5 @@ def simulate(schedule: Schedule, costs: Costs) -> Simulation:
             start = max(start, end[needed] + hop)
         over = start + costs.of(action)
         rows[rank].append(Span(rank, action.op, start, over, stage=action.stage, mb=action.mb))
-        end[action] = over
-        if action.op == "I":
-            end[Action("B", action.stage, action.mb)] = over
+        end.update(dict.fromkeys(settled(action), over))
     return Simulation(schedule, tuple(tuple(row) for row in rows))

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from course_lib.schedule.data import Action, Schedule, ScheduleError
+from course_lib.schedule.data import OPS, Action, Schedule, ScheduleError, in_flight
 
 
 def validate(schedule: Schedule, peak: Sequence[int] | None = None) -> None:
@@ -15,7 +15,7 @@ def validate(schedule: Schedule, peak: Sequence[int] | None = None) -> None:
 
     ``peak``, if given, is the most (stage, micro-batch) pairs that each rank may keep in flight.
     """
-    _check_homes(schedule)
+    _check_cells(schedule)
     _check_each_once(schedule)
     _check_own_order(schedule)
     _check_progress(schedule)
@@ -39,6 +39,16 @@ def before(action: Action, stages: int) -> Iterator[Action]:
         yield Action("I", stage, mb)
 
 
+def settled(action: Action) -> tuple[Action, ...]:
+    """What is over once ``action`` is: itself, and after I also B in the eyes of other stages.
+
+    I computes the gradient that the stage before waits for; nobody waits for W.
+    """
+    if action.op == "I":
+        return action, Action("B", action.stage, action.mb)
+    return (action,)
+
+
 def progress(schedule: Schedule) -> Iterator[tuple[int, int, Action]]:
     """Yield (rank, place, action) in an order in which all actions can be done.
 
@@ -60,9 +70,7 @@ def progress(schedule: Schedule) -> Iterator[tuple[int, int, Action]]:
                 break
             yield rank, places[rank], action
             places[rank] += 1
-            # I is what the stage before waits for: it counts as the B that is waited for.
-            facts = [action, Action("B", action.stage, action.mb)]
-            for fact in facts if action.op == "I" else facts[:1]:
+            for fact in settled(action):
                 done.add(fact)
                 ready += waiting.pop(fact, [])
     stuck = {rank: place for rank, place in enumerate(places) if place < len(schedule.rows[rank])}
@@ -70,19 +78,27 @@ def progress(schedule: Schedule) -> Iterator[tuple[int, int, Action]]:
         raise ScheduleError(_deadlock(schedule, stuck, done))
 
 
-def _check_homes(schedule: Schedule) -> None:
+def _check_cells(schedule: Schedule) -> None:
+    """Every cell by itself: a known action, on a stage that lives on this rank."""
     for rank, row in enumerate(schedule.rows):
+        if not row:
+            raise ScheduleError(f"rank {rank} has nothing to do; every rank holds a stage")
         for place, action in enumerate(row):
+            where = f"rank {rank}, cell {place}: {action}"
+            if action.op not in OPS or action.mb < 0:
+                raise ScheduleError(
+                    f"{where} is no action: the operation is one of {', '.join(OPS)}, "
+                    "micro-batches are numbered from 0"
+                )
             if not 0 <= action.stage < schedule.stages:
                 raise ScheduleError(
-                    f"rank {rank}, cell {place}: {action} is on stage {action.stage}, but the "
-                    f"stages are 0..{schedule.stages - 1}"
+                    f"{where} is on stage {action.stage}, but the stages are "
+                    f"0..{schedule.stages - 1}"
                 )
             home = schedule.placement[action.stage]
             if home != rank:
                 raise ScheduleError(
-                    f"rank {rank}, cell {place}: {action} is on stage {action.stage}, which lives "
-                    f"on rank {home}"
+                    f"{where} is on stage {action.stage}, which lives on rank {home}"
                 )
 
 
@@ -122,15 +138,15 @@ def _check_complete(seen: dict[Action, tuple[int, int]], rank: int, stage: int, 
 
 
 def _check_own_order(schedule: Schedule) -> None:
-    """On one rank: forward before backward, I before W. Seen in the row, without simulating."""
+    """What an action needs from its own rank must stand before it: seen without simulating."""
     for rank, row in enumerate(schedule.rows):
-        place_of = {action: place for place, action in enumerate(row)}
+        place_of = {fact: place for place, action in enumerate(row) for fact in settled(action)}
         for place, action in enumerate(row):
             for first in before(action, schedule.stages):
-                if first.stage == action.stage and place_of.get(first, -1) > place:
+                if place_of.get(first, -1) > place:
                     raise ScheduleError(
-                        f"rank {rank}, cell {place}: {action} comes before {first} (cell "
-                        f"{place_of[first]}), which it needs"
+                        f"rank {rank}, cell {place}: {action} comes before "
+                        f"{row[place_of[first]]} (cell {place_of[first]}), which it needs"
                     )
 
 
@@ -140,33 +156,42 @@ def _check_progress(schedule: Schedule) -> None:
 
 
 def _deadlock(schedule: Schedule, stuck: dict[int, int], done: set[Action]) -> str:
-    """Who waits for whom, as sentences; the circle is followed from the lowest rank."""
-    lines = []
-    for rank, place in stuck.items():
-        action = schedule.rows[rank][place]
+    """Who waits for whom, from the lowest rank that is stuck until the circle closes."""
+    rank, told, lines = min(stuck), set(), []
+    while rank in stuck and rank not in told:
+        told.add(rank)
+        action = schedule.rows[rank][stuck[rank]]
         missing = next(a for a in before(action, schedule.stages) if a not in done)
         owner = schedule.placement[missing.stage]
-        where = _where(missing, schedule.rows[owner])
         lines.append(
-            f"rank {rank} is at cell {place}, {action}, and waits for {missing} of rank {owner}, "
-            f"which has it {where}"
+            f"rank {rank} is at cell {stuck[rank]}, {action}, and waits for "
+            f"{_where(missing, owner, schedule.rows[owner])}"
         )
+        rank = owner
     return "deadlock: nobody can go on; " + "; ".join(lines)
 
 
-def _where(missing: Action, row: Sequence[Action]) -> str:
-    """In which cell of ``row`` a B is, or the I that stands for it."""
+def _where(missing: Action, owner: int, row: Sequence[Action]) -> str:
+    """In which cell of its owner's ``row`` a B is, or the I that stands for it."""
     for place, action in enumerate(row):
-        same = (action.stage, action.mb) == (missing.stage, missing.mb)
-        if same and (action.op == missing.op or (action.op, missing.op) == ("I", "B")):
-            return f"in its cell {place}"
-    return "nowhere in its row"
+        if missing in settled(action):
+            return f"{action} of rank {owner}, which has it in cell {place}"
+    return f"{missing}, which rank {owner} does not have in its row"
 
 
 def _check_peak(schedule: Schedule, peak: Sequence[int]) -> None:
+    if len(peak) != schedule.ranks:
+        raise ValueError(f"peak has {len(peak)} numbers, one for each of {schedule.ranks} ranks")
     for rank, (found, allowed) in enumerate(zip(schedule.peak_in_flight(), peak, strict=True)):
         if found > allowed:
+            place = _first_above(schedule.rows[rank], allowed)
             raise ScheduleError(
-                f"rank {rank} keeps {found} micro-batches in flight, {allowed} are allowed; do a "
-                "backward before the next forward"
+                f"rank {rank}, cell {place}: {schedule.rows[rank][place]} makes {allowed + 1} in "
+                f"flight, {allowed} are allowed (the row's peak is {found}); do a backward before "
+                "this forward"
             )
+
+
+def _first_above(row: Sequence[Action], allowed: int) -> int:
+    """The first cell of ``row`` after which more than ``allowed`` are in flight."""
+    return next(place for place, now in enumerate(in_flight(row)) if now > allowed)
