@@ -22,6 +22,7 @@ import torch
 import torch.distributed as dist
 
 from course_lib.launch import faults
+from course_lib.launch.clock import offset_to_rank_0
 from course_lib.launch.local import free_port, loopback
 from course_lib.launch.places import stack_of_thread
 from course_lib.launch.rank import call, device_of, init_group, inside_rank
@@ -115,7 +116,10 @@ class JoinedWorld:
                 return call(fn, args)
         meet = dist.PrefixStore(f"run{self.runs}/group", self.meet)
         init_group(meet, here.rank, task.n, device)
-        return call(fn, args)
+        offset = 0.0 if here.one_machine else offset_to_rank_0(here.rank, task.n)
+        outcome = call(fn, args)
+        outcome.trace.shift(offset)
+        return outcome
 
     @contextlib.contextmanager
     def _environ(self, n: int, board: Board) -> Iterator[None]:

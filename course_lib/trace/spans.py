@@ -1,7 +1,8 @@
 """Measured spans of one rank, and pauses that admit by how much they overshot.
 
 The clock is ``time.perf_counter``: on one machine all processes read the same one, so that the
-spans of different ranks can be laid side by side.
+spans of different ranks can be laid side by side; a launcher that spans machines shifts them to
+rank 0's clock (:meth:`Trace.shift`).
 """
 
 from __future__ import annotations
@@ -9,7 +10,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from course_lib.schedule import Span
 
@@ -37,6 +38,12 @@ class Trace:
         """Forget everything measured so far."""
         self.spans.clear()
         self.sleeps.clear()
+
+    def shift(self, seconds: float) -> None:
+        """Move every span: to the clock of another machine."""
+        self.spans = [
+            replace(span, start=span.start + seconds, end=span.end + seconds) for span in self.spans
+        ]
 
     def add(self, op: str, start: float, end: float, **what) -> None:
         """Write down a span whose times are known. ``what`` are further fields of Span."""
