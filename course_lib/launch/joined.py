@@ -118,7 +118,8 @@ class JoinedWorld:
         init_group(meet, here.rank, task.n, device)
         offset = 0.0 if here.one_machine else offset_to_rank_0(here.rank, task.n)
         outcome = call(fn, args)
-        outcome.trace.shift(offset)
+        if outcome.trace is not None:
+            outcome.trace.shift(offset)
         return outcome
 
     @contextlib.contextmanager
