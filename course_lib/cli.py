@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import shutil
 import sys
 from importlib import import_module
 from pathlib import Path
@@ -23,9 +24,13 @@ if TYPE_CHECKING:
     from rich.console import Console
     from rich.text import Text
 
+    from course_lib.schedule import Schedule
+    from course_lib.view import Picture
+
 ROOT = Path(__file__).resolve().parent.parent
 FAILED, BAD_INPUT, ENVIRONMENT, INTERRUPTED = 1, 2, 3, 130
 COLOURS = ("default", "cyan", "yellow", "magenta", "green", "blue", "red", "bright_black")
+MOST_PAIRS = 2**18  # of `course schedule`: seconds and some hundred MB
 MOST_RANKS = 2**20  # of `course groups`: more would fill the memory with lists
 
 AsJson = Annotated[bool, typer.Option("--json", help="Print the data alone, as JSON.")]
@@ -143,6 +148,96 @@ def groups(
     else:
         _console().print(_coloured(drawing(layout, per_node)), soft_wrap=True)
     return 0
+
+
+@app.command()
+def schedule(
+    name: Annotated[str | None, typer.Argument(help="naive, gpipe or 1f1b.")] = None,
+    stages: Annotated[int | None, typer.Option(help="Pipeline ranks p; default: 4.")] = None,
+    microbatches: Annotated[int | None, typer.Option(help="Default: 8.")] = None,
+    chunks: Annotated[int | None, typer.Option(help="Stages a rank holds; default: 1.")] = None,
+    f: Annotated[float, typer.Option("--f", help="Cost of a forward, on one stage.")] = 1.0,
+    b: Annotated[float | None, typer.Option("--b", help="Of a backward; default: 2 F.")] = None,
+    i: Annotated[float | None, typer.Option("--i", help="Of its half for the input.")] = None,
+    w: Annotated[float | None, typer.Option("--w", help="Of its half for the weights.")] = None,
+    comm: Annotated[float, typer.Option(help="Delay of a hop between ranks.")] = 0.0,
+    png: Annotated[Path | None, typer.Option(help="Draw the picture into this file.")] = None,
+    file: Annotated[
+        Path | None, typer.Option(help="A schedule of your own: CSV, a row a rank, cells as 0F0.")
+    ] = None,
+    as_json: AsJson = False,
+) -> int:
+    """Simulate a pipeline schedule: when each rank works, the bubble, what is in flight."""
+    from course_lib.schedule import Costs, drawing, simulate
+
+    costs = Costs.make(f, b, i, w, comm)
+    sizes = {"stages": stages, "microbatches": microbatches, "chunks": chunks}
+    simulation = simulate(_schedule(name, file, sizes), costs)
+    if png is not None:
+        _save_png(import_module("course_lib.view").schedule_picture(simulation), png)
+    if as_json:
+        _print_json(simulation.as_dict())
+        return 0
+    print(drawing(simulation, max(60, shutil.get_terminal_size((80, 24)).columns)))
+    if png is not None:
+        print(f"The picture is in {png}.")
+    return 0
+
+
+def _schedule(name: str | None, file: Path | None, sizes: dict[str, int | None]) -> Schedule:
+    """The schedule called ``name``, or the legal one in ``file``; never one too large to hold."""
+    from course_lib.schedule import SCHEDULES, check_sizes, make
+
+    given = {key: size for key, size in sizes.items() if size is not None}
+    check_sizes(**given)
+    if (name is None) == (file is None):
+        raise ValueError(
+            f"give either the name of a schedule ({', '.join(SCHEDULES)}) or --file with your own"
+        )
+    if file is not None:
+        return _schedule_in(file, given)
+    assert name is not None
+    ranks, microbatches, chunks = ({"stages": 4, "microbatches": 8, "chunks": 1} | given).values()
+    if ranks * chunks * microbatches > MOST_PAIRS:
+        raise ValueError(
+            f"{ranks} ranks x {chunks} chunks x {microbatches} micro-batches are more than the "
+            f"{MOST_PAIRS:,} (stage, micro-batch) pairs simulated here"
+        )
+    return make(name.lower(), ranks, microbatches, chunks)
+
+
+def _schedule_in(file: Path, given: dict[str, int]) -> Schedule:
+    """The legal schedule in ``file``; sizes that were given must be its own."""
+    from course_lib.schedule import ScheduleError, read_csv, validate
+
+    try:
+        text = file.read_text(encoding="utf-8-sig")
+    except UnicodeDecodeError:
+        raise ValueError(f"--file {file}: this is no text file") from None
+    except OSError as error:
+        raise ValueError(f"--file {file}: cannot be read ({error.strerror})") from None
+    try:
+        schedule = read_csv(text, file.stem)
+        validate(schedule)
+    except ScheduleError as error:
+        raise ValueError(f"{file.name}: {error}") from None
+    own = {
+        "stages": schedule.ranks,
+        "microbatches": schedule.microbatches,
+        "chunks": schedule.stages // schedule.ranks,
+    }
+    for key, size in given.items():
+        if own[key] != size:
+            raise ValueError(f"--{key} {size}: {file.name} has {own[key]}; leave the option out")
+    return schedule
+
+
+def _save_png(picture: Picture, path: Path) -> None:
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        picture.savefig(path, format="png", dpi=150)
+    except OSError as error:
+        raise ValueError(f"--png {path}: cannot be written ({error.strerror})") from None
 
 
 @bench.command("launch")

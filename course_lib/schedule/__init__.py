@@ -4,12 +4,14 @@ from course_lib.schedule.data import (
     Action,
     Schedule,
     ScheduleError,
+    check_sizes,
     from_rows,
     looped,
     read_csv,
     v_shape,
     write_csv,
 )
+from course_lib.schedule.drawing import drawing
 from course_lib.schedule.named import (
     SCHEDULES,
     gpipe,
@@ -31,6 +33,8 @@ __all__ = [
     "Simulation",
     "Span",
     "bubble",
+    "check_sizes",
+    "drawing",
     "from_rows",
     "from_zero",
     "gpipe",

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from course_lib.schedule.data import Action, Schedule
 from course_lib.schedule.span import Span
@@ -87,6 +88,7 @@ class Simulation:
 
     schedule: Schedule
     rows: tuple[tuple[Span, ...], ...]
+    costs: Costs
 
     @property
     def spans(self) -> list[Span]:
@@ -117,6 +119,19 @@ class Simulation:
     def bubble_of_ideal(self) -> float:
         """(makespan - work) / work."""
         return bubble(self.rows)[1]
+
+    def as_dict(self) -> dict[str, Any]:
+        """Everything as plain data: one row and one peak for each rank."""
+        of_total, of_ideal = bubble(self.rows)
+        keys = ("op", "stage", "mb", "start", "end")
+        return {
+            "name": self.schedule.name,
+            "rows": [[{key: getattr(span, key) for key in keys} for span in r] for r in self.rows],
+            "makespan": self.makespan,
+            "span": self.span,
+            "bubble": {"of_total": of_total, "of_ideal": of_ideal},
+            "peak_in_flight": self.schedule.peak_in_flight(),
+        }
 
 
 Rows = Sequence[Sequence[Span]]
@@ -163,4 +178,4 @@ def simulate(schedule: Schedule, costs: Costs) -> Simulation:
         over = start + costs.of(action)
         rows[rank].append(Span(rank, action.op, start, over, stage=action.stage, mb=action.mb))
         end.update(dict.fromkeys(settled(action), over))
-    return Simulation(schedule, tuple(tuple(row) for row in rows))
+    return Simulation(schedule, tuple(tuple(row) for row in rows), costs)
