@@ -49,15 +49,18 @@ def start_recv(like: Tensor, axis: Axis, source: int, *, control: bool = False) 
 
 
 class Exchange:
-    """Messages in flight, posted as one batch. :meth:`wait` gives what was received, in order."""
+    """Messages in flight, posted as one batch. :meth:`wait` gives what was received, in order.
+
+    ``sends`` and ``receives`` have the handle of each, for who would wait for one alone.
+    """
 
     def __init__(self, sends: list[Handle], receives: list[Handle]) -> None:
-        self._sends, self._receives = sends, receives
+        self.sends, self.receives = sends, receives
 
     def wait(self) -> list[Tensor]:
         """Block until all is sent and received."""
-        received = [handle.wait() for handle in self._receives]
-        for handle in self._sends:
+        received = [handle.wait() for handle in self.receives]
+        for handle in self.sends:
             handle.wait()
         return received
 

@@ -1,0 +1,32 @@
+"""Pipeline parallelism: one engine that runs any schedule on ranks.
+
+A rank holds some stages of the model (slices of its blocks) and does its row of the schedule. A
+forward sends its activations x_bSD (b sequences of the micro-batch) to the next stage's rank, a
+backward sends the gradient of its input to the previous one. Between two actions the engine posts
+one batch: send this result, receive what is needed next. It waits for what it needs and for
+nothing else; what was sent is let go when the other rank's answer shows that it has arrived.
+
+Bytes, all ranks of the axis together, per step: ``2 B S D`` elements for each hop (pair of
+neighbouring stages on different ranks), activations forward and gradients back; with a tied
+embedding also one all-reduce of its gradient between first and last stage (:func:`wire_bytes`).
+"""
+
+from course_lib.pp.cut import cut, hops, parameters, partition, wire_bytes
+from course_lib.pp.engine import Batch, Loss, Outcome, measured_rows, run, train_step
+from course_lib.pp.mail import Message, messages
+
+__all__ = [
+    "Batch",
+    "Loss",
+    "Message",
+    "Outcome",
+    "cut",
+    "hops",
+    "measured_rows",
+    "messages",
+    "parameters",
+    "partition",
+    "run",
+    "train_step",
+    "wire_bytes",
+]
