@@ -11,7 +11,6 @@ from course_lib.schedule.data import (
     v_shape,
     write_csv,
 )
-from course_lib.schedule.drawing import drawing
 from course_lib.schedule.named import (
     SCHEDULES,
     gpipe,
@@ -22,6 +21,7 @@ from course_lib.schedule.named import (
 )
 from course_lib.schedule.simulate import Costs, Simulation, bubble, makespan, simulate
 from course_lib.schedule.span import Span, from_zero
+from course_lib.schedule.text import drawing
 from course_lib.schedule.validate import validate
 
 __all__ = [

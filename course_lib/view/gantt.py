@@ -29,6 +29,7 @@ SHORT = {
     "broadcast": "BC",
 }
 LEFT, RIGHT, BELOW = 0.85, 0.12, 0.42  # margins around the axes, inches
+SLIVER = 0.015  # inches: about two pixels; narrower boxes are colour only
 SMALLEST = 5.5  # points: below that no text is better than text
 
 
@@ -61,37 +62,39 @@ def timeline(
     said = described(spans, planned, kind)
     caption = sentence(summarize(spans), source=said, conditions=conditions, busy=busy, note=note)
     lanes, boxes, height = layout(spans, planned)
-    looks = _looks(spans)
+    looks = looks_of(spans)
     keys = style.keys({WORDS.get(op, op): look for op, look in looks.items()})
     keys.append(Patch(facecolor=IDLE, edgecolor="#999999", label="idle"))
     if planned:
         keys.append(Patch(facecolor="none", edgecolor="black", label="simulated"))
     picture = frame(width, height + style.legend_height(keys) + BELOW, title, caption)
     end = max(box.right for box in boxes) or 1e-6
-    ax = _axes(picture, height, end)
+    ax = axes(picture, height, end, "time (ms)")
     _draw_lanes(ax, lanes)
-    _draw_boxes(ax, boxes, looks, inches_per_ms=(width - LEFT - RIGHT) / end)
+    draw_boxes(ax, boxes, looks, inches_per_ms=(width - LEFT - RIGHT) / end)
     style.legend(picture, keys, LEFT, BELOW + height)
     return picture
 
 
-def _looks(spans: Sequence[Span]) -> dict[str, Look]:
+def looks_of(spans: Sequence[Span]) -> dict[str, Look]:
     """The look of each operation present: known ones in fixed order, then the others."""
     present = {span.op for span in spans}
     known = [op for op in OPERATIONS if op in present]
     return look_of(known + sorted(present - set(known)))
 
 
-def _axes(picture: Picture, height: float, end: float) -> Axes:
-    """Axes ``height`` inches high from 0 to ``end`` ms; y is in inches from the top."""
+def axes(
+    picture: Picture, height: float, end: float, time: str, left: float = LEFT, right: float = RIGHT
+) -> Axes:
+    """Axes ``height`` inches high from 0 to ``end`` of ``time``; y is in inches from the top."""
     width, inches = picture.get_size_inches()
     bottom = style.caption_height(picture.caption, width) + BELOW
     ax = picture.add_axes(
-        (LEFT / width, bottom / inches, 1 - (LEFT + RIGHT) / width, height / inches)
+        (left / width, bottom / inches, 1 - (left + right) / width, height / inches)
     )
     ax.set_xlim(0, end)
     ax.set_ylim(height, 0)
-    ax.set_xlabel("time (ms)", size=style.NORMAL, labelpad=2)
+    ax.set_xlabel(time, size=style.NORMAL, labelpad=2)
     ax.tick_params(axis="x", labelsize=SMALL, length=3)
     ax.set_yticks([])
     for side in ("left", "right", "top"):
@@ -125,23 +128,29 @@ def _draw_lanes(ax: Axes, lanes: Sequence[Lane]) -> None:
     ax.set_axisbelow(True)
 
 
-def _draw_boxes(
+def draw_boxes(
     ax: Axes, boxes: Sequence[Box], looks: Mapping[str, Look], inches_per_ms: float
 ) -> None:
-    """All boxes; those that look the same are one collection, which keeps long runs fast."""
+    """All boxes; those that look the same are one collection, which keeps long runs fast.
+
+    ``inches_per_ms`` are inches of paper in one unit of the time axis.
+    """
     same: dict[tuple[str, bool], list[Box]] = defaultdict(list)
     for box in boxes:
         same[box.span.op, box.overlay].append(box)
     for (op, overlay), group in same.items():
         widths = [(box.right - box.left) * inches_per_ms for box in group]
         form = _form(group, widths)
+        slivers = median(widths) < SLIVER
         for odd in (0, 1):
             alike = [box for box in group if box.chunk % 2 == odd]
             corners = [box.corners for box in alike]
             face = "#FFFFFF" if overlay else looks[op].colour
             if not overlay:
                 face = style.mix(face, "#FFFFFF", 0.55 * odd)
-                _fill(ax, corners, face, looks[op].hatch)
+                _fill(ax, corners, face, "" if slivers else looks[op].hatch, snap=not slivers)
+            if slivers:  # an outline would be all that is seen
+                continue
             outlines = PolyCollection(corners, facecolors="none", edgecolors="black", zorder=3)
             outlines.set_linewidth(min(0.7, median(widths) * 72 / 8))
             ax.add_collection(outlines)
@@ -149,12 +158,13 @@ def _draw_boxes(
                 _label(ax, box, face, _from(_names(box), form), inches_per_ms)
 
 
-def _fill(ax: Axes, corners: list, face: str, hatch: str) -> None:
+def _fill(ax: Axes, corners: list, face: str, hatch: str, snap: bool) -> None:
     """Colour and hatch. Apart from the edge, since a hatch takes its colour and must be fainter."""
     ink = style.mix(face, style.ink_on(face), 0.45)
     boxes = PolyCollection(
-        corners, facecolors=face, edgecolors=ink, hatch=hatch, linewidths=0, zorder=2
+        corners, facecolors=face, edgecolors=ink, hatch=hatch or None, linewidths=0, zorder=2
     )
+    boxes.set_snap(None if snap else False)  # slivers moved to whole pixels would make a pattern
     ax.add_collection(boxes)
 
 

@@ -43,10 +43,10 @@ def drawing(simulation: Simulation, width: int = 80) -> str:
     lines.append("0".rjust(margin + 1) + _number(simulation.makespan).rjust(end - margin - 1))
     key = _key(simulation, drawn) if roomy else _key_of_columns(simulation, drawn, scale)
     text = textwrap.wrap(f"{key} {numbers(simulation)}", width)
-    return "\n".join([*textwrap.wrap(title(simulation), width), *lines, *text])
+    return "\n".join([*textwrap.wrap(title_of(simulation), width), *lines, *text])
 
 
-def title(simulation: Simulation) -> str:
+def title_of(simulation: Simulation) -> str:
     """Which schedule, of what size, at what costs."""
     schedule = simulation.schedule
     chunks = schedule.stages / schedule.ranks
@@ -62,7 +62,7 @@ def spoken(costs: Costs, ops: Collection[str] = "FB") -> str:
     text = f"F {_number(costs.f)}, B {_number(costs.i + costs.w)}"
     if {"I", "W"} & set(ops):
         text += f" (I {_number(costs.i)} + W {_number(costs.w)})"
-    return f"{text}, {_number(costs.comm) if costs.comm else 'no time'} a hop"
+    return f"{text}, hops take {_number(costs.comm) if costs.comm else 'no time'}"
 
 
 def numbers(simulation: Simulation) -> str:

@@ -1,0 +1,117 @@
+"""Sliders over a simulated schedule: every move is simulated and drawn anew.
+
+The picture is a PNG in an ``ipywidgets.Image``: no pyplot, no ``interact``, no ``Output``. Where
+widgets do not live (GitHub, paper) nothing is seen: put a :func:`schedule_picture` above them.
+"""
+
+from __future__ import annotations
+
+import html
+from typing import Any
+
+from ipywidgets import HTML, Checkbox, Dropdown, FloatSlider, HBox, Image, IntSlider, VBox
+
+from course_lib.schedule import SCHEDULES, Costs, make, simulate
+from course_lib.view.schedules import schedule_picture
+
+HIDDEN, SHOWN = "none", ""
+
+
+def schedule_sliders(
+    name: str = "1f1b",
+    ranks: int = 4,
+    microbatches: int = 8,
+    chunks: int = 1,
+    *,
+    f: float = 1.0,
+    b: float = 2.0,
+    comm: float = 0.0,
+) -> ScheduleSliders:
+    """Controls for schedule, p, m, chunks, F, B (or I and W) and the delay of a hop.
+
+    What cannot be is told in a sentence in place of the picture. Return the result from a cell.
+    """
+    return ScheduleSliders(name, ranks, microbatches, chunks, f, b, comm)
+
+
+class ScheduleSliders(VBox):
+    """The controls by name in ``controls``, the picture in ``image``, the reason in ``message``."""
+
+    def __init__(
+        self,
+        name: str,
+        ranks: int,
+        microbatches: int,
+        chunks: int,
+        f: float,
+        b: float,
+        comm: float,
+    ) -> None:
+        self.controls: dict[str, Any] = {
+            "schedule": Dropdown(options=list(SCHEDULES), value=name, description="schedule"),
+            "p": _whole("ranks p", ranks, 16),
+            "m": _whole("micro-batches m", microbatches, 64),
+            "chunks": _whole("chunks a rank", chunks, 4),
+            "f": _cost("F", f),
+            "split": Checkbox(value=False, description="give I and W", indent=False),
+            "b": _cost("B", b),
+            "i": _cost("I", b / 2),
+            "w": _cost("W", b / 2),
+            "comm": _cost("hop", comm),
+        }
+        self.image = Image(format="png", layout={"max_width": "100%"})
+        self.message = HTML()
+        super().__init__([*self._lines(), self.message, self.image])
+        for control in self.controls.values():
+            control.observe(self._changed, names="value")
+        self._changed()
+
+    def __repr__(self) -> str:
+        """The same in every kernel, so that a stored output can be compared."""
+        return f"ScheduleSliders({', '.join(self.controls)})"
+
+    def _lines(self) -> list[HBox]:
+        lines = (("schedule", "p", "m", "chunks"), ("f", "split", "b", "i", "w", "comm"))
+        flow = {"flex_flow": "row wrap"}
+        return [HBox([self.controls[name] for name in line], layout=flow) for line in lines]
+
+    def _changed(self, change: object = None) -> None:
+        """Show the costs that count, then the picture or the reason why there is none."""
+        split = self.controls["split"].value
+        for name, seen in (("b", not split), ("i", split), ("w", split)):
+            self.controls[name].layout.display = SHOWN if seen else HIDDEN
+        try:
+            self.image.value = self._picture()
+            said = ""
+        except ValueError as error:
+            said = f"<b>Not possible:</b> {html.escape(str(error))}."
+        self.message.value = said
+        self.image.layout.display = HIDDEN if said else SHOWN
+
+    def _picture(self) -> bytes:
+        now = {name: control.value for name, control in self.controls.items()}
+        halves = {"i": now["i"], "w": now["w"]} if now["split"] else {"b": now["b"]}
+        costs = Costs.make(now["f"], comm=now["comm"], **halves)
+        schedule = make(now["schedule"], now["p"], now["m"], now["chunks"])
+        return schedule_picture(simulate(schedule, costs))._repr_png_()
+
+
+def _whole(description: str, value: int, most: int) -> IntSlider:
+    """A slider from 1 to ``most``, or to ``value`` where that is more."""
+    return IntSlider(value, 1, max(most, value), description=description, **_look(len(description)))
+
+
+def _cost(description: str, value: float) -> FloatSlider:
+    """A slider from 0 to 4, or to ``value`` where that is more."""
+    return FloatSlider(
+        value, min=0, max=max(4.0, value), step=0.1, description=description, **_look(4)
+    )
+
+
+def _look(letters: int) -> dict[str, Any]:
+    """The same width for all, room for ``letters``; drawn when the handle is let go."""
+    return {
+        "continuous_update": False,
+        "layout": {"width": "260px"},
+        "style": {"description_width": f"{letters * 0.6:.1f}em"},
+    }
