@@ -15,7 +15,7 @@ from pathlib import Path
 from rich.console import Console
 
 from course_lib.launch import Results, available_ranks, is_reporter, run
-from course_lib.tour import measure, report, timelines
+from course_lib.tour import measure, pipelines, report, timelines
 
 DEFAULT_OUT = Path("out/tour")
 
@@ -34,17 +34,20 @@ def run_tour(out: Path = DEFAULT_OUT, as_json: bool = False) -> int:
         progress.print(f"… {text}")
 
     rows, skipped = measure.measure(say)
+    paced = pipelines.measure_pipelines(say)
     pictures = measure_pictures(say)
     faults = [fault for row in rows for fault in row.faults]
     if reporter:
-        data = report.as_json(rows, skipped)
+        data = report.as_json(rows, paced, skipped)
         report.write_json(data, out)
+        report.write_overlays(paced, out)
         report.write_pictures(pictures, out)
         if as_json:
             print(json.dumps(data, indent=2))
         else:
             console = Console()
             report.print_table(rows, skipped, console)
+            report.print_pipelines(paced, console)
             console.print(f"Written to {out}: {', '.join(sorted(p.name for p in out.iterdir()))}")
         for fault in faults:
             progress.print(f"WRONG: {fault}")

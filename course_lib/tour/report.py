@@ -14,8 +14,12 @@ from rich.table import Table
 
 from course_lib.launch import Results
 from course_lib.mesh import Conditions
+from course_lib.pp import measured_rows
 from course_lib.tour.measure import Row, Skipped
+from course_lib.tour.pipelines import PACE as PIPELINE_PACE
+from course_lib.tour.pipelines import PacedPipeline
 from course_lib.tour.timelines import LINKS, PACE
+from course_lib.trace import TOO_BUSY
 from course_lib.view import perfetto, timeline
 
 TITLES = {
@@ -30,14 +34,20 @@ HEADS = (
     "state\nkB a rank",
     "peak act.\nkB a rank",
 )
+OVERLAY_TITLES = {
+    "gpipe": "GPipe, all forwards and then all backwards",
+    "1f1b": "1F1B, every backward as early as it can",
+}
 FILES = {"overlapped": "timeline.png", "bucketed": "timeline-no-overlap.png"}
 
 
-def as_json(rows: Sequence[Row], skipped: Sequence[Skipped]) -> dict[str, Any]:
+def as_json(
+    rows: Sequence[Row], pipelines: Sequence[PacedPipeline], skipped: Sequence[Skipped]
+) -> dict[str, Any]:
     """The tour as data: what ``--json`` prints and tour.json holds."""
     return {
         "rows": [row.as_json() for row in rows],
-        "pipelines": [],
+        "pipelines": [pipeline.as_json() for pipeline in pipelines],
         "skipped": [entry.as_json() for entry in skipped],
     }
 
@@ -56,6 +66,47 @@ def write_pictures(measured: dict[str, Results], out: Path) -> None:
     if measured:
         first = next(iter(measured))
         perfetto(measured[first].traces, out / "trace.json", title=TITLES[first])
+
+
+def write_overlays(pipelines: Sequence[PacedPipeline], out: Path) -> None:
+    """Simulated and measured actions of each schedule over each other."""
+    for pipeline in pipelines:
+        name = pipeline.schedule.name
+        compute = [span for row in measured_rows(pipeline.results.traces) for span in row]
+        picture = timeline(
+            compute,
+            title=f"{OVERLAY_TITLES[name]}: simulated above, measured below",
+            overlay=pipeline.simulation.spans,
+            conditions=Conditions(PIPELINE_PACE),
+            note=f"Sleeps overshot by {pipeline.overshoot:.1%}.",
+        )
+        picture.savefig(out / f"pipeline-{name}.png", dpi=150)
+
+
+def print_pipelines(pipelines: Sequence[PacedPipeline], console: Console) -> None:
+    """Bubble predicted, simulated and measured, as shares of total time."""
+    if not pipelines:
+        return
+    table = Table(box=SIMPLE_HEAD, show_edge=False, pad_edge=False, header_style="bold")
+    table.add_column("pipeline")
+    heads = ("predicted", "simulated", "measured", "step, ms\nsimulated", "\nmeasured", "in flight")
+    for head in heads:
+        table.add_column(head, justify="right")
+    for pipeline in pipelines:
+        data = pipeline.as_json()
+        table.add_row(
+            data["schedule"],
+            *(f"{data['bubble'][key]:.3f}" for key in ("predicted", "simulated", "measured")),
+            *(f"{1e3 * data['makespan'][key]:.0f}" for key in ("simulated", "measured")),
+            " ".join(map(str, data["peak_in_flight"])),
+        )
+    console.print("\nBubble, as a share of total time, of a step on 4 paced ranks:")
+    console.print(table)
+    worst = max(pipeline.overshoot for pipeline in pipelines)
+    if worst > TOO_BUSY:
+        console.print(
+            f"The machine was too busy (sleeps overshot by {worst:.0%}): compare order, not time."
+        )
 
 
 def print_table(rows: Sequence[Row], skipped: Sequence[Skipped], console: Console) -> None:

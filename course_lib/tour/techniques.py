@@ -12,10 +12,11 @@ from math import prod
 
 import torch
 
-from course_lib import dp
+from course_lib import dp, pp
 from course_lib.data import batch
 from course_lib.mesh import Mesh, make_mesh
 from course_lib.model import Decoder, build_model, parameter_count, tiny_config
+from course_lib.schedule import Schedule, make
 from course_lib.trace.memory import SavedActivations, StateBytes, state_bytes
 
 STEPS = 8
@@ -106,6 +107,33 @@ def data_parallel_bytes(n: int) -> dict[str, Fraction]:
     return {"dp": n * dp.wire_bytes(parameter_bytes, n)}
 
 
+MICRO_BATCHES = 4
+
+
+def train_pipeline(schedule: Schedule) -> Report:
+    """Each rank holds a quarter of the layers and does its row of ``schedule``."""
+    mesh = make_mesh(pp=schedule.ranks)
+    model = build_model(CONFIG, seed=0)
+    stages = pp.cut(model, schedule, mesh.pp.rank)
+    optimizer = torch.optim.AdamW(pp.parameters(stages), lr=LEARNING_RATE)
+    losses = []
+    for step in range(STEPS):
+        tokens, targets = rows(step, mesh)
+        m = schedule.microbatches
+        cut = list(zip(tokens.chunk(m), targets.chunk(m), strict=True))
+        mesh.ledger.clear()
+        with SavedActivations(*stages.values()) as saved:
+            loss = pp.train_step(schedule, stages, mesh, cut, optimizer)
+        losses.append(float(loss))
+    return Report(losses, state_bytes(stages.values(), optimizer), saved.peak)
+
+
+def pipeline_bytes(schedule: Schedule) -> dict[str, Fraction]:
+    """All ranks together, one step: activations there, gradients back, over every boundary."""
+    activation_bytes = BATCH * SEQ * CONFIG.hidden * CONFIG.dtype.itemsize
+    return {"pp": Fraction(pp.wire_bytes(schedule, activation_bytes))}
+
+
 TECHNIQUES = [
     Technique(
         name="serial",
@@ -156,5 +184,23 @@ TECHNIQUES = [
             lambda model, mesh: dp.Overlapped(model.parameters(), mesh.dp, BUCKET_BYTES), 2
         ),
         formula=lambda: data_parallel_bytes(4),
+    ),
+    Technique(
+        name="pp-gpipe",
+        lesson="07",
+        sentence="Every rank holds one layer in four; four micro-batches go forward through all, "
+        "then back, and only activations travel.",
+        mesh={"pp": 4},
+        train=lambda: train_pipeline(make("gpipe", 4, MICRO_BATCHES)),
+        formula=lambda: pipeline_bytes(make("gpipe", 4, MICRO_BATCHES)),
+    ),
+    Technique(
+        name="pp-1f1b",
+        lesson="07",
+        sentence="The same messages, but each backward comes as early as it can, so that later "
+        "ranks keep fewer activations.",
+        mesh={"pp": 4},
+        train=lambda: train_pipeline(make("1f1b", 4, MICRO_BATCHES)),
+        formula=lambda: pipeline_bytes(make("1f1b", 4, MICRO_BATCHES)),
     ),
 ]

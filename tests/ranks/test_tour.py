@@ -11,10 +11,12 @@ from fractions import Fraction
 
 import pytest
 
-from course_lib.tour import main, measure, run_tour, techniques
+from course_lib.tour import main, measure, pipelines, run_tour, techniques
 from course_lib.tour.measure import Row, make_row
 
-NAMES = ["serial", "dp-naive", "dp-bucketed", "dp-overlapped", "dp-accumulated"]
+DP_NAMES = ["dp-naive", "dp-bucketed", "dp-overlapped", "dp-accumulated"]
+PP_NAMES = ["pp-gpipe", "pp-1f1b"]
+NAMES = ["serial", *DP_NAMES, *PP_NAMES]
 
 
 @pytest.fixture(scope="module")
@@ -48,8 +50,7 @@ def test_every_row_equals_serial_and_its_formula(tour):
         for key in ("state_bytes", "peak_activation_bytes"):
             assert isinstance(row[key], int)
             assert row[key] > 0
-        if name != "serial":
-            assert row["mesh"] == {"dp": 4}
+        assert row["mesh"] == ({} if name == "serial" else {name[:2]: 4})
 
 
 def test_the_numbers_are_the_model_s(tour):
@@ -66,6 +67,37 @@ def test_the_numbers_are_the_model_s(tour):
     assert serial * 0.2 < overlapped["peak_activation_bytes"] < serial * 0.3
     halved = rows["dp-accumulated"]["peak_activation_bytes"]
     assert halved < overlapped["peak_activation_bytes"] * 0.6
+
+
+def test_the_numbers_of_the_pipelines(tour):
+    rows = {row["technique"]: row for row in json.loads(tour[0].stdout)["rows"]}
+    config = techniques.CONFIG
+    activations = techniques.BATCH * techniques.SEQ * config.hidden * 4
+    for name in PP_NAMES:
+        # three boundaries, activations there and gradients back
+        assert rows[name]["bytes"] == {
+            "pp": {"counted": 6 * activations, "formula": 6 * activations}
+        }
+        assert rows[name]["state_bytes"] < 0.3 * rows["serial"]["state_bytes"]
+    one_f_one_b, gpipe = (rows[name]["peak_activation_bytes"] for name in reversed(PP_NAMES))
+    assert one_f_one_b < 0.8 * gpipe, "the last stage keeps one micro-batch instead of four"
+
+
+def test_pipelines_are_predicted_simulated_and_measured(tour):
+    done, out = tour
+    entries = {entry["schedule"]: entry for entry in json.loads(done.stdout)["pipelines"]}
+    assert list(entries) == ["gpipe", "1f1b"]
+    for name, entry in entries.items():
+        bubble = entry["bubble"]
+        assert bubble["predicted"] == pytest.approx(3 / 11)
+        assert bubble["simulated"] == pytest.approx(3 / 11)
+        # a rank sleeps through its 24 units of work at least, whatever the machine does
+        assert 0.2 < bubble["measured"] < 0.9
+        assert entry["makespan"]["simulated"] == pytest.approx(0.66)
+        assert entry["makespan"]["measured"] > 0.64
+        assert (out / f"pipeline-{name}.png").stat().st_size > 20_000
+    assert entries["gpipe"]["peak_in_flight"] == [8, 8, 8, 8]
+    assert entries["1f1b"]["peak_in_flight"] == [4, 3, 2, 1]
 
 
 def test_losses_fall(tour):
@@ -86,10 +118,13 @@ def test_files(tour):
 def test_the_table_names_every_technique_and_lesson(tmp_path, capfd, monkeypatch):
     monkeypatch.setenv("COLUMNS", "80")
     monkeypatch.setattr(measure, "TECHNIQUES", techniques.TECHNIQUES[:2])
+    monkeypatch.setattr(pipelines, "NAMES", ("1f1b",))
     assert run_tour(tmp_path) == 0
     printed, progress = capfd.readouterr()
     assert "dp-naive" in printed
     assert "lesson 03" in printed
+    assert "predicted" in printed
+    assert "4 3 2 1" in printed
     assert "…" not in printed, "at 80 columns nothing may be cut"
     assert "dp-naive: 8 steps on 4 ranks" in progress
 
@@ -129,6 +164,7 @@ def test_exit_1_when_a_loss_or_a_byte_count_is_off(tmp_path, monkeypatch, capfd,
 
         naive = replace(naive, train=another_model)
     monkeypatch.setattr(measure, "TECHNIQUES", [serial, naive])
+    monkeypatch.setattr(pipelines, "NAMES", ())
     assert run_tour(tmp_path) == 1
     assert "WRONG: dp-naive" in capfd.readouterr().err
 
@@ -178,6 +214,7 @@ def test_torchrun_with_two_ranks_skips_what_wants_four(tmp_path):
     data = json.loads(done.stdout)
     assert [row["technique"] for row in data["rows"]] == ["serial"]
     assert [entry["technique"] for entry in data["skipped"]] == NAMES[1:]
+    assert data["pipelines"] == []
     assert data["skipped"][0]["needs"] == 4
     assert data["skipped"][0]["reason"] == "needs 4 ranks, and this world has 2."
 

@@ -1,0 +1,104 @@
+"""The tour's pipelines: one step on paced ranks, its bubble predicted, simulated and measured.
+
+Three numbers from three sources: a textbook formula, the simulation of the rows, and the same
+rows done by real ranks whose forward and backward are padded by sleep.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from course_lib import pp
+from course_lib.comm import barrier
+from course_lib.launch import Results, available_ranks, run
+from course_lib.mesh import make_mesh
+from course_lib.model import build_model
+from course_lib.schedule import Costs, Schedule, bubble, make, makespan, predicted_bubble, simulate
+from course_lib.schedule.simulate import Simulation
+from course_lib.tour.techniques import CONFIG, rows
+from course_lib.trace import overshoot
+
+NAMES = ("gpipe", "1f1b")
+RANKS, MICRO_BATCHES = 4, 8
+PACE = {"F": 0.020, "B": 0.040}  # seconds: shorter ones drown in the noise of a small machine
+
+
+@dataclass(frozen=True)
+class PacedPipeline:
+    """One schedule, as simulated and as measured."""
+
+    simulation: Simulation
+    results: Results
+
+    @property
+    def schedule(self) -> Schedule:
+        """The rows that both of them followed."""
+        return self.simulation.schedule
+
+    @property
+    def measured_bubble(self) -> float:
+        """Share of total time, from the ranks' traces."""
+        return bubble(pp.measured_rows(self.results.traces))[0]
+
+    @property
+    def measured_makespan(self) -> float:
+        """Seconds from the first start to the last end of all ranks."""
+        return makespan(pp.measured_rows(self.results.traces))
+
+    @property
+    def overshoot(self) -> float:
+        """By which share paced actions took longer than asked, on the worst rank."""
+        return overshoot(self.results.traces)
+
+    def as_json(self) -> dict[str, Any]:
+        """The entry of tour.json: bubbles are shares of total time, times are seconds."""
+        name = self.schedule.name
+        return {
+            "schedule": name,
+            "ranks": self.schedule.ranks,
+            "microbatches": self.schedule.microbatches,
+            "bubble": {
+                "predicted": predicted_bubble(name, RANKS, MICRO_BATCHES),
+                "simulated": self.simulation.bubble_of_total,
+                "measured": self.measured_bubble,
+            },
+            "makespan": {
+                "simulated": self.simulation.makespan,
+                "measured": self.measured_makespan,
+            },
+            "peak_in_flight": self.schedule.peak_in_flight(),
+            "overshoot": self.overshoot,
+        }
+
+
+def paced_step(schedule: Schedule) -> None:
+    """Two steps; the first one warms up, the second one stays in the trace."""
+    mesh = make_mesh(pp=schedule.ranks)
+    stages = pp.cut(build_model(CONFIG, seed=0), schedule, mesh.pp.rank)
+    optimizer = torch.optim.SGD(pp.parameters(stages), lr=1e-3)
+    tokens, targets = rows(0, mesh)
+    m = schedule.microbatches
+    cut = list(zip(tokens.chunk(m), targets.chunk(m), strict=True))
+    for _ in range(2):
+        barrier(mesh.pp)
+        mesh.trace.clear()
+        pp.train_step(schedule, stages, mesh, cut, optimizer)
+
+
+def measure_pipelines(say: Callable[[str], None]) -> list[PacedPipeline]:
+    """Run every schedule of :data:`NAMES` on paced ranks; none where there are too few ranks."""
+    limit = available_ranks()
+    if limit is not None and limit < RANKS:
+        return []
+    measured = []
+    for name in NAMES:
+        schedule = make(name, RANKS, MICRO_BATCHES)
+        say(f"pipeline {name}: {RANKS} paced ranks, {MICRO_BATCHES} micro-batches")
+        results = run(paced_step, schedule, n=RANKS, pace=PACE, timeout=120)
+        costs = Costs.make(f=PACE["F"], b=PACE["B"])
+        measured.append(PacedPipeline(simulate(schedule, costs), results))
+    return measured
