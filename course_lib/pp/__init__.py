@@ -12,7 +12,7 @@ embedding also one all-reduce of its gradient between first and last stage (:fun
 """
 
 from course_lib.pp.cut import cut, hops, parameters, partition, wire_bytes
-from course_lib.pp.engine import Batch, Loss, Outcome, measured_rows, run, train_step
+from course_lib.pp.engine import Batch, Loss, Outcome, measured_rows, run, stage_traces, train_step
 from course_lib.pp.mail import Message, messages
 
 __all__ = [
@@ -27,6 +27,7 @@ __all__ = [
     "parameters",
     "partition",
     "run",
+    "stage_traces",
     "train_step",
     "wire_bytes",
 ]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from copy import copy
 from dataclasses import dataclass, field
 
 import torch
@@ -166,13 +167,23 @@ def train_step(
     return comm.all_reduce(outcome.loss, mesh.pp, control=True)
 
 
+def stage_traces(traces: Iterable[Trace]) -> list[Trace]:
+    """The traces without messages, as a picture of a schedule wants them; sleeps stay."""
+    found = []
+    for trace in traces:
+        only = copy(trace)
+        only.spans = [span for span in trace.spans if span.stage is not None]
+        found.append(only)
+    return found
+
+
 def measured_rows(traces: Iterable[Trace]) -> list[list[Span]]:
     """The stages' actions of each rank as measured, in seconds from the first start of all.
 
-    Rows as those of a Simulation, so that ``bubble`` and ``makespan`` take them. Messages are
-    left out. The traces should hold one step: clear them after a first one that warms up.
+    Rows as those of a Simulation, so that ``bubble`` and ``makespan`` take them. The traces
+    should hold one step: clear them after a first one that warms up.
     """
-    spans = from_zero(span for trace in traces for span in trace.spans if span.stage is not None)
+    spans = from_zero(span for trace in stage_traces(traces) for span in trace.spans)
     ranks = sorted({span.rank for span in spans})
     return [[span for span in spans if span.rank == rank] for rank in ranks]
 
