@@ -42,8 +42,11 @@ def drawing(simulation: Simulation, width: int = 80) -> str:
     end = margin + round(simulation.makespan * scale)
     lines.append("0".rjust(margin + 1) + _number(simulation.makespan).rjust(end - margin - 1))
     key = _key(simulation, drawn) if roomy else _key_of_columns(simulation, drawn, scale)
-    text = textwrap.wrap(f"{key} {numbers(simulation)}", width)
-    return "\n".join([*textwrap.wrap(title_of(simulation), width), *lines, *text])
+    above, below = (
+        textwrap.wrap(text, width, break_on_hyphens=False)
+        for text in (title_of(simulation), f"{key} {numbers(simulation)}")
+    )
+    return "\n".join([*above, *lines, *below])
 
 
 def title_of(simulation: Simulation) -> str:

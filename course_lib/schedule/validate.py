@@ -123,6 +123,11 @@ def _check_complete(seen: dict[Action, tuple[int, int]], rank: int, stage: int, 
     if has in ({"F", "B"}, {"F", "I", "W"}):
         return
     who = f"rank {rank}: micro-batch {mb} on stage {stage}"
+    if not has and (other := next((a for a in seen if a.mb == mb), None)):
+        raise ScheduleError(
+            f"{who} has neither forward nor backward, but rank {seen[other][0]}, cell "
+            f"{seen[other][1]}, has {other}; every stage does every micro-batch"
+        )
     if "F" not in has:
         raise ScheduleError(f"{who} has no forward ({stage}F{mb} is missing)")
     if "B" in has:

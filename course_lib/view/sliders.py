@@ -29,8 +29,10 @@ def schedule_sliders(
 ) -> ScheduleSliders:
     """Controls for schedule, p, m, chunks, F, B (or I and W) and the delay of a hop.
 
-    What cannot be is told in a sentence in place of the picture. Return the result from a cell.
+    What the sliders make impossible is told in a sentence in place of the picture. Return the
+    result from a cell. Raises ValueError when already the first values are impossible.
     """
+    simulate(make(name, ranks, microbatches, chunks), Costs.make(f, b, comm=comm))
     return ScheduleSliders(name, ranks, microbatches, chunks, f, b, comm)
 
 
@@ -52,18 +54,19 @@ class ScheduleSliders(VBox):
             "p": _whole("ranks p", ranks, 16),
             "m": _whole("micro-batches m", microbatches, 64),
             "chunks": _whole("chunks a rank", chunks, 4),
-            "f": _cost("F", f),
+            "f": _cost("F", f, 4.0),
             "split": Checkbox(value=False, description="give I and W", indent=False),
-            "b": _cost("B", b),
-            "i": _cost("I", b / 2),
-            "w": _cost("W", b / 2),
-            "comm": _cost("hop", comm),
+            "b": _cost("B", b, 8.0),
+            "i": _cost("I", b / 2, 4.0),
+            "w": _cost("W", b / 2, 4.0),
+            "comm": _cost("hop", comm, 4.0),
         }
         self.image = Image(format="png", layout={"max_width": "100%"})
         self.message = HTML()
         super().__init__([*self._lines(), self.message, self.image])
         for control in self.controls.values():
             control.observe(self._changed, names="value")
+        self.controls["split"].observe(self._keep_b, names="value")
         self._changed()
 
     def __repr__(self) -> str:
@@ -74,6 +77,14 @@ class ScheduleSliders(VBox):
         lines = (("schedule", "p", "m", "chunks"), ("f", "split", "b", "i", "w", "comm"))
         flow = {"flex_flow": "row wrap"}
         return [HBox([self.controls[name] for name in line], layout=flow) for line in lines]
+
+    def _keep_b(self, change: object) -> None:
+        """Changing between B and its halves leaves B what it is."""
+        b, i, w = (self.controls[name] for name in "biw")
+        if self.controls["split"].value:
+            i.value = w.value = b.value / 2
+        else:
+            b.value = i.value + w.value
 
     def _changed(self, change: object = None) -> None:
         """Show the costs that count, then the picture or the reason why there is none."""
@@ -101,10 +112,10 @@ def _whole(description: str, value: int, most: int) -> IntSlider:
     return IntSlider(value, 1, max(most, value), description=description, **_look(len(description)))
 
 
-def _cost(description: str, value: float) -> FloatSlider:
-    """A slider from 0 to 4, or to ``value`` where that is more."""
+def _cost(description: str, value: float, most: float) -> FloatSlider:
+    """A slider from 0 to ``most``, or to ``value`` where that is more."""
     return FloatSlider(
-        value, min=0, max=max(4.0, value), step=0.1, description=description, **_look(4)
+        value, min=0, max=max(most, value), step=0.1, description=description, **_look(4)
     )
 
 
