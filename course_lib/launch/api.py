@@ -55,7 +55,7 @@ def run(
 
 
 class World:
-    """``n`` ranks that are kept from run to run: 20 ms a run instead of 150.
+    """``n`` ranks that are kept from run to run: some 5 ms a run instead of 100.
 
     What a function leaves behind in a module stays; groups that it made are released when the
     next run begins. After a failure the ranks are killed, and the next run starts fresh ones.

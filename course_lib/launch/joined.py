@@ -25,7 +25,7 @@ from course_lib.launch import faults
 from course_lib.launch.clock import offset_to_rank_0
 from course_lib.launch.local import free_port, loopback
 from course_lib.launch.places import stack_of_thread
-from course_lib.launch.rank import call, device_of, init_group, inside_rank
+from course_lib.launch.rank import call, device_of, init_group, inside_rank, raised
 from course_lib.launch.surroundings import Seat, in_kernel, seat
 from course_lib.launch.task import Outcome, Task
 from course_lib.mesh import RankContext, enter_rank
@@ -82,6 +82,23 @@ class JoinedWorld:
 
     def call(self, fn: Callable, args: tuple, task: Task, timeout: float) -> list[Outcome]:
         """Call ``fn(*args)`` on the first ``task.n`` ranks; every process gets all outcomes."""
+        self._check(task)
+        self.runs += 1
+        hook = sys.excepthook  # init_process_group wraps it, every time
+        board = Board(dist.PrefixStore(f"run{self.runs}", self.talk), self.seat, task.n, timeout)
+        try:
+            if self.seat.rank < task.n:
+                with board.watch():
+                    outcome = self._attempt(fn, args, task, board)
+                board.publish(outcome)
+            return board.collect()
+        finally:
+            board.leave()
+            if dist.is_initialized():
+                dist.destroy_process_group()
+            sys.excepthook = hook
+
+    def _check(self, task: Task) -> None:
         if task.n > self.seat.size:
             raise ValueError(
                 f"n={task.n}: this world was started with {self.seat.size} ranks; start it "
@@ -92,20 +109,12 @@ class JoinedWorld:
                 f'device="cuda" needs one GPU per rank: {self.seat.local_size} ranks on this '
                 f"machine and {torch.cuda.device_count()} GPUs. Leave device out to use the CPU"
             )
-        self.runs += 1
-        hook = sys.excepthook  # init_process_group wraps it, every time
-        board = Board(dist.PrefixStore(f"run{self.runs}", self.talk), self.seat, task.n, timeout)
+
+    def _attempt(self, fn: Callable, args: tuple, task: Task, board: Board) -> Outcome:
         try:
-            if self.seat.rank < task.n:
-                with board.watch():
-                    outcome = self._perform(fn, args, task, board)
-                board.publish(outcome)
-            return board.collect()
-        finally:
-            board.leave()
-            if dist.is_initialized():
-                dist.destroy_process_group()
-            sys.excepthook = hook
+            return self._perform(fn, args, task, board)
+        except Exception as error:  # what goes wrong around the call, all must learn of too
+            return raised(error)
 
     def _perform(self, fn: Callable, args: tuple, task: Task, board: Board) -> Outcome:
         here = self.seat

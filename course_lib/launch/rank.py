@@ -101,12 +101,12 @@ def perform(task: Task, birth: Birth) -> Outcome:
         elif task.init:
             _drop_groups()
     except Exception as error:
-        return _raised(error)
+        return raised(error)
     enter_rank(RankContext(birth.rank, task.conditions, device, task.cells))
     try:
         fn, args = unpack(task.call)
     except Exception as error:
-        return _raised(error, kind="function")
+        return raised(error, kind="function")
     return call(fn, args)
 
 
@@ -115,9 +115,9 @@ def call(fn: Any, args: tuple) -> Outcome:
     try:
         value = fn(*args)
     except SystemExit as error:
-        return _raised(error, kind="exit")
+        return raised(error, kind="exit")
     except BaseException as error:
-        return _raised(error)
+        return raised(error)
     context = rank_context()
     try:
         data = cloudpickle.dumps(value)
@@ -158,7 +158,8 @@ def _drop_groups() -> None:
             dist.destroy_process_group(group)
 
 
-def _raised(error: BaseException, kind: str = "raised") -> Outcome:
+def raised(error: BaseException, kind: str = "raised") -> Outcome:
+    """The outcome of a call that ended in an exception."""
     try:
         exception = cloudpickle.dumps(error)
     except Exception:

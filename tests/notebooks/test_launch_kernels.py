@@ -74,6 +74,7 @@ def test_two_kernels_at_once(notebook, open_notebook):
 def test_a_killed_kernel_leaves_no_process_and_no_directory(open_notebook):
     notebook = open_notebook()
     found = json.loads(notebook.cell(SERVER).text)
+    assert Path(found["directory"]).exists()
     server = psutil.Process(found["pids"][0])
     busy: list[int] = []
     threading.Thread(target=kill_when_busy, args=(notebook.pid, server, busy)).start()
@@ -81,7 +82,6 @@ def test_a_killed_kernel_leaves_no_process_and_no_directory(open_notebook):
         notebook.cell(HANG)
     assert len(busy) == 5
     assert wait_until(lambda: all(is_gone(pid) for pid in [*found["pids"], *busy]))
-    assert Path(found["directory"]).exists()  # nobody was left to remove it
     other = open_notebook()
     other.assert_usable()
     assert not Path(found["directory"]).exists()
