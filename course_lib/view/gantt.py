@@ -144,6 +144,8 @@ def draw_boxes(
         slivers = median(widths) < SLIVER
         for odd in (0, 1):
             alike = [box for box in group if box.chunk % 2 == odd]
+            if not alike:
+                continue
             corners = [box.corners for box in alike]
             face = "#FFFFFF" if overlay else looks[op].colour
             if not overlay:

@@ -119,7 +119,8 @@ def in_flight(row: Sequence[Span]) -> list[tuple[float, int]]:
         now += change
         if steps and steps[-1][0] == time:
             steps.pop()
-        steps.append((time, now))
+        if not steps or steps[-1][1] != now:
+            steps.append((time, now))
     return steps
 
 

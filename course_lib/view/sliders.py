@@ -14,6 +14,7 @@ from ipywidgets import HTML, Checkbox, Dropdown, FloatSlider, HBox, Image, IntSl
 from course_lib.schedule import SCHEDULES, Costs, make, simulate
 from course_lib.view.schedules import schedule_picture
 
+Settings = tuple[tuple[str, int, int, int], Costs]  # name, p, m, chunks
 HIDDEN, SHOWN = "none", ""
 
 
@@ -64,9 +65,10 @@ class ScheduleSliders(VBox):
         self.image = Image(format="png", layout={"max_width": "100%"})
         self.message = HTML()
         super().__init__([*self._lines(), self.message, self.image])
+        self.drawn: Settings | None = None
+        self.controls["split"].observe(self._keep_b, names="value")
         for control in self.controls.values():
             control.observe(self._changed, names="value")
-        self.controls["split"].observe(self._keep_b, names="value")
         self._changed()
 
     def __repr__(self) -> str:
@@ -92,19 +94,24 @@ class ScheduleSliders(VBox):
         for name, seen in (("b", not split), ("i", split), ("w", split)):
             self.controls[name].layout.display = SHOWN if seen else HIDDEN
         try:
-            self.image.value = self._picture()
+            self._draw(self._settings())
             said = ""
         except ValueError as error:
             said = f"<b>Not possible:</b> {html.escape(str(error))}."
         self.message.value = said
         self.image.layout.display = HIDDEN if said else SHOWN
 
-    def _picture(self) -> bytes:
+    def _settings(self) -> Settings:
         now = {name: control.value for name, control in self.controls.items()}
         halves = {"i": now["i"], "w": now["w"]} if now["split"] else {"b": now["b"]}
         costs = Costs.make(now["f"], comm=now["comm"], **halves)
-        schedule = make(now["schedule"], now["p"], now["m"], now["chunks"])
-        return schedule_picture(simulate(schedule, costs))._repr_png_()
+        return (now["schedule"], now["p"], now["m"], now["chunks"]), costs
+
+    def _draw(self, settings: Settings) -> None:
+        if settings != self.drawn:
+            size, costs = settings
+            self.image.value = schedule_picture(simulate(make(*size), costs))._repr_png_()
+            self.drawn = settings
 
 
 def _whole(description: str, value: int, most: int) -> IntSlider:

@@ -7,13 +7,14 @@ from typing import Literal
 
 from course_lib.mesh import Conditions
 from course_lib.schedule import Span, from_zero
+from course_lib.schedule.text import FILLS as ACTION_FILLS
+from course_lib.schedule.text import IDLE
 from course_lib.trace import Trace
 from course_lib.view.lanes import Box, Lane, layout
 from course_lib.view.summary import described, read, sentence, summarize
 
-FILLS = {"F": "-", "B": "=", "I": "+", "W": "x", "optimizer": "*"}
+FILLS = {**ACTION_FILLS, "optimizer": "*"}
 COMM = "~"
-IDLE = "."
 NARROWEST = 20
 
 
