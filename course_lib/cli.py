@@ -252,6 +252,12 @@ def bench_dp(rounds: Rounds = 20, as_json: AsJson = False) -> int:
     return _run_bench("dp", rounds, as_json)
 
 
+@bench.command("pp")
+def bench_pp(rounds: Rounds = 20, as_json: AsJson = False) -> int:
+    """GPipe and 1F1B beside torch's, and paced steps beside simulated ones."""
+    return _run_bench("pp", rounds, as_json)
+
+
 @bench.command("wire")
 def bench_wire(rounds: Rounds = 20, as_json: AsJson = False) -> int:
     """Bytes that really moved over loopback beside the bytes of the formula."""
