@@ -86,7 +86,7 @@ def tour(
 ) -> int:
     """The main job: train on 4 ranks with each technique, and compare with one process."""
     _make_folder(out, "--out")
-    return import_module("course_lib.tour").run_tour(out=out, as_json=as_json)
+    return import_module("course_lib.tour.job").run_tour(out=out, as_json=as_json)
 
 
 @app.command()

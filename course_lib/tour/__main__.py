@@ -2,7 +2,7 @@
 
 import sys
 
-from course_lib.tour import main
+from course_lib.tour.job import main
 
 if __name__ == "__main__":
     sys.exit(main())

@@ -233,7 +233,7 @@ def test_tour_gets_its_options_and_gives_its_exit_code(code, fake_module, tmp_pa
         seen.update(options)
         return code
 
-    fake_module("course_lib.tour", run_tour=run_tour)
+    fake_module("course_lib.tour.job", run_tour=run_tour)
     assert cli.main(["tour", "--out", str(tmp_path / "new"), "--json"]) == code
     assert seen == {"out": tmp_path / "new", "as_json": True}
     assert (tmp_path / "new").is_dir()

@@ -11,7 +11,8 @@ from fractions import Fraction
 
 import pytest
 
-from course_lib.tour import main, measure, pipelines, run_tour, techniques
+from course_lib.tour import measure, pipelines, techniques
+from course_lib.tour.job import main, run_tour
 from course_lib.tour.measure import Row, make_row
 
 DP_NAMES = ["dp-naive", "dp-bucketed", "dp-overlapped", "dp-accumulated"]
