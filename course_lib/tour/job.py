@@ -11,7 +11,6 @@ from rich.console import Console
 from course_lib.launch import Results, available_ranks, is_reporter, run
 from course_lib.tour import measure, pipelines, report, timelines
 
-SUMMARY = "The main job: train with every technique and compare with one process."
 DEFAULT_OUT = Path("out/tour")
 
 
