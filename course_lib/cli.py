@@ -152,7 +152,7 @@ def groups(
 
 @app.command()
 def schedule(
-    name: Annotated[str | None, typer.Argument(help="naive, gpipe or 1f1b.")] = None,
+    name: Annotated[str | None, typer.Argument(help="1f1b, say; a wrong one lists all.")] = None,
     stages: Annotated[int | None, typer.Option(help="Pipeline ranks p; default: 4.")] = None,
     microbatches: Annotated[int | None, typer.Option(help="Default: 8.")] = None,
     chunks: Annotated[int | None, typer.Option(help="Stages a rank holds; default: 1.")] = None,
