@@ -1,13 +1,13 @@
 """Pictures of what ranks do, send and keep; the only part that needs matplotlib.
 
 Every picture is a Figure that belongs to no pyplot state, with its sentence in ``.caption``.
+Sliders need ipywidgets and are imported on their own: ``course_lib.view.sliders``.
 """
 
 from course_lib.view.export import perfetto
 from course_lib.view.gantt import timeline
 from course_lib.view.memory import live_plot, memory_plot
 from course_lib.view.schedules import schedule_picture
-from course_lib.view.sliders import schedule_sliders
 from course_lib.view.style import Picture
 from course_lib.view.terminal import terminal_timeline
 from course_lib.view.traffic import ledger_plot
@@ -19,7 +19,6 @@ __all__ = [
     "memory_plot",
     "perfetto",
     "schedule_picture",
-    "schedule_sliders",
     "terminal_timeline",
     "timeline",
 ]

@@ -12,7 +12,8 @@ from matplotlib import image
 from matplotlib.text import Text
 
 from course_lib.schedule import Costs, from_rows, make, simulate
-from course_lib.view import schedule_picture, schedule_sliders
+from course_lib.view import schedule_picture
+from course_lib.view.sliders import schedule_sliders
 from course_lib.view.schedules import in_flight
 
 
