@@ -13,8 +13,8 @@ from matplotlib.text import Text
 
 from course_lib.schedule import Costs, from_rows, make, simulate
 from course_lib.view import schedule_picture
-from course_lib.view.sliders import schedule_sliders
 from course_lib.view.schedules import in_flight
+from course_lib.view.sliders import schedule_sliders
 
 
 def picture_of(name: str = "1f1b", p: int = 4, m: int = 8, chunks: int = 1, **costs):
