@@ -208,8 +208,8 @@ def _check(
             f"the schedule {name!r} is for {schedule.microbatches} micro-batches, got "
             f"{len(batches)}; cut the batch into as many as the schedule has"
         )
-    if not mine or sorted(stages) != mine:
+    if sorted(stages) != mine:
         raise ValueError(
             f"rank {pp.rank} of axis {pp.name} holds stages {mine} in the schedule {name!r}, got "
-            f"{sorted(stages)}; a rank needs at least one, and cut() makes the right ones"
+            f"{sorted(stages)}; cut() makes the right ones"
         )

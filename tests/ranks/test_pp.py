@@ -1,0 +1,586 @@
+"""A pipeline equals one process, whatever the schedule, and its bytes equal the formula."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+import torch
+from equality import assert_bitwise, assert_equal, projection, worst_error
+from hypothesis import given
+from hypothesis import strategies as st
+
+from course_lib import comm, pp
+from course_lib.data import batch
+from course_lib.launch import RankDeadline, RankError
+from course_lib.ledger import unmatched_sends
+from course_lib.mesh import make_mesh
+from course_lib.model import ModelConfig, build_model, loss_sum
+from course_lib.schedule import (
+    Action,
+    Schedule,
+    ScheduleError,
+    from_rows,
+    gpipe,
+    looped,
+    make,
+    naive,
+    one_f_one_b,
+    v_shape,
+    validate,
+)
+from course_lib.trace import PeakLiveBytes, SavedActivations
+
+WORLDS = (1, 2, 3, 4, 8)
+NAMES = ("naive", "gpipe", "1f1b")
+SEQ, STEPS, LAYERS = 12, 5, 8
+SMALL = {
+    "layers": LAYERS, "hidden": 16, "heads": 4, "kv_heads": 2, "ffn": 24, "max_seq_len": SEQ
+}  # fmt: skip
+F64 = ModelConfig(**SMALL, dtype=torch.float64)
+GPT = ModelConfig(**(SMALL | {"kv_heads": 4}), family="gpt", tied=True, dtype=torch.float64)
+TIED = "embedding.token.weight"
+
+V_BY_HAND = from_rows(
+    [
+        "0F0 0F1 3F0 3B0 0F2 3F1 3B1 0B0 3F2 3B2 0B1 0B2".split(),
+        "1F0 2F0 1F1 2F1 2B0 1B0 1F2 2F2 2B1 1B1 2B2 1B2".split(),
+    ],
+    "V by hand",
+)
+LAST_FIRST = from_rows(  # backwards in reverse order, as the GPipe paper draws it
+    [
+        "0F0 0F1 0F2 0B2 0B1 0B0".split(),
+        "1F0 1F1 1F2 1B2 1B1 1B0".split(),
+    ],
+    "last first",
+)
+# Rank 0 sends all it has before it takes a gradient, rank 1 takes one input at a time: on a
+# network where a send blocks the next messages this hangs unless receives are posted in time.
+UNEVEN = from_rows(
+    [
+        "0F0 0F1 0F2 0F3 0B0 0B1 0B2 0B3".split(),
+        "1F0 1B0 1F1 1B1 1F2 1B2 1F3 1B3".split(),
+    ],
+    "uneven",
+)
+
+
+def batches(m, step=0):
+    """Micro-batches of 2, 1, 3, 2, ... sequences, with ignored targets."""
+    return [
+        batch(
+            100 * step + mb, seed=7, batch_size=(2, 1, 3)[mb % 3], seq_len=SEQ, shortest=4
+        )
+        for mb in range(m)
+    ]  # fmt: skip
+
+
+def tokens_of(micro_batches):
+    return sum(int((targets != -100).sum()) for _, targets in micro_batches)
+
+
+def sequences(m):
+    return sum(len(tokens) for tokens, _ in batches(m))
+
+
+def prepare(config, frozen=()):
+    model = build_model(config, seed=3)
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_(not name.startswith(frozen) if frozen else True)
+    return model
+
+
+def serial(config, m, steps=STEPS, frozen=()):
+    """The twin: one process, micro-batch after micro-batch. (losses, first gradients, weights)."""
+    model = prepare(config, frozen)
+    adam = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    losses, first = [], {}
+    for step in range(steps):
+        adam.zero_grad()
+        tokens, mean = tokens_of(batches(m, step)), 0.0
+        for inputs, targets in batches(m, step):
+            share = model.loss_sum(inputs, targets)[0] / tokens
+            share.backward()
+            mean += float(share.detach())
+        losses.append(mean)
+        first = first or {
+            name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None
+        }
+        adam.step()
+    return losses, first, {name: p.detach().clone() for name, p in model.named_parameters()}
+
+
+def own(model, stages):
+    """This rank's parameters by their names in the whole model."""
+    mine = set(pp.parameters(stages))
+    return {name: p for name, p in model.named_parameters() if p in mine}
+
+
+def parallel(schedule, config, *, steps=STEPS, layers=None, frozen=(), step=pp.train_step):
+    """What one rank does; as :func:`serial` for its part, and the bytes it sent in each step."""
+    mesh = make_mesh(pp=schedule.ranks)
+    model = prepare(config, frozen)
+    stages = pp.cut(model, schedule, mesh.pp.rank, layers)
+    adam = torch.optim.AdamW(pp.parameters(stages), lr=1e-2)
+    losses, first, sent = [], {}, []
+    for number in range(steps):
+        before = mesh.ledger.wire_bytes("pp")
+        micro_batches = batches(schedule.microbatches, number)
+        losses.append(float(step(schedule, stages, mesh, micro_batches, adam)))
+        sent.append(int(mesh.ledger.wire_bytes("pp") - before))
+        first = first or {
+            name: p.grad.clone() for name, p in own(model, stages).items() if p.grad is not None
+        }
+    weights = {name: p.detach().clone() for name, p in own(model, stages).items()}
+    return losses, first, weights, sent
+
+
+def parallel_twice(schedule, config, frozen=()):
+    """Two steps."""
+    return parallel(schedule, config, steps=2, frozen=frozen)
+
+
+def check(results, twin, tolerance=0.0):
+    """Every rank against the twin (bitwise for tolerance 0), and all its parameters are there."""
+    losses, first, final = twin
+    assert {name for result in results for name in result[2]} == final.keys()
+    for rank, (got_losses, got_first, got_final, _) in enumerate(results):
+        assert max(abs(a - b) for a, b in zip(got_losses, losses, strict=True)) < 1e-10
+        mine = {name: first[name] for name in got_final if name in first}
+        assert got_first.keys() == mine.keys(), f"rank {rank}"
+        if tolerance == 0:
+            assert_bitwise(got_first, mine, f"gradients of rank {rank}")
+        elif mine:
+            assert_equal(got_first, mine, tolerance, f"gradients of rank {rank}")
+        mine = {name: final[name] for name in got_final}
+        assert_equal(got_final, mine, 1e-8, f"weights of rank {rank} after {len(losses)} steps")
+
+
+def check_bytes(results, schedule, config):
+    """Counted and formula, for every step; what was sent was received."""
+    activations = sequences(schedule.microbatches) * SEQ * config.hidden * 8
+    tied = config.vocab * config.hidden * 8 if config.tied else 0
+    formula = pp.wire_bytes(schedule, activations, tied)
+    for counted in zip(*(sent for *_, sent in results), strict=True):
+        assert sum(counted) == formula
+    assert unmatched_sends(results.ledgers) == {}
+
+
+# --- equal to one process -------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("p", WORLDS)
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize(("config", "tolerance"), [(F64, 0), (GPT, 1e-14)], ids=["llama", "gpt"])
+def test_equals_serial(worlds, name, p, config, tolerance):
+    schedule = make(name, p, 4)
+    results = worlds(p).run(parallel, schedule, config)
+    check(results, serial(config, 4), tolerance)
+    check_bytes(results, schedule, config)
+    if config.tied:
+        assert_bitwise({TIED: results[0][2][TIED]}, {TIED: results[-1][2][TIED]}, "tied copies")
+
+
+@pytest.mark.parametrize("m", [1, 2, 3, 5, 9])
+@pytest.mark.parametrize("name", NAMES)
+def test_any_number_of_micro_batches(worlds, name, m):
+    schedule = make(name, 4, m)
+    results = worlds(4).run(lambda: parallel(schedule, F64, steps=1))
+    check(results, serial(F64, m, steps=1))
+    check_bytes(results, schedule, F64)
+
+
+CUSTOM = [
+    (gpipe(2, 3, chunks=2), 0),
+    (gpipe(4, 5, chunks=2), 0),
+    (naive(2, 3, chunks=3), 0),
+    (V_BY_HAND, 0),
+    (UNEVEN, 0),
+    (LAST_FIRST, 1e-13),  # gradients are added in another order
+]
+
+
+@pytest.mark.parametrize(
+    ("schedule", "tolerance"), CUSTOM, ids=lambda case: getattr(case, "name", "")
+)
+def test_chunks_and_rows_of_ones_own(worlds, schedule, tolerance):
+    m = schedule.microbatches
+    for config in (F64, GPT):
+        results = worlds(schedule.ranks).run(parallel_twice, schedule, config)
+        check(results, serial(config, m, steps=2), tolerance or (1e-14 if config.tied else 0))
+        check_bytes(results, schedule, config)
+
+
+def test_uneven_layers(worlds):
+    schedule = one_f_one_b(3, 4)
+    results = worlds(3).run(lambda: parallel(schedule, F64, layers=[1, 5, 2]))
+    check(results, serial(F64, 4))
+    assert sum("attn.q" in name for name in results[1][2]) == 5
+
+
+def test_in_checked_mode(worlds):
+    schedule = one_f_one_b(4, 5)
+    results = worlds(4).run(lambda: parallel(schedule, GPT, steps=2), checked=True)
+    check(results, serial(GPT, 5, steps=2), 1e-14)
+
+
+@pytest.mark.parametrize(
+    "frozen", [("embedding.",), ("embedding.", "blocks.0", "blocks.1", "blocks.2")]
+)
+def test_frozen_parameters(worlds, frozen):
+    """In the second case nothing of the first stage is trained, and half of the next one."""
+    for config in (F64, GPT):
+        results = worlds(4).run(parallel_twice, one_f_one_b(4, 3), config, frozen)
+        check(results, serial(config, 3, steps=2, frozen=frozen), 1e-13)
+        assert TIED not in results[0][1]
+
+
+def test_gradients_are_added_to_those_that_are_there(worlds):
+    def rank():
+        mesh = make_mesh(pp=4)
+        schedule, model = one_f_one_b(4, 2), build_model(GPT, seed=3)
+        stages = pp.cut(model, schedule, mesh.pp.rank)
+        tokens = tokens_of(batches(2))
+        for _ in range(2):
+            pp.run(schedule, stages, mesh, batches(2), lambda y, t: loss_sum(y, t)[0] / tokens)
+        return {name: p.grad / 2 for name, p in own(model, stages).items()}
+
+    first = serial(GPT, 2, steps=1)[1]
+    for got in worlds(4).run(rank):
+        assert_equal(got, {name: first[name] for name in got}, 1e-13, "half of two gradients")
+
+
+def random_schedule(seed, placement, m):
+    """A random legal order: whatever is ready may be done next."""
+    draw, stages = random.Random(seed), len(placement)
+    rows = [[] for _ in range(max(placement) + 1)]
+    ready = [Action("F", 0, mb) for mb in range(m)]
+    while ready:
+        action = ready.pop(draw.randrange(len(ready)))
+        rows[placement[action.stage]].append(action)
+        op, stage, mb = action.op, action.stage, action.mb
+        if op == "F":
+            last = stage + 1 == stages
+            ready.append(Action("B", stage, mb) if last else Action("F", stage + 1, mb))
+        elif stage > 0:
+            ready.append(Action("B", stage - 1, mb))
+    schedule = Schedule(f"random {seed}", tuple(map(tuple, rows)), placement)
+    validate(schedule)
+    return schedule
+
+
+placements = st.sampled_from(
+    [
+        *(looped(2), looped(3), looped(4), looped(2, 2), looped(3, 2), v_shape(2), v_shape(3)),
+        *((0, 0, 1), (0, 1, 1, 0, 2), (1, 0, 1)),
+    ]
+)
+shapes = st.fixed_dictionaries(
+    {
+        "heads": st.sampled_from([2, 4]),
+        "ffn": st.integers(3, 20),
+        "tied": st.booleans(),
+        "family": st.sampled_from(["llama", "gpt"]),
+    }
+)
+
+
+@given(
+    shape=shapes,
+    placement=placements,
+    m=st.integers(1, 6),
+    seed=st.integers(0, 2**20),
+    extra=st.lists(st.integers(0, 5), max_size=3),
+)
+def test_any_legal_schedule_shape_and_split(worlds, shape, placement, m, seed, extra):
+    schedule = random_schedule(seed, placement, m)
+    layers = [1] * len(placement)
+    for stage in extra:
+        layers[stage % len(placement)] += 1
+    config = ModelConfig(
+        **shape, layers=sum(layers), hidden=16, kv_heads=2, max_seq_len=SEQ, dtype=torch.float64
+    )
+    results = worlds(schedule.ranks).run(lambda: parallel(schedule, config, steps=2, layers=layers))
+    check(results, serial(config, m, steps=2), 1e-12)
+    check_bytes(results, schedule, config)
+
+
+# --- messages -------------------------------------------------------------------------------
+
+
+def test_bytes_of_a_placement():
+    assert pp.wire_bytes(one_f_one_b(4, 8), 100, 7) == 2 * 3 * 100 + 2 * 7
+    assert pp.wire_bytes(gpipe(4, 8, chunks=2), 100, 7) == 2 * 7 * 100 + 2 * 7
+    assert pp.wire_bytes(V_BY_HAND, 100, 7) == 2 * 2 * 100  # the two ends share a rank
+    assert pp.wire_bytes(gpipe(1, 8, chunks=2), 100, 7) == 0
+
+
+def in_order(exchange, axis, sends, receives):
+    """A batch is over before anything else goes on, as in the stream of a group on nccl."""
+    flight = exchange(axis, sends, receives)
+    flight.wait()
+    return flight
+
+
+def received_first(exchange, axis, sends, receives):
+    """Swapped: what is received is waited for before the result is sent."""
+    received = exchange(axis, [], receives)
+    received.wait()
+    return comm.Exchange(exchange(axis, sends, []).sends, received.receives)
+
+
+ON_TWO = [one_f_one_b(2, 4), gpipe(2, 3), V_BY_HAND, UNEVEN, gpipe(2, 3, chunks=2)]
+
+
+def with_exchange(replacement, schedules):
+    """Run ``schedules`` with messages exchanged in another way."""
+    original = comm.start_exchange
+    comm.start_exchange = lambda *batch: replacement(original, *batch)
+    try:
+        return [parallel(schedule, F64, steps=1) for schedule in schedules]
+    finally:
+        comm.start_exchange = original
+
+
+def test_messages_that_block_their_rank_do_not_hang(worlds):
+    """gloo lets later messages pass earlier ones, nccl does not: here nothing passes."""
+    results = worlds(2).run(with_exchange, in_order, ON_TWO, timeout=30)
+    for schedule, *ranks in zip(ON_TWO, *results, strict=True):
+        check(ranks, serial(F64, schedule.microbatches, steps=1))
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_nor_does_any_legal_schedule(worlds, seed):
+    schedule = random_schedule(seed, v_shape(4), 5)
+    results = worlds(4).run(with_exchange, in_order, [schedule], timeout=30)
+    check([ranks[0] for ranks in results], serial(F64, 5, steps=1), 1e-13)
+
+
+def test_a_swapped_send_and_recv_is_reported_as_a_deadlock(worlds):
+    with pytest.raises(RankDeadline, match="2 of 2 ranks had not returned"):
+        worlds(2).run(with_exchange, received_first, ON_TWO[:1], timeout=3)
+
+
+# --- memory ---------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "schedule", [naive(4, 6), gpipe(4, 6), one_f_one_b(4, 6), gpipe(4, 3, chunks=2)]
+)
+def test_no_stage_keeps_more_than_the_schedule_says(worlds, schedule):
+    config = ModelConfig(**(SMALL | {"layers": 8}))
+
+    def rank():
+        mesh = make_mesh(pp=4)
+
+        def meters(schedule):
+            stages = pp.cut(build_model(config), schedule, mesh.pp.rank)
+            equal = [
+                batch(mb, seed=1, batch_size=2, seq_len=SEQ) for mb in range(schedule.microbatches)
+            ]
+            tokens = [tensor for pair in equal for tensor in pair]
+            with SavedActivations(*stages.values(), tokens) as saved:
+                outcome = pp.run(schedule, stages, mesh, equal, lambda y, t: loss_sum(y, t)[0])
+            assert saved.now == 0
+            return outcome.peak_in_flight, saved.peak
+
+        kept, peak = meters(schedule)
+        chunks = len(schedule.stages_of(0))
+        return kept, peak, meters(naive(4, 1, chunks))[1] / chunks
+
+    for number, (kept, peak, one) in enumerate(worlds(4).run(rank)):
+        assert kept == schedule.peak_in_flight()[number]
+        if schedule.stages == 4:
+            assert peak == kept * one
+        else:  # first and last chunk keep other things than those in the middle
+            assert peak <= kept * one * 1.5
+
+
+def test_memory_does_not_grow_with_the_number_of_micro_batches(worlds):
+    def rank():
+        mesh = make_mesh(pp=4)
+
+        def peak(m):
+            schedule = one_f_one_b(4, m)
+            stages = pp.cut(build_model(F64), schedule, mesh.pp.rank)
+            equal = [batch(mb, seed=1, batch_size=2, seq_len=SEQ) for mb in range(m)]
+            with PeakLiveBytes() as live:
+                pp.run(schedule, stages, mesh, equal, lambda y, t: loss_sum(y, t)[0])
+            return live.peak
+
+        return peak(8), peak(24)
+
+    activation = 2 * SEQ * F64.hidden * 8
+    for few, many in worlds(4).run(rank):
+        assert many - few < activation, "an activation or gradient more for 16 micro-batches more"
+
+
+# --- what was done, and when ----------------------------------------------------------------
+
+
+def test_the_trace_has_the_rows(worlds):
+    schedule = V_BY_HAND
+    results = worlds(2).run(lambda: parallel(schedule, F64, steps=1))
+    rows = pp.measured_rows(results.traces)
+    done = [tuple(Action(s.op, s.stage, s.mb) for s in row) for row in rows]
+    assert tuple(done) == schedule.rows
+    assert min(span.start for row in rows for span in row) == 0
+    assert all(trace.spans for trace in pp.stage_traces(results.traces))
+    assert any(span.is_comm for trace in results.traces for span in trace.spans)
+    assert not any(span.is_comm for t in pp.stage_traces(results.traces) for span in t.spans)
+
+
+# --- beside torch's own ---------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["gpipe", "1f1b"])
+@pytest.mark.parametrize("m", [4, 6])
+def test_equals_torch(worlds, name, m):
+    def rank():
+        from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe
+
+        def mean(logits, targets):
+            return torch.nn.functional.cross_entropy(logits.flatten(0, 1), targets.flatten())
+
+        mesh = make_mesh(pp=4)
+        tokens, targets = batch(0, seed=7, batch_size=2 * m, seq_len=SEQ)
+        schedule = make(name, 4, m)
+        ours, theirs = build_model(F64, seed=3), build_model(F64, seed=3)
+        stages = pp.cut(ours, schedule, mesh.pp.rank)
+        cut = list(zip(tokens.chunk(m), targets.chunk(m), strict=True))
+        outcome = pp.run(schedule, stages, mesh, cut, lambda y, t: mean(y, t) / m)
+        module = pp.cut(theirs, schedule, mesh.pp.rank)[mesh.pp.rank]
+        stage = PipelineStage(module, mesh.pp.rank, 4, mesh.device)
+        kind = {"gpipe": ScheduleGPipe, "1f1b": Schedule1F1B}[name]
+        losses = []
+        kind(stage, m, loss_fn=mean).step(
+            *([tokens] if mesh.pp.rank == 0 else []),
+            target=targets if mesh.pp.rank == 3 else None,
+            losses=losses,
+        )
+        if losses:
+            assert float(outcome.loss) == pytest.approx(float(torch.stack(losses).mean()), 1e-12)
+        their_stages = {mesh.pp.rank: module}
+        return (
+            {name: p.grad for name, p in own(ours, stages).items()},
+            {name: p.grad for name, p in own(theirs, their_stages).items()},
+        )
+
+    for got, want in worlds(4).run(rank):
+        assert_equal(got, want, 1e-12, "gradients against torch")
+
+
+# --- bad input ------------------------------------------------------------------------------
+
+
+def test_layers_that_do_not_add_up():
+    model, schedule = build_model(F64), one_f_one_b(3, 2)
+    assert pp.partition(8, 3) == [3, 3, 2]
+    with pytest.raises(ValueError, match="8 layers cannot be cut into 9 stages"):
+        pp.partition(8, 9)
+    for wrong in ([2, 2, 2], [4, 4], [8, 0, 0]):  # the first: floor division drops two layers
+        with pytest.raises(ValueError, match=r"layers=.*3 stages of at least one layer.*8 layers"):
+            pp.cut(model, schedule, 0, wrong)
+
+
+def test_what_does_not_fit_is_named():
+    mesh, model = make_mesh(), build_model(F64)
+
+    def run(schedule, stages=None, m=None):
+        stages = pp.cut(model, schedule, 0) if stages is None else stages
+        m = schedule.microbatches if m is None else m
+        return pp.run(schedule, stages, mesh, batches(m), lambda y, t: loss_sum(y, t)[0])
+
+    with pytest.raises(ValueError, match="for 2 ranks, axis pp has 1"):
+        run(one_f_one_b(2, 2))
+    with pytest.raises(ValueError, match="for 2 micro-batches, got 3"):
+        run(gpipe(1, 2), m=3)
+    with pytest.raises(ValueError, match=r"holds stages \[0, 1\].*got \[0\].*cut\(\)"):
+        run(gpipe(1, 2, chunks=2), stages={0: model})
+    with pytest.raises(ValueError, match="0I0 is half a backward"):
+        run(from_rows([["0F0", "0I0", "0W0"]]))
+    with pytest.raises(ScheduleError, match="0B0 comes before 0F0"):
+        run(from_rows([["0B0", "0F0"]]))
+    stages, sgd = pp.cut(model, gpipe(1, 1), 0), torch.optim.SGD(model.parameters())
+    nothing = [(torch.zeros(1, 2).long(), torch.full((1, 2), -100))]
+    with pytest.raises(ValueError, match="no target"):
+        pp.train_step(gpipe(1, 1), stages, mesh, nothing, sgd)
+
+
+def test_a_failing_rank_is_named_and_nobody_hangs(worlds):
+    def rank():
+        def fails(logits, targets):
+            raise ArithmeticError("the loss is no number")
+
+        mesh, schedule = make_mesh(pp=4), one_f_one_b(4, 4)
+        pp.run(schedule, pp.cut(build_model(F64), schedule, mesh.pp.rank), mesh, batches(4), fails)
+
+    with pytest.raises(
+        RankError, match="rank 3 raised ArithmeticError: the loss is no number"
+    ) as caught:
+        worlds(4).run(rank, timeout=30)
+    assert caught.value.kind == "raised"
+    assert sorted(caught.value.standing) == [0, 1, 2]
+
+
+# --- classic mistakes are caught ------------------------------------------------------------
+
+
+def one_over_m_dropped(schedule, stages, mesh, micro_batches, optimizer):
+    """Every micro-batch's mean, not its share of the step's: m times too large."""
+    optimizer.zero_grad()
+    mean = lambda y, t: torch.nn.functional.cross_entropy(y.flatten(0, 1), t.flatten())  # noqa: E731
+    outcome = pp.run(schedule, stages, mesh, micro_batches, mean)
+    optimizer.step()
+    return comm.all_reduce(outcome.loss, mesh.pp) / len(micro_batches)
+
+
+def test_one_over_m_dropped_shows_in_the_projection(worlds):
+    results = worlds(2).run(lambda: parallel(gpipe(2, 4), F64, step=one_over_m_dropped, steps=1))
+    with pytest.raises(AssertionError):
+        check(results, serial(F64, 4, steps=1), 1e-12)
+    first = serial(F64, 4, steps=1)[1]
+    got = results[0][1]
+    assert projection(got, {name: first[name] for name in got}) == pytest.approx(4, rel=0.2)
+
+
+def test_a_skipped_tied_sum_is_caught(worlds):
+    def rank():
+        from course_lib.pp import engine
+
+        original = engine._sum_tied_gradient
+        engine._sum_tied_gradient = lambda *_: None
+        try:
+            return parallel(one_f_one_b(4, 4), GPT)
+        finally:
+            engine._sum_tied_gradient = original
+
+    results = worlds(4).run(rank)
+    with pytest.raises(AssertionError):
+        check(results, serial(GPT, 4), 1e-14)
+    with pytest.raises(AssertionError):
+        check_bytes(results, one_f_one_b(4, 4), GPT)
+    first, last = ({TIED: result[2][TIED]} for result in (results[0], results[-1]))
+    assert worst_error(first, last)[0] > 1e-3, "the copies drift apart"
+
+
+def test_layers_dropped_by_floor_division_are_caught(worlds):
+    def rank():
+        original = pp.cut
+
+        def floored(model, schedule, rank, layers=None):
+            each = len(model.blocks) // schedule.ranks
+            stage = model.stage(rank * each, (rank + 1) * each)
+            if rank + 1 == schedule.ranks:
+                stage.norm, stage.head = model.norm, model.head
+            return {rank: stage}
+
+        pp.cut = floored
+        try:
+            return parallel(one_f_one_b(3, 4), F64, steps=1)
+        finally:
+            pp.cut = original
+
+    with pytest.raises(AssertionError):
+        check(worlds(3).run(rank), serial(F64, 4, steps=1))
