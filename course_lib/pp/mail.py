@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import lru_cache
 from itertools import takewhile
 
 from torch import Tensor
@@ -33,7 +34,8 @@ class Message:
     read: int
 
 
-def messages(schedule: Schedule) -> list[Message]:
+@lru_cache(maxsize=32)  # asked for by every step
+def messages(schedule: Schedule) -> tuple[Message, ...]:
     """All messages of a step in the order in which they would be sent if B took two F.
 
     Every rank posts its halves in this one order. So the earliest message that is not through
@@ -53,7 +55,7 @@ def messages(schedule: Schedule) -> list[Message]:
         if action is not None and home[action.stage] != home[reader.stage]:
             source, to = home[action.stage], home[reader.stage]
             found.append(Message(action, source, to, number[action], read))
-    return sorted(found, key=lambda message: message.made)
+    return tuple(sorted(found, key=lambda message: message.made))
 
 
 class Mail:
