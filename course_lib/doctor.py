@@ -14,7 +14,7 @@ import shutil
 import socket
 import sys
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from importlib import metadata
 from pathlib import Path
@@ -87,16 +87,34 @@ def examine() -> Report:
     return Report([_run(check) for check in CHECKS])
 
 
+def lines(report: Report) -> Iterator[tuple[str, str]]:
+    """The report as (status, rest of the line); what is no check has an empty status."""
+    for check in report.checks:
+        yield check.status, f"  {check.name:<14} {check.value}"
+        if check.fix:
+            yield "", f"      fix: {check.fix}"
+    yield "", f"\n{report.advice}"
+
+
 def show(report: Report, console: Any) -> None:
     """Print the report on a rich ``console``."""
     colours = {"ok": "green", "warn": "yellow", "fail": "bold red"}
-    for check in report.checks:
-        status = f"[{colours[check.status]}]{check.status:<4}[/]"
-        line = f"{status}  {check.name:<14} {_escape(check.value)}"
-        console.print(line, soft_wrap=True)  # a fix must stay on one line to be copied
-        if check.fix:
-            console.print(f"      fix: {_escape(check.fix)}", soft_wrap=True)
-    console.print(f"\n{_escape(report.advice)}", soft_wrap=True)
+    for status, rest in lines(report):
+        head = f"[{colours[status]}]{status:<4}[/]" if status else ""
+        console.print(head + _escape(rest), soft_wrap=True)  # a fix must stay on one line
+
+
+def main(arguments: Sequence[str]) -> int:
+    """``python3 -m course_lib.doctor [--json]``: the verb where nothing is installed yet."""
+    if unknown := [argument for argument in arguments if argument != "--json"]:
+        print(f"{unknown[0]}: the doctor takes --json and nothing else.", file=sys.stderr)
+        return 2
+    report = examine()
+    if arguments:
+        print(json.dumps(report.as_dict()))
+    else:
+        print("\n".join(f"{status:<4}{rest}" if status else rest for status, rest in lines(report)))
+    return 0 if report.ok else 3
 
 
 def _escape(text: str) -> str:
@@ -296,4 +314,4 @@ CHECKS: tuple[Callable[[], Check], ...] = (
 
 
 if __name__ == "__main__":
-    print(json.dumps(examine().as_dict(), indent=1))
+    sys.exit(main(sys.argv[1:]))

@@ -5,6 +5,8 @@ from __future__ import annotations
 import builtins
 import json
 import os
+import re
+import subprocess
 import sys
 from pathlib import Path
 
@@ -53,6 +55,21 @@ def test_every_line_that_is_not_ok_has_a_fix(monkeypatch):
     assert bad == NAMES - {"python", "shared memory"}
     assert all(found[name].fix and "\n" not in found[name].value for name in bad)
     assert "no torch here" in found["torch"].value
+
+
+def test_it_answers_where_nothing_is_installed():
+    """As the README says: the bare Python, without site-packages, prints lines and exits with 3."""
+    command = [sys.executable, "-S", "-m", "course_lib.doctor"]
+    plain = subprocess.run(command, cwd=doctor.ROOT, capture_output=True, text=True, timeout=60)
+    assert plain.returncode == 3, plain.stderr
+    assert plain.stderr == ""
+    assert re.search(r"^fail  torch .*\n      fix: make setup", plain.stdout, re.MULTILINE)
+    data = subprocess.run(
+        [*command, "--json"], cwd=doctor.ROOT, capture_output=True, text=True, timeout=60
+    )
+    assert data.returncode == 3
+    assert json.loads(data.stdout)["ok"] is False
+    assert doctor.main(["--frobnicate"]) == 2
 
 
 @pytest.mark.parametrize(

@@ -74,6 +74,7 @@ def test_doctor_knows_the_ranges_of_pyproject():
     assert PROJECT["project"]["requires-python"] == f">={PYTHON[0]}.{PYTHON[1]}"
     bounds = dict(map(split, PROJECT["project"]["dependencies"]))["torch"]
     assert bounds == {f">={TORCH[0]}.{TORCH[1]}"}
+    assert f"when it is {TORCH[0]}.{TORCH[1]} or newer" in (ROOT / "docs/colab.md").read_text()
 
 
 @pytest.mark.parametrize("target", TARGETS)
