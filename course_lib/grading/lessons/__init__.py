@@ -1,0 +1,1 @@
+"""The exercises of each lesson, as data: cases, hints, wrong answers and right ones."""

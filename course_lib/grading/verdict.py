@@ -1,0 +1,123 @@
+"""The verdict on one answer: what passed on which axis, and the one sentence that helps most."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from html import escape
+from typing import Any
+
+AXES = ("outputs", "gradients", "weights", "wire", "peak")  # in the order in which they are told
+TITLES = {
+    "outputs": "outputs",
+    "gradients": "gradients",
+    "weights": "weights after steps",
+    "wire": "wire ledger",
+    "peak": "peak live bytes",
+}
+MIME = "application/vnd.course.verdict+json"
+LONGEST = 600  # characters of a message: a report that scrolls away helps nobody
+
+
+@dataclass(frozen=True)
+class CaseResult:
+    """How one case ended. ``message`` says what is wrong; it is empty where the case passed."""
+
+    axis: str
+    title: str
+    message: str = ""
+
+    @property
+    def passed(self) -> bool:
+        """Whether the case counts for the learner."""
+        return not self.message
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What is shown for an answer: no form of it holds a time or a seed."""
+
+    ex: str
+    results: Sequence[CaseResult] = field(default=(), repr=False)
+
+    @property
+    def passed(self) -> int:
+        """Number of cases passed."""
+        return sum(result.passed for result in self.results)
+
+    @property
+    def total(self) -> int:
+        """Number of cases."""
+        return len(self.results)
+
+    @property
+    def ok(self) -> bool:
+        """Whether all cases passed."""
+        return self.passed == self.total > 0
+
+    @property
+    def axes(self) -> dict[str, tuple[int, int]]:
+        """(passed, total) of each axis that the exercise looks at."""
+        return {
+            axis: (sum(result.passed for result in mine), len(mine))
+            for axis in AXES
+            if (mine := [result for result in self.results if result.axis == axis])
+        }
+
+    @property
+    def message(self) -> str:
+        """What is wrong, of the first axis that fails; empty where all passed."""
+        for axis in AXES:
+            for result in self.results:
+                if result.axis == axis and not result.passed:
+                    return _shortened(result.message)
+        return ""
+
+    @property
+    def line(self) -> str:
+        """The one stable line, which the official run compares."""
+        return " ".join([f"{self.ex}: {self.passed} of {self.total} passed.", self.message]).strip()
+
+    def as_dict(self) -> dict[str, Any]:
+        """The verdict as data, without time and seed."""
+        return {
+            "ex": self.ex,
+            "passed": self.passed,
+            "total": self.total,
+            "message": self.message,
+            "axes": {axis: list(counts) for axis, counts in self.axes.items()},
+        }
+
+    def __repr__(self) -> str:
+        return self.line
+
+    def _repr_html_(self) -> str:
+        rows = "".join(_row(result) for result in self.results)
+        colour = "#009E73" if self.ok else "#D55E00"
+        head = f"<b style='color:{colour}'>{escape(self.ex)}: {self.passed} of {self.total}</b>"
+        message = f"<p>{escape(self.message)}</p>" if self.message else ""
+        return f"<div>{head}{message}<table>{rows}</table></div>"
+
+    def _repr_mimebundle_(self, **_: object) -> Mapping[str, Any]:
+        return {"text/plain": self.line, "text/html": self._repr_html_(), MIME: self.as_dict()}
+
+
+def failed(
+    ex: str, message: str, cases: Sequence[tuple[str, str]] = (("outputs", "runs"),)
+) -> Verdict:
+    """A verdict in which every case, given as (axis, title), fails for one reason."""
+    return Verdict(ex, [CaseResult(axis, title, message) for axis, title in cases])
+
+
+def _row(result: CaseResult) -> str:
+    mark, word = ("&#10003;", "passed") if result.passed else ("&#10007;", "failed")
+    cells = (f"{mark} {word}", TITLES.get(result.axis, result.axis), escape(result.title))
+    return "<tr>" + "".join(f"<td style='text-align:left'>{cell}</td>" for cell in cells) + "</tr>"
+
+
+def _shortened(message: str) -> str:
+    """The message on one line, the middle left out where it is long."""
+    text = " ".join(message.split())
+    if len(text) <= LONGEST:
+        return text
+    return f"{text[: LONGEST - 200]} ... {text[-195:]}"

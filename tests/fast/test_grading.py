@@ -1,0 +1,171 @@
+"""Verdicts and exercises without ranks: what counts, what is said, what never happens."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import subprocess
+import sys
+
+import pytest
+
+from course_lib.grading import check, registry
+from course_lib.grading.exercise import Function
+from course_lib.grading.verdict import MIME, CaseResult, Verdict
+
+FUNCTIONS = [
+    exercise
+    for lesson in registry.lesson_numbers()
+    for exercise in registry.exercises(lesson)
+    if isinstance(exercise, Function)
+]
+WRONG = [
+    pytest.param(exercise, wrong, id=f"{exercise.id}-{number}")
+    for exercise in FUNCTIONS
+    for number, wrong in enumerate(exercise.wrong)
+]
+RIGHT = [
+    pytest.param(exercise, answer, id=f"{exercise.id}-{answer.__name__}")
+    for exercise in FUNCTIONS
+    for answer in (*exercise.right, exercise.reference)
+]
+SEEDS = range(5)
+
+
+@pytest.mark.parametrize(("exercise", "wrong"), WRONG)
+def test_a_wrong_answer_gets_its_message(exercise, wrong):
+    for seed in SEEDS:
+        verdict = exercise.judge([wrong.answer], seed)
+        assert not verdict.ok
+        assert wrong.wanted in verdict.message
+
+
+@pytest.mark.parametrize(("exercise", "answer"), RIGHT)
+def test_a_right_answer_passes_however_it_is_written(exercise, answer):
+    for seed in SEEDS:
+        verdict = exercise.judge([answer], seed)
+        assert verdict.line == f"{exercise.id}: {exercise.total} of {exercise.total} passed."
+
+
+@pytest.mark.parametrize("exercise", FUNCTIONS, ids=lambda exercise: exercise.id)
+def test_every_exercise_is_attacked_and_a_stub_scores_nothing(exercise):
+    assert len(exercise.wrong) >= 6
+    assert exercise.right
+    assert len(exercise.hints) == 3
+    stubs = [exercise.stub, lambda *_: None, lambda *_: 0, lambda *_: [], lambda *_: {}]
+    table = exercise.reference(*exercise.drawn[0].draw(random.Random(0))[0].values())
+    for answer in [*stubs, lambda *_: table]:
+        assert exercise.judge([answer], seed=3).passed == 0
+
+
+def _raises(*_):
+    raise KeyError("tp")
+
+
+def _exits(*_):
+    sys.exit(3)
+
+
+def _unwritten(*_):
+    raise NotImplementedError("exercise 00-1: yours to write")
+
+
+class _Odd:
+    def __eq__(self, other):
+        raise RuntimeError("no comparing")
+
+    __hash__ = None
+
+    def __repr__(self):
+        raise RuntimeError("no printing")
+
+
+@pytest.mark.parametrize(
+    ("answers", "words"),
+    [
+        ([_raises], "raised KeyError: 'tp'"),
+        ([_exits], "called sys.exit"),
+        ([_unwritten], "coordinates is not written yet"),
+        ([lambda *_: _Odd()], "a dict from axis to coordinate is wanted, not a _Odd"),
+        ([lambda *_: {"tp": _Odd()}], "right is"),
+        ([lambda: {}], "raised TypeError"),
+        ([7], "coordinates is 7; a function is wanted"),
+        ([], 'it says check("00-1", coordinates)'),
+    ],
+)
+def test_errors_of_the_answer_become_the_message(answers, words):
+    verdict = check("00-1", *answers, seed=1)
+    assert (verdict.passed, verdict.total) == (0, 4)
+    assert words in verdict.message
+
+
+def test_an_unknown_exercise_is_a_verdict_too():
+    assert "lesson 00 has 00-1, 00-2" in check("00-9", print).message
+    assert "an id is such as 00-1" in check("nonsense").message
+
+
+def test_a_loop_without_end_is_stopped():
+    def turns(*_):
+        while True:
+            pass
+
+    verdict = check("00-1", turns, deadline=0.2)
+    assert "not done after 0.2 s" in verdict.message
+
+
+def test_a_flood_of_printing_is_cut(capsys):
+    def floods(rank, sizes, order):
+        print("x" * 1_000_000)
+
+    check("00-1", floods, seed=1)
+    printed = capsys.readouterr().out
+    assert len(printed) < 30_000
+    assert "is left out" in printed
+
+
+def test_arguments_that_an_answer_overwrites_are_its_own_copies():
+    def empties(rank, sizes, order):
+        found = {}
+        for axis in order.split("-"):
+            size = sizes.pop(axis)
+            rank, found[axis] = divmod(rank, size)
+        return found
+
+    assert check("00-1", empties, seed=5).ok
+
+
+def test_the_first_failing_axis_is_told_first():
+    verdict = Verdict(
+        "09-1",
+        [CaseResult("wire", "calls", "too many"), CaseResult("outputs", "two ranks", "wrong sum")],
+    )
+    assert verdict.message == "wrong sum"
+    assert verdict.axes == {"outputs": (0, 1), "wire": (0, 1)}
+    assert not Verdict("09-1").ok
+
+
+def test_the_forms_of_a_verdict():
+    verdict = Verdict(
+        "09-1", [CaseResult("outputs", "a <b>", "1 < 2\nlines"), CaseResult("wire", "c")]
+    )
+    shown = verdict._repr_mimebundle_()
+    assert shown["text/plain"] == "09-1: 1 of 2 passed. 1 < 2 lines"
+    assert "1 &lt; 2" in shown["text/html"]
+    assert "a &lt;b&gt;" in shown["text/html"]
+    assert json.loads(json.dumps(shown[MIME])) == {
+        "ex": "09-1",
+        "passed": 1,
+        "total": 2,
+        "message": "1 < 2 lines",
+        "axes": {"outputs": [0, 1], "wire": [1, 1]},
+    }
+
+
+def test_grading_loads_no_torch():
+    script = (
+        "import sys; from course_lib.grading import check;"
+        "check('00-1', print, seed=1); sys.exit('torch' in sys.modules)"
+    )
+    environ = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+    subprocess.run([sys.executable, "-c", script], check=True, timeout=60, env=environ)
