@@ -18,6 +18,7 @@ class MeasuredBlocks:
     ``pace`` gives F and B a fixed length in seconds. The padding comes *before* the arithmetic
     (pace minus what that block's arithmetic took before, its median), so that a gradient is
     handed on when the paced backward ends and not before: an overlap drawn from it is earned.
+    A forward that was quicker than before is padded again at its end, where nobody waits for it.
     Use it in a ``with``; the hooks go when it ends.
     """
 
@@ -53,9 +54,11 @@ class MeasuredBlocks:
 
     def _end(self, op: str, index: int) -> None:
         start, worked_from = self._begun.pop((op, index))
-        end = time.perf_counter()
-        self._took.setdefault((op, index), []).append(end - worked_from)
-        self._trace.add(op, start, end, label=f"block {index}")
+        self._took.setdefault((op, index), []).append(time.perf_counter() - worked_from)
         pace = self._pace.get(op, 0.0)
+        if op == "F":
+            self._trace.sleep(start + pace - time.perf_counter())
+        end = time.perf_counter()
+        self._trace.add(op, start, end, label=f"block {index}")
         if pace and end - start > pace:  # the pace was not held: overshoot must hear of it
             self._trace.sleeps.append(Sleep(pace, end - start))

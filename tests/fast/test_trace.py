@@ -3,9 +3,11 @@
 import time
 
 import pytest
+import torch
 
 from course_lib.schedule import Span, from_zero
 from course_lib.trace import TOO_BUSY, Sleep, Trace, overshoot
+from course_lib.trace.blocks import MeasuredBlocks
 
 
 def test_a_span_has_its_rank_its_fields_and_holds_its_body():
@@ -94,3 +96,22 @@ def test_from_zero_shifts_all_ranks_alike():
     moved = from_zero(spans)
     assert [(span.rank, span.start, span.end) for span in moved] == [(0, 0.0, 0.5), (1, 0.5, 1.0)]
     assert from_zero([]) == []
+
+
+def test_a_forward_that_was_slow_once_keeps_its_pace_afterwards():
+    """The padding before it is too short then: the rest is made up at its end."""
+
+    class Slow(torch.nn.Module):
+        seconds = 0.03
+
+        def forward(self, x):
+            time.sleep(self.seconds)
+            return x
+
+    block, trace = Slow(), Trace()
+    with MeasuredBlocks([block], trace, {"F": 0.04}):
+        block(torch.ones(1))
+        block.seconds = 0.0
+        block(torch.ones(1))
+    assert [span.label for span in trace.spans] == ["block 0", "block 0"]
+    assert all(span.duration >= 0.04 for span in trace.spans)
