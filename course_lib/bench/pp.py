@@ -73,6 +73,10 @@ def _peer(name: str) -> str:
 
 def text(result: dict) -> str:
     """The result as two tables."""
+    return "\n".join([*_beside_torch(result), "", *_beside_simulation(result["paced"])])
+
+
+def _beside_torch(result: dict) -> list[str]:
     lines = [
         f"Pipelines beside torch's: {result['ranks']} ranks, {result['micro_batches']} "
         f"micro-batches, {result['parameters'] / 1e6:.1f} M parameters, {result['rounds']} rounds",
@@ -86,25 +90,30 @@ def text(result: dict) -> str:
         lines.append(f"{name:<18}{milliseconds:>10.1f}{shown:>10}{peak:>20.2f}{memory:>10}")
     if result["ratio_to_torch"]["1f1b"] > ALARM:
         lines.append(f"1f1b takes more than {ALARM} times as long as torch's: something is wrong")
-    lines += [
+    return [
+        *lines,
         "Peak: bytes made during a step and alive at once; parameters and gradients are there "
         "before and not in it.",
         "'torch 1f1b again' against 'torch 1f1b' is the noise of this measurement.",
-        "",
+    ]
+
+
+def _beside_simulation(paced: list[dict]) -> list[str]:
+    lines = [
         f"Paced, {PACED_MICRO_BATCHES} micro-batches, F {PACE['F'] * 1e3:.0f} ms and B "
         f"{PACE['B'] * 1e3:.0f} ms, median of {PACED_STEPS} steps",
         f"{'':<18}{'ms simulated':>14}{'ms measured':>13}{'ratio':>8}{'bubble simulated':>18}"
         f"{'measured':>10}{'overshoot':>11}",
     ]
-    for row in result["paced"]:
+    for row in paced:
         lines.append(
             f"{row['name']:<18}{row['simulated_ms']:>14.0f}{row['measured_ms']:>13.0f}"
             f"{row['ratio']:>8.3f}{row['bubble_simulated']:>18.3f}{row['bubble_measured']:>10.3f}"
             f"{row['overshoot']:>11.3f}"
         )
-    if any(row["overshoot"] > TOO_BUSY for row in result["paced"]):
+    if any(row["overshoot"] > TOO_BUSY for row in paced):
         lines.append("Sleeps overshoot by more than 10 %: too busy, compare order and not time.")
-    return "\n".join(lines)
+    return lines
 
 
 # --- real arithmetic ------------------------------------------------------------------------
