@@ -15,7 +15,7 @@ help:
 	@echo "make test-long  the rest: large worlds, soak"
 	@echo "make lab        open JupyterLab on the course"
 	@echo "make lint       ruff and mypy;  make fmt  put the code in form"
-	@echo "make notebooks  rebuild the notebooks from their .py, outputs kept;  make execute  runs them"
+	@echo "make notebooks  rebuild the notebooks from their .py, outputs kept;  make execute [LESSON=03]  runs them"
 	@echo "make length     what is longer than we aim at (fails nothing)"
 	@echo "make clean      remove what was built and measured; .venv and work/ stay"
 
@@ -50,11 +50,11 @@ fmt: $(READY)
 	$(BIN)/ruff check --fix .
 
 notebooks: $(READY)
-	$(BIN)/jupytext --quiet --update --to ipynb notebooks/[0-9]*.py
+	$(BIN)/python -m course_lib.grading.build notebooks exercises solutions
 
-execute: notebooks
-	$(BIN)/jupyter nbconvert --to notebook --inplace --execute \
-		--ExecutePreprocessor.record_timing=False notebooks/[0-9]*.ipynb
+execute: $(READY)
+	$(BIN)/python -m course_lib.grading.build --execute $(if $(LESSON),--lesson $(LESSON)) \
+		notebooks exercises solutions
 
 length: $(READY)
 	@$(BIN)/python tests/lengths.py

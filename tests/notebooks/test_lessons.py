@@ -1,4 +1,4 @@
-"""Every committed lesson: built from its source, and Run All works in a kernel of this Python."""
+"""Every committed notebook: built from its source, and Run All works in a kernel of this Python."""
 
 from __future__ import annotations
 
@@ -6,17 +6,21 @@ import re
 import sys
 from pathlib import Path
 
-import jupytext
 import nbformat
 import pytest
 from nbclient import NotebookClient
 
-FOLDER = Path(__file__).parents[2] / "notebooks"
-SOURCES = sorted(FOLDER.glob("[0-9][0-9]_*.py"))
+from course_lib.grading import build
+
+ROOT = Path(__file__).parents[2]
+FOLDERS = {kind: ROOT / kind for kind in build.KINDS}
+SOURCES = sorted(FOLDERS["notebooks"].glob("[0-9][0-9]_*.py"))
+COMMITTED = [path for kind in build.KINDS for path in sorted(FOLDERS[kind].glob("*.ipynb"))]
+EXECUTED = [path for path in COMMITTED if path.parent.name != "exercises"]
 
 
-def texts(notebook: nbformat.NotebookNode) -> list[tuple[str, str]]:
-    return [(cell.cell_type, cell.source.rstrip()) for cell in notebook.cells]
+def name(path: Path) -> str:
+    return f"{path.parent.name}/{path.stem}"
 
 
 def outputs(notebook: nbformat.NotebookNode) -> str:
@@ -28,45 +32,62 @@ def outputs(notebook: nbformat.NotebookNode) -> str:
     return "\n".join(found)
 
 
-@pytest.fixture(scope="module", params=SOURCES, ids=lambda path: path.stem)
-def lesson(request) -> Path:
+@pytest.fixture(scope="module", params=COMMITTED, ids=name)
+def committed(request) -> Path:
     return request.param
 
 
 @pytest.fixture(scope="module")
-def executed(lesson) -> nbformat.NotebookNode:
-    """The lesson's notebook, run from top to bottom in a fresh kernel."""
-    notebook = nbformat.read(lesson.with_suffix(".ipynb"), as_version=4)
+def executed(committed) -> nbformat.NotebookNode:
+    """A committed notebook, run from top to bottom in a fresh kernel; raises at the first error."""
+    notebook = nbformat.read(committed, as_version=4)
     for cell in notebook.cells:
         if cell.cell_type == "code":
             cell.outputs, cell.execution_count = [], None
-    resources = {"metadata": {"path": str(FOLDER)}}
+    resources = {"metadata": {"path": str(committed.parent)}}
     NotebookClient(notebook, timeout=60, kernel_name="python3", resources=resources).execute()
     return notebook
 
 
-def test_notebook_is_built_from_its_source(lesson):
-    source = jupytext.read(lesson)
-    built = nbformat.read(lesson.with_suffix(".ipynb"), as_version=4)
-    assert texts(built) == texts(source), "make notebooks rebuilds it"
-    assert built.metadata.course.lesson == lesson.stem[:2]
+def verdicts(notebook: nbformat.NotebookNode) -> dict[str, str]:
+    """The line under each check cell, by exercise."""
+    return {
+        cell.metadata.course.ex: cell.outputs[-1].data["text/plain"]
+        for cell in notebook.cells
+        if cell.metadata.get("course", {}).get("role") == "check"
+    }
 
 
-def test_committed_notebook_is_executed_in_order(lesson):
-    built = nbformat.read(lesson.with_suffix(".ipynb"), as_version=4)
-    counts = [cell.execution_count for cell in built.cells if cell.cell_type == "code"]
+def test_notebooks_are_what_their_sources_build():
+    wanted = build.rebuild(FOLDERS)
+    differing = [name(path) for path in wanted if path.read_text() != wanted[path]]
+    assert not differing, "make notebooks rebuilds them"
+    assert not build.strays(FOLDERS, wanted), "no source builds these"
+    assert {path.stem for path in COMMITTED} == {path.stem for path in SOURCES}
+
+
+@pytest.mark.parametrize("path", EXECUTED, ids=name)
+def test_lessons_and_solutions_are_committed_executed_in_order(path):
+    notebook = nbformat.read(path, as_version=4)
+    counts = [cell.execution_count for cell in notebook.cells if cell.cell_type == "code"]
     assert counts == list(range(1, len(counts) + 1)), "make execute refreshes it"
 
 
-def test_run_all(executed):
+def test_run_all(committed, executed):
     bad = [o for c in executed.cells for o in c.get("outputs", []) if o.output_type == "error"]
     assert not bad
+    lines = verdicts(executed)
+    for ex, line in lines.items():
+        passed, total = map(int, re.match(rf"{ex}: (\d+) of (\d+) ", line).groups())
+        assert total > 0
+        assert passed == (total if committed.parent.name == "solutions" else 0), line
+    if committed.parent.name == "solutions":
+        assert verdicts(nbformat.read(committed, as_version=4)) == lines
+    SHOWS.get(name(committed), lambda notebook: None)(executed)
 
 
-def test_lesson_00_says_what_ranks_did(lesson, executed):
-    if not lesson.stem.startswith("00"):
-        pytest.skip("about lesson 00")
-    text = outputs(executed)
+def lesson_00_shows_what_ranks_did(notebook):
+    text = outputs(notebook)
     for rank in range(4):
         assert f"[rank {rank}] hello from rank {rank} of 4" in text
         assert f"rank {rank}: {{'before': {rank + 1:.1f}, 'after': 10.0}}" in text
@@ -75,8 +96,13 @@ def test_lesson_00_says_what_ranks_did(lesson, executed):
     assert "a rank sent 6144 bytes; formula 6144" in text
     assert "rank 2 raised ValueError: rank 2 has bad data" in text
     assert "rank 0 was at: all_reduce, cell 6 line 8" in text
-    pictures = [o for c in executed.cells for o in c.get("outputs", []) if "image/png" in str(o)]
+    assert "dp  8 groups of 2, each inside one node" in text
+    assert "[0 2] [1 3] [4 6] [5 7]" in text
+    pictures = [o for c in notebook.cells for o in c.get("outputs", []) if "image/png" in str(o)]
     assert len(pictures) == 1
+
+
+SHOWS = {"notebooks/00_start_here": lesson_00_shows_what_ranks_did}  # what a lesson must show
 
 
 def test_the_kernel_is_this_python(executed):

@@ -1,0 +1,309 @@
+"""The source of a lesson, ``notebooks/NN_slug.py``: its cells, their roles, answers and stubs.
+
+The file is jupytext's percent format. A cell that belongs to an exercise says so in its head::
+
+    # %% course={"ex": "03-2", "role": "answer"}
+
+Roles: ``answer`` (what the learner writes), ``check`` (its last line calls ``check``), ``given``
+(code that stands there for everybody; without ``ex`` it serves all exercises of the lesson). A
+markdown cell with ``ex`` is the text of the exercise; with the role ``answer`` it is a remark on
+the solution and stands only there. An answer cell holds the solution between marks::
+
+    def square(x):
+        '''x times x.'''
+        # BEGIN SOLUTION
+        return x * x
+        # END SOLUTION
+
+In the exercise a ``raise`` takes the place of the marked lines, or, where a line ``# STUB`` parts
+them, what follows that line, its comment signs removed. A solution that the library holds is
+named by a line of its own and never copied: ``# solution: course_lib.dp:all_reduce_gradients as
+my_own``. Its stub keeps the signature and the docstring.
+"""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+ROLES = ("answer", "check", "given")
+LIBRARY = Path(__file__).resolve().parents[1]
+NAME = re.compile(r"(\d\d)_\w+")
+EXERCISE = re.compile(r"(\d\d)-\w+")
+LAYOUT_KEYS = {"lines_to_next_cell", "lines_to_end_of_cell_marker"}  # jupytext's, of the text
+BEGIN, STUB, END = "# BEGIN SOLUTION", "# STUB", "# END SOLUTION"
+FROM_LIBRARY = re.compile(r"# solution: course_lib\.(?P<module>[\w.]+):(?P<name>\w+)(?: as (\w+))?")
+
+
+class SourceError(ValueError):
+    """A lesson's source that cannot be built; the message begins with file and line."""
+
+
+@dataclass(frozen=True)
+class Cell:
+    """One cell. ``metadata`` is the notebook's own; ``ex`` and ``role`` are read from it."""
+
+    kind: str  # "markdown" or "code"
+    source: str
+    metadata: dict[str, Any]
+    file: str
+    line: int  # of the cell's head in the file
+
+    @property
+    def ex(self) -> str | None:
+        """The exercise that the cell belongs to, such as "03-2"; None in the lesson."""
+        return self.metadata.get("course", {}).get("ex")
+
+    @property
+    def role(self) -> str | None:
+        """answer, check or given; None for a cell of the lesson or a text."""
+        return self.metadata.get("course", {}).get("role")
+
+    def error(self, message: str, line: int = 0) -> SourceError:
+        """The error to raise for ``line`` of the cell (1 is its first line, 0 the head)."""
+        return SourceError(f"{self.file}:{self.line + line}: {message}")
+
+
+@dataclass(frozen=True)
+class Lesson:
+    """A lesson as its author wrote it: all cells, in order."""
+
+    slug: str  # "03_data_parallel"
+    cells: tuple[Cell, ...]
+
+    @property
+    def number(self) -> str:
+        """The number of the lesson, such as "03"."""
+        return self.slug[:2]
+
+    @property
+    def title(self) -> str:
+        """The first heading of the lesson, without its ``#``."""
+        for cell in self.cells:
+            if cell.kind == "markdown" and cell.source.startswith("# "):
+                return cell.source.splitlines()[0][2:].strip()
+        return self.slug
+
+    @property
+    def exercises(self) -> tuple[str, ...]:
+        """The ids of the exercises, in the order of the file."""
+        return tuple(dict.fromkeys(cell.ex for cell in self.cells if cell.ex))
+
+
+def read_lesson(path: Path) -> Lesson:
+    """Read and check ``notebooks/NN_slug.py``. Raises SourceError with file and line."""
+    import jupytext
+
+    if not NAME.fullmatch(path.stem):
+        raise SourceError(
+            f"{path.name}:1: a lesson is named NN_slug.py, such as 03_data_parallel.py"
+        )
+    text = path.read_text(encoding="utf-8")
+    notebook = jupytext.reads(text, fmt="py:percent")
+    if notebook.metadata.get("course", {}).get("lesson") != path.stem[:2]:
+        raise SourceError(
+            f"{path.name}:1: the header must say course: lesson: '{path.stem[:2]}', in quotes"
+        )
+    lines = text.splitlines()
+    cells, line = [], _end_of_header(lines)
+    for cell in notebook.cells:
+        line = _next_head(lines, line, path)
+        metadata = {key: cell.metadata[key] for key in cell.metadata if key not in LAYOUT_KEYS}
+        cells.append(Cell(cell.cell_type, cell.source, metadata, path.name, line))
+        line += len(cell.source.splitlines())  # a head inside a string is no head
+    lesson = Lesson(path.stem, tuple(cells))
+    _check(lesson)
+    return lesson
+
+
+def _end_of_header(lines: list[str]) -> int:
+    """How many lines stand before the first cell: the YAML header between two lines ``# ---``."""
+    return [number for number, line in enumerate(lines, 1) if line == "# ---"][1]
+
+
+def _next_head(lines: list[str], after: int, path: Path) -> int:
+    """The number, from 1, of the next line that begins a cell."""
+    for number, line in enumerate(lines[after:], after + 1):
+        if line.startswith("# %%"):
+            return number
+        if line.strip():
+            break
+    raise SourceError(f"{path.name}:{number}: a cell begins with a line '# %%'; it is missing")
+
+
+def _check(lesson: Lesson) -> None:
+    for cell in lesson.cells:
+        _check_cell(cell, lesson.number)
+    for ex in lesson.exercises:
+        cells = [cell for cell in lesson.cells if cell.ex == ex and cell.kind == "code"]
+        roles = [cell.role for cell in cells]
+        first = next(cell for cell in lesson.cells if cell.ex == ex)
+        if roles.count("check") != 1 or roles[-1] != "check" or "answer" not in roles:
+            raise first.error(
+                f"exercise {ex} has the cells {', '.join(map(str, roles)) or 'of text only'}: "
+                "wanted are one or more answers and, last, one check"
+            )
+
+
+def _check_cell(cell: Cell, lesson: str) -> None:
+    if "incorrectly_encoded_metadata" in cell.metadata:
+        raise cell.error(
+            "cannot read this head; write it as "
+            '# %% course={"ex": "00-1", "role": "answer"}, the value in JSON'
+        )
+    course = cell.metadata.get("course", {})
+    if not isinstance(course, dict) or set(course) - {"ex", "role"}:
+        raise cell.error(f"course={course!r}: its keys are ex and role")
+    if cell.ex is not None:
+        match = EXERCISE.fullmatch(str(cell.ex))
+        if not match or match[1] != lesson:
+            raise cell.error(f'ex is {cell.ex!r}: in this lesson an id is such as "{lesson}-1"')
+    allowed = (*ROLES, None) if cell.kind == "markdown" else ROLES
+    if course and cell.role not in allowed:
+        raise cell.error(f"role is {cell.role!r}: it must be {', '.join(ROLES)}")
+    if course and cell.ex is None and cell.role != "given":
+        raise cell.error(f"role {cell.role} needs an ex: only a given cell serves all exercises")
+    if cell.kind == "code" and cell.role == "answer":
+        if stub(cell) == solution(cell):
+            raise cell.error(f"an answer needs {BEGIN} and {END}, or a line '# solution: …'")
+    elif cell.kind == "code" and any(_mark(line) for line in cell.source.splitlines()):
+        raise cell.error("marks of a solution belong in a cell with the role answer")
+    if cell.kind == "code" and cell.role == "check":
+        _check_the_check(cell)
+
+
+def _check_the_check(cell: Cell) -> None:
+    """The last line of a check cell must be ``check("<this exercise>", …)``: it is the verdict."""
+    match ast.parse(_checked(cell, [cell.source])).body[-1:]:
+        case [ast.Expr(ast.Call(ast.Name("check"), [ast.Constant(ex), *_]))] if ex == cell.ex:
+            return
+    raise cell.error(f'the last line of this cell must be check("{cell.ex}", …)')
+
+
+def _mark(line: str) -> bool:
+    text = line.strip()
+    return text in (BEGIN, STUB, END) or text.startswith("# solution:")
+
+
+def solution(cell: Cell) -> str:
+    """The source of an answer cell as it stands in the solutions: solved, without marks."""
+    return _checked(cell, [line for solved, _ in _parts(cell) for line in solved])
+
+
+def stub(cell: Cell) -> str:
+    """The source of an answer cell as it stands in the exercises: nothing solved."""
+    return _checked(cell, [line for _, unsolved in _parts(cell) for line in unsolved])
+
+
+def _checked(cell: Cell, lines: list[str]) -> str:
+    source = "\n".join(lines).strip("\n")
+    try:
+        ast.parse(source)
+    except SyntaxError as error:
+        raise cell.error(f"what is built from this cell is not Python: {error.msg}") from None
+    return source
+
+
+def _parts(cell: Cell) -> Iterator[tuple[list[str], list[str]]]:
+    """Piece by piece the lines of an answer cell, solved and as a stub."""
+    lines = cell.source.splitlines()
+    number = 0  # of lines that are done
+    while number < len(lines):
+        line = lines[number]
+        if line.strip() == BEGIN:
+            ends = [n for n, other in enumerate(lines) if n > number and other.strip() == END]
+            if not ends:
+                raise cell.error(f"{BEGIN} without {END}", number + 1)
+            yield _region(cell, lines[number : ends[0]], number + 1)
+            number = ends[0]
+        elif line.strip() in (STUB, END):
+            raise cell.error(f"{line.strip()} without {BEGIN}", number + 1)
+        elif line.strip().startswith("# solution:"):
+            taken = library_source(cell, line.strip(), number + 1)
+            yield taken.splitlines(), stub_of(cell, taken, number + 1).splitlines()
+        else:
+            yield [line], [line]
+        number += 1
+
+
+def _region(cell: Cell, lines: list[str], first: int) -> tuple[list[str], list[str]]:
+    """Both forms of ``lines``, which begin with BEGIN in line ``first`` and end before END."""
+    begin, *lines = lines
+    marks = [n for n, line in enumerate(lines) if line.strip() in (BEGIN, STUB)]
+    wrong = [n for n in marks if lines[n].strip() == BEGIN] or marks[1:]
+    if wrong:
+        raise cell.error(f"one {BEGIN}, at most one {STUB}, one {END}", first + wrong[0] + 1)
+    solved = []
+    for number, line in enumerate(lines[: marks[0]] if marks else lines, first + 1):
+        is_name = line.strip().startswith("# solution:")
+        solved += library_source(cell, line.strip(), number).splitlines() if is_name else [line]
+    indent = begin[: -len(begin.lstrip())]
+    if marks:
+        after = enumerate(lines[marks[0] + 1 :], first + marks[0] + 2)
+        return solved, [_uncomment(cell, line, number) for number, line in after]
+    if not indent:
+        raise cell.error(f"outside a function write the stub too, after {STUB}", first)
+    return solved, [indent + _raising(cell)]
+
+
+def _raising(cell: Cell) -> str:
+    return f'raise NotImplementedError("exercise {cell.ex}: yours to write")'
+
+
+def _uncomment(cell: Cell, line: str, number: int) -> str:
+    """``    # return None`` -> ``    return None``."""
+    match = re.fullmatch(r"(\s*)#(?: (.*))?|\s*", line)
+    if not match:
+        raise cell.error(f"between {STUB} and {END} every line is a comment", number)
+    return (match[1] or "") + match[2] if match[2] else ""
+
+
+def library_source(cell: Cell, text: str, number: int) -> str:
+    """The source of the function or class that a line ``# solution: …`` names, renamed by it."""
+    match = FROM_LIBRARY.fullmatch(text)
+    if not match:
+        raise cell.error("write # solution: course_lib.module:name, or … :name as other", number)
+    module, name, new_name = match.groups()
+    base = LIBRARY.joinpath(*module.split("."))
+    path = base / "__init__.py" if base.is_dir() else base.with_suffix(".py")
+    if not path.exists():
+        raise cell.error(f"there is no module course_lib.{module}", number)
+    source = path.read_text(encoding="utf-8")
+    for node in ast.parse(source).body:
+        if isinstance(node, ast.FunctionDef | ast.ClassDef) and node.name == name:
+            first = min([node.lineno, *(d.lineno for d in node.decorator_list)])
+            taken = "\n".join(source.splitlines()[first - 1 : node.end_lineno])
+            return re.sub(rf"(?<![\w.]){name}\b", new_name, taken) if new_name else taken
+    raise cell.error(f"course_lib.{module} defines no function or class {name}", number)
+
+
+def stub_of(cell: Cell, source: str, number: int) -> str:
+    """``source`` with a ``raise`` in the place of every function's body; docstrings stay."""
+    lines = source.splitlines()
+    for node in reversed(_functions(ast.parse(source))):
+        first = node.body[0]
+        if ast.get_docstring(node) is not None:
+            kept = first.end_lineno or first.lineno
+        else:
+            heads = [first, *getattr(first, "decorator_list", [])]
+            kept = min(head.lineno for head in heads) - 1
+            while lines[kept - 1].strip().startswith("#"):  # a remark on what is not there
+                kept -= 1
+        if kept < node.lineno:
+            raise cell.error(f"{node.name} is written on one line: it has no stub", number)
+        lines[kept : node.end_lineno] = [" " * first.col_offset + _raising(cell)]
+    return "\n".join(lines)
+
+
+def _functions(tree: ast.Module) -> list[ast.FunctionDef]:
+    """The functions of a module and the methods of its classes, in the order of the lines."""
+    found = []
+    for node in tree.body:
+        for inner in node.body if isinstance(node, ast.ClassDef) else [node]:
+            if isinstance(inner, ast.FunctionDef):
+                found.append(inner)
+    return found
