@@ -1,0 +1,210 @@
+"""A learner's answers in a copy of the pristine notebook: what the official run executes.
+
+Only answer cells are taken, by their metadata and in the order of the document: JupyterLab gives
+new ids to a cell that was copied or split. All else (given cells, checks and their expected
+lines) comes from the course, so nothing that was edited or deleted there matters. The learner's
+file is read and never written.
+"""
+
+from __future__ import annotations
+
+import ast
+import json
+import re
+from collections import Counter
+from collections.abc import Collection, Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from course_lib.grading import registry
+
+NUMBER = re.compile(r"(\d\d)(?!\d)")
+Notebook = Any  # nbformat's NotebookNode, which is a dict with attributes
+
+
+@dataclass(frozen=True)
+class Merged:
+    """A notebook to run. ``exercises`` are the ids of its checks; ``problems`` says of an
+    exercise why its answer was not taken."""
+
+    lesson: str
+    notebook: Notebook = field(repr=False)
+    exercises: tuple[str, ...]
+    problems: Mapping[str, str]
+
+    def exercise_of_cell(self, number: int) -> str | None:
+        """The exercise of code cell ``number`` (from 0), which is how nbval counts."""
+        cells = [cell for cell in self.notebook.cells if cell.cell_type == "code"]
+        return course(cells[number]).get("ex")
+
+
+def course(cell: Notebook) -> dict[str, Any]:
+    """What the course wrote into the metadata of a cell or of a notebook; {} where nothing."""
+    found = cell.get("metadata", {}).get("course", {})
+    return found if isinstance(found, dict) else {}
+
+
+def read(path: Path) -> Notebook:
+    """The notebook in ``path``; a blank file is an empty one. Raises ValueError if it is none."""
+    import nbformat
+
+    try:
+        text = path.read_text(encoding="utf-8-sig")
+    except OSError as error:
+        raise ValueError(f"{path}: cannot be read ({error.strerror})") from None
+    except UnicodeDecodeError:
+        raise ValueError(f"{path}: this is no notebook") from None
+    if not text.strip():
+        return nbformat.v4.new_notebook()
+    try:
+        data = json.loads(text)
+        if not isinstance(data, dict) or "nbformat" not in data:
+            raise ValueError("no nbformat")
+        return nbformat.convert(nbformat.from_dict(_joined(data)), 4)
+    except Exception as error:  # nbformat raises by whatever it stumbles over
+        raise ValueError(f"{path}: this is no notebook ({type(error).__name__})") from None
+
+
+def _joined(data: dict[str, Any]) -> dict[str, Any]:
+    """A notebook as it is stored may hold sources as lists of lines."""
+    for cell in data.get("cells", []):
+        if isinstance(cell.get("source"), list):
+            cell["source"] = "".join(cell["source"])
+    return data
+
+
+def pristine(root: Path, notebook: Notebook, path: Path) -> Path:
+    """The exercise file of the course that ``notebook`` was made from.
+
+    Found by the notebook's metadata, else by its exercise ids, else by the file's name. Raises
+    ValueError that names the lessons.
+    """
+    known = {
+        file.name[:2]: file for file in sorted((root / "exercises").glob("[0-9][0-9]_*.ipynb"))
+    }
+    for lesson in _guesses(notebook, path):
+        if lesson in known:
+            return known[lesson]
+    wanted = ", ".join(file.stem for file in known.values()) or "none is there"
+    guess = next(_guesses(notebook, path), None)
+    says = f"lesson {guess} has no exercises" if guess else "this is no exercise of the course"
+    raise ValueError(f"{path}: {says}; expected is a copy of one of exercises/: {wanted}")
+
+
+def _guesses(notebook: Notebook, path: Path) -> Iterator[str]:
+    named = course(notebook).get("lesson")
+    if isinstance(named, str):
+        yield named
+    ids = [str(course(cell).get("ex", ""))[:2] for cell in notebook.get("cells", [])]
+    yield from (lesson for lesson, _ in Counter(filter(None, ids)).most_common())
+    if match := NUMBER.match(path.name):
+        yield match[1]
+
+
+def merge(
+    root: Path,
+    path: Path,
+    *,
+    seed: int,
+    without: Collection[str] = (),
+    only: str | None = None,
+) -> Merged:
+    """The pristine notebook with the answers of ``path`` in it.
+
+    Answers of exercises ``without`` are left out; with ``only`` the cells of other exercises are.
+    Raises ValueError when the file is no exercise of this course.
+    """
+    learner = read(path)
+    origin = pristine(root, learner, path)
+    notebook = read(origin)
+    lesson = origin.name[:2]
+    ids = tuple(course(cell)["ex"] for cell in _cells(notebook, "check"))
+    if only is not None:
+        if only not in ids:
+            raise ValueError(f"lesson {lesson} has no exercise {only!r}; it has {', '.join(ids)}")
+        ids = (only,)
+        notebook.cells = [cell for cell in notebook.cells if course(cell).get("ex") in (None, only)]
+    problems = {}
+    for ex in ids:
+        if ex not in without and (problem := _take_answer(notebook, learner, ex)):
+            problems[ex] = problem
+    lines = _expected_lines(root / "solutions" / origin.name)
+    _expect(notebook, lines, seed)
+    return Merged(lesson, notebook, ids, problems)
+
+
+def _cells(notebook: Notebook, role: str, ex: str | None = None) -> list[Notebook]:
+    """The code cells of that role, and exercise if given."""
+    return [
+        cell
+        for cell in notebook.get("cells", [])
+        if cell.get("cell_type") == "code"
+        and course(cell).get("role") == role
+        and ex in (None, course(cell).get("ex"))
+    ]
+
+
+def _take_answer(notebook: Notebook, learner: Notebook, ex: str) -> str:
+    """Put the learner's answer of ``ex`` into ``notebook``; return why that cannot be done."""
+    sources = [str(cell.get("source", "")) for cell in _cells(learner, "answer", ex)]
+    if not sources:
+        return f"the file has no answer cell of {ex}: write into the cell that stands there for it"
+    if problem := _syntax_error("\n\n".join(sources)):
+        return problem
+    places = _cells(notebook, "answer", ex)
+    if len(places) != len(sources):  # split, copied or deleted: all of it in the first place
+        sources = ["\n\n".join(sources)] + [""] * (len(places) - 1)
+    for place, source in zip(places, sources, strict=True):
+        place.source = source
+    return ""
+
+
+def _syntax_error(source: str) -> str:
+    from IPython.core.inputtransformer2 import TransformerManager
+
+    try:
+        ast.parse(TransformerManager().transform_cell(source))
+    except SyntaxError as error:
+        return f"the answer has a syntax error in line {error.lineno}: {error.msg}"
+    except (ValueError, RecursionError, MemoryError) as error:  # a null byte, a monstrous nesting
+        return f"the answer cannot be read as Python: {error}"
+    return ""
+
+
+def _expected_lines(solution: Path) -> dict[str, str]:
+    """The line of full marks of each exercise, as the committed solution shows it."""
+    lines: dict[str, str] = {}
+    if solution.exists():
+        for cell in _cells(read(solution), "check"):
+            for output in cell.get("outputs", []):
+                if text := output.get("data", {}).get("text/plain"):
+                    lines[course(cell)["ex"]] = "".join(text)
+    return lines
+
+
+def _expect(notebook: Notebook, lines: Mapping[str, str], seed: int) -> None:
+    """Give every check its expected line and its seed; other cells are run and not compared."""
+    import nbformat
+
+    for cell in notebook.cells:
+        if cell.cell_type == "code":
+            cell.outputs, cell.execution_count = [], None
+    for number, cell in enumerate(_cells(notebook, "check"), 1):
+        ex = course(cell)["ex"]
+        total = registry.find(ex).total
+        line = lines.get(ex, f"{ex}: {total} of {total} passed.")
+        data = {"text/plain": line}
+        cell.source = _seeded(cell.source, seed)
+        cell.execution_count = number
+        cell.outputs = [nbformat.v4.new_output("execute_result", data=data, execution_count=number)]
+
+
+def _seeded(source: str, seed: int) -> str:
+    """The source of a check cell with ``seed=...`` in its call."""
+    tree = ast.parse(source)
+    last = tree.body[-1] if tree.body else None
+    if not isinstance(last, ast.Expr) or not isinstance(last.value, ast.Call):
+        return source
+    last.value.keywords.append(ast.keyword("seed", ast.Constant(seed)))
+    return ast.unparse(tree)

@@ -1,0 +1,74 @@
+"""The pytest plugin beside nbval: what it must not compare, verdicts, and kernels that die.
+
+It is registered as an entry point, so plain ``pytest --nbval`` has it too. It does nothing where
+no notebook is collected, and imports nothing heavy.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from queue import Empty
+from typing import Any
+
+import pytest
+
+from course_lib.grading.verdict import MIME
+
+NOT_COMPARED = ("stdout", "stderr", "text/html", MIME)
+VERDICT, STOPPED, ERROR = "course_verdict", "course_stopped", "course_error"
+LOOK = 0.5  # seconds between two looks whether the kernel is alive
+
+
+def _is_cell(item: pytest.Item) -> bool:
+    return hasattr(item.parent, "skip_compare") and hasattr(item, "test_outputs")
+
+
+def pytest_itemcollected(item: Any) -> None:
+    """Prints, pages for people and data for the grader are not compared."""
+    if _is_cell(item) and MIME not in item.parent.skip_compare:
+        item.parent.skip_compare = (*item.parent.skip_compare, *NOT_COMPARED)
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_runtest_setup(item: Any) -> None:
+    """Have nbval notice that its kernel died, instead of waiting out the timeout of the cell."""
+    kernel = getattr(item.parent, "kernel", None)
+    if _is_cell(item) and kernel is not None and "get_message" not in vars(kernel):
+        kernel.get_message = _watching(kernel)
+
+
+def _watching(kernel: Any) -> Any:
+    plain = kernel.get_message
+
+    def get_message(stream: str, timeout: float | None = None) -> Any:
+        end = time.monotonic() + (float("inf") if timeout is None else timeout)
+        while True:
+            alive = kernel.is_alive()  # before the look: what it said last is still read
+            left = end - time.monotonic()
+            try:
+                return plain(stream, timeout=max(0.0, min(LOOK, left)))
+            except Empty:
+                if not alive:
+                    raise RuntimeError("the kernel died in this cell") from None
+                if left <= LOOK:
+                    raise
+
+    return get_message
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_makereport(item: Any, call: Any) -> None:
+    """Put the verdict, or what went wrong, into ``item.user_properties``."""
+    if call.when != "call" or not _is_cell(item):
+        return
+    for output in item.test_outputs or []:
+        if MIME in output.get("data", {}):
+            item.user_properties.append((VERDICT, json.dumps(output["data"][MIME])))
+        if output.get("output_type") == "error":
+            error = f"{output.get('ename')}: {output.get('evalue')}"
+            item.user_properties.append((ERROR, error[:1000]))
+    if item.parent.kernel is None or not item.parent.kernel.is_alive():
+        item.user_properties.append((STOPPED, "died"))
+    elif item.parent.timed_out:
+        item.user_properties.append((STOPPED, "timeout"))

@@ -1,0 +1,195 @@
+"""The official grade: nbval over the merged notebook, in a fresh process and a fresh kernel."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+from xml.etree import ElementTree
+
+from course_lib.grading import registry
+from course_lib.grading.merge import Merged, merge
+from course_lib.grading.plugin import ERROR, STOPPED, VERDICT
+
+CELL_TIMEOUT = 30.0  # seconds; no cell of the course takes 20
+STARTING = 120.0  # seconds that starting pytest and the kernel may take besides
+
+
+@dataclass(frozen=True)
+class Score:
+    """What one exercise got."""
+
+    passed: int
+    total: int
+    message: str = ""
+
+
+@dataclass(frozen=True)
+class Grade:
+    """What one file got, exercise by exercise."""
+
+    file: str
+    lesson: str
+    scores: dict[str, Score]
+
+    @property
+    def passed(self) -> int:
+        """Cases passed, over all exercises."""
+        return sum(score.passed for score in self.scores.values())
+
+    @property
+    def total(self) -> int:
+        """Cases, over all exercises."""
+        return sum(score.total for score in self.scores.values())
+
+    @property
+    def ok(self) -> bool:
+        """Whether everything passed."""
+        return self.passed == self.total > 0
+
+    def as_dict(self) -> dict[str, Any]:
+        """The grade as ``course grade --json`` prints it."""
+        exercises = {ex: vars(score) for ex, score in self.scores.items()}
+        return {
+            "file": self.file,
+            "exercises": exercises,
+            "passed": self.passed,
+            "total": self.total,
+        }
+
+
+def grade(
+    path: Path,
+    root: Path,
+    *,
+    seed: int | None = None,
+    only: str | None = None,
+    cell_timeout: float = CELL_TIMEOUT,
+) -> Grade:
+    """Grade the notebook in ``path`` against the course in ``root``; ``path`` is only read.
+
+    An answer that hangs or kills its kernel is taken out and the rest is run again, so that the
+    other exercises get their marks. Raises ValueError when the file is no exercise of the course.
+    """
+    seed = random.SystemRandom().randrange(2**31) if seed is None else seed
+    stopped: dict[str, str] = {}
+    while True:
+        merged = merge(root, path, seed=seed, without=stopped, only=only)
+        cells = run_nbval(merged, cell_timeout)
+        culprit = _culprit(merged, cells, cell_timeout)
+        if culprit is None or culprit[0] in stopped:
+            break
+        stopped |= {culprit[0]: culprit[1]}
+    scores = _scores(merged, cells)
+    for ex, message in {**merged.problems, **stopped}.items():
+        scores[ex] = Score(0, registry.find(ex).total, message)
+    return Grade(str(path), merged.lesson, scores)
+
+
+@dataclass(frozen=True)
+class Cell:
+    """How a code cell ended under nbval."""
+
+    number: int
+    verdict: dict[str, Any] | None = None
+    stopped: str = ""  # "timeout" or "died", in this cell or before
+    error: str = ""
+
+
+def run_nbval(merged: Merged, cell_timeout: float = CELL_TIMEOUT) -> list[Cell]:
+    """Run the notebook under ``pytest --nbval`` in a private folder; what each code cell gave."""
+    import nbformat
+
+    with tempfile.TemporaryDirectory(prefix="course-grade-") as name:
+        folder = Path(name)
+        (folder / "pytest.ini").write_text("[pytest]\n")
+        nbformat.write(merged.notebook, folder / "merged.ipynb")
+        code_cells = sum(cell.cell_type == "code" for cell in merged.notebook.cells)
+        _pytest(folder, cell_timeout, STARTING + code_cells * (cell_timeout + 10))
+        report = folder / "report.xml"
+        return _cells(report) if report.exists() else []
+
+
+def _pytest(folder: Path, cell_timeout: float, limit: float) -> None:
+    """pytest with nbval and our plugin alone, ended with its kernel when it takes too long."""
+    command = [sys.executable, "-m", "pytest", "-p", "nbval.plugin"]
+    command += ["-p", "course_lib.grading.plugin", "-p", "no:cacheprovider", "-q"]
+    command += ["--nbval", "--nbval-current-env", f"--nbval-cell-timeout={cell_timeout:g}"]
+    command += ["--tb=no", "-c", "pytest.ini", "--junitxml=report.xml", "merged.ipynb"]
+    environ = {key: value for key, value in os.environ.items() if not key.startswith("PYTEST_")}
+    environ["PYTEST_DISABLE_PLUGIN_AUTOLOAD"] = "1"
+    environ["PYTHONPATH"] = os.pathsep.join(
+        filter(None, [str(Path(__file__).parents[2]), environ.get("PYTHONPATH")])
+    )
+    with (
+        open(folder / "pytest.log", "w") as log,
+        subprocess.Popen(
+            command,
+            cwd=folder,
+            env=environ,
+            stdin=subprocess.DEVNULL,
+            stdout=log,
+            stderr=log,
+            start_new_session=True,
+        ) as process,
+    ):
+        try:
+            process.wait(limit)
+        except subprocess.TimeoutExpired:
+            _end(process)
+        except BaseException:
+            _end(process)
+            raise
+
+
+def _end(process: subprocess.Popen) -> None:
+    """End the run that we started; its kernel sees its parent go and leaves too."""
+    if hasattr(os, "killpg"):
+        os.killpg(process.pid, signal.SIGKILL)
+    else:
+        process.kill()
+
+
+def _cells(report: Path) -> list[Cell]:
+    cells = []
+    for case in ElementTree.parse(report).getroot().iter("testcase"):
+        number = int(case.get("name", "Cell 0").split()[-1])
+        found = {each.get("name"): each.get("value", "") for each in case.iter("property")}
+        verdict = json.loads(found[VERDICT]) if VERDICT in found else None
+        cells.append(Cell(number, verdict, found.get(STOPPED, ""), found.get(ERROR, "")))
+    return cells
+
+
+def _culprit(merged: Merged, cells: list[Cell], cell_timeout: float) -> tuple[str, str] | None:
+    """The exercise in which the run stopped, and how; None when all cells were reached."""
+    first = next((cell for cell in cells if cell.stopped), None)
+    ex = merged.exercise_of_cell(first.number) if first else None
+    if first is None or ex is None:
+        return None
+    if first.stopped == "died":
+        return ex, "the answer ended the kernel: does it call os._exit, or fill the memory?"
+    return ex, f"not done after {cell_timeout:g} s: does a loop in it ever end?"
+
+
+def _scores(merged: Merged, cells: list[Cell]) -> dict[str, Score]:
+    scores = {}
+    for ex in merged.exercises:
+        mine = [cell for cell in cells if merged.exercise_of_cell(cell.number) == ex]
+        check = mine[-1] if mine else Cell(-1, stopped="died")
+        total = registry.find(ex).total
+        if check.verdict is not None and not check.stopped:
+            found = check.verdict
+            scores[ex] = Score(found["passed"], found["total"], found["message"])
+        elif check.stopped or not cells:
+            scores[ex] = Score(0, total, "not reached: the run had stopped before this exercise")
+        else:
+            error = next((cell.error for cell in mine if cell.error), "its check gave no verdict")
+            scores[ex] = Score(0, total, f"the answer cell failed: {error}")
+    return scores

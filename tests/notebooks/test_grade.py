@@ -1,0 +1,207 @@
+"""The official grade on files as learners hand them in, whatever has become of them."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import nbformat
+import pytest
+from nbformat.v4 import new_code_cell, new_markdown_cell, new_notebook, new_output
+
+from course_lib.grading.merge import merge, pristine, read
+from course_lib.grading.run import grade
+
+COORDINATES = """\
+def coordinates(rank, sizes, order):
+    found = {}
+    for axis in order.split("-"):
+        rank, found[axis] = divmod(rank, sizes[axis])
+    return found"""
+GROUPS = """\
+def groups(axis, sizes, order):
+    return make_layout(None, order, **sizes).groups(axis)"""
+STUBS = {
+    "00-1": "def coordinates(rank, sizes, order):\n    raise NotImplementedError('yours')",
+    "00-2": "def groups(axis, sizes, order):\n    raise NotImplementedError('yours')",
+}
+CHECKS = {"00-1": 'check("00-1", coordinates)', "00-2": 'check("00-2", groups)'}
+SOLVED = {"00-1": COORDINATES, "00-2": GROUPS}
+
+
+def cell(ex: str, role: str, source: str):
+    return new_code_cell(source, metadata={"course": {"ex": ex, "role": role}})
+
+
+def notebook(answers: dict[str, str], *, lesson: str | None = "00"):
+    """An exercise notebook with these answers."""
+    cells = [
+        new_markdown_cell("# Lesson"),
+        new_code_cell("from course_lib.layout import make_layout"),
+    ]
+    for ex, source in answers.items():
+        cells += [cell(ex, "answer", source)]
+        cells += [cell(ex, "check", f"from course_lib.grading import check\n{CHECKS[ex]}")]
+    return new_notebook(cells=cells, metadata={"course": {"lesson": lesson}} if lesson else {})
+
+
+def solution():
+    """The solved notebook with the outputs that it was committed with."""
+    solved = notebook(SOLVED)
+    for number, each in enumerate(solved.cells):
+        if each.metadata.get("course", {}).get("role") == "check":
+            line = f"{each.metadata.course.ex}: 4 of 4 passed."
+            each.execution_count = number
+            each.outputs = [new_output("execute_result", {"text/plain": line})]
+    return solved
+
+
+@pytest.fixture(scope="module")
+def root(tmp_path_factory) -> Path:
+    """A course of one lesson."""
+    root = tmp_path_factory.mktemp("course")
+    for folder, content in {"exercises": notebook(STUBS), "solutions": solution()}.items():
+        (root / folder).mkdir()
+        nbformat.write(content, root / folder / "00_start.ipynb")
+    return root
+
+
+@pytest.fixture
+def hand_in(root, tmp_path):
+    """Grade a notebook; its file must be what it was."""
+
+    def graded(content, name: str = "00_mine.ipynb", **how):
+        path = tmp_path / name
+        path.write_text(content if isinstance(content, str) else nbformat.writes(content))
+        before = path.read_bytes()
+        result = grade(path, root, seed=11, cell_timeout=how.pop("cell_timeout", 20), **how)
+        assert path.read_bytes() == before
+        assert [entry.name for entry in tmp_path.iterdir()] == [name]
+        return result
+
+    return graded
+
+
+def counts(result) -> dict[str, int]:
+    return {ex: score.passed for ex, score in result.scores.items()}
+
+
+def test_a_solution_has_full_marks(hand_in):
+    result = hand_in(notebook(SOLVED))
+    assert result.ok
+    exercise = {"passed": 4, "total": 4, "message": ""}
+    assert result.as_dict() == {
+        "file": result.file,
+        "exercises": {"00-1": exercise, "00-2": exercise},
+        "passed": 8,
+        "total": 8,
+    }
+
+
+def test_an_untouched_exercise_has_none(hand_in):
+    result = hand_in(notebook(STUBS))
+    assert (result.passed, result.total, result.ok) == (0, 8, False)
+    assert "not written yet" in result.scores["00-1"].message
+
+
+def test_a_blank_file_is_an_untouched_one(hand_in):
+    result = hand_in("")
+    assert (result.passed, result.total) == (0, 8)
+    assert "no answer cell of 00-1" in result.scores["00-1"].message
+
+
+def test_split_copied_and_moved_answers_and_edited_checks(hand_in):
+    """JupyterLab keeps the metadata of a cell that is split, copied or moved."""
+    lines = COORDINATES.replace("divmod(rank, sizes[axis])", "step(rank, sizes[axis])")
+    mine = notebook({"00-2": GROUPS})  # the second exercise first, its check edited
+    mine.cells[-1].source = "print('all passed')"
+    mine.cells += [
+        cell("00-1", "answer", "step = divmod"),
+        cell("00-1", "answer", lines),
+        cell("00-1", "answer", lines),
+        cell("03-1", "answer", "raise SystemError('of another notebook')"),
+    ]
+    assert counts(hand_in(mine)) == {"00-1": 4, "00-2": 4}
+
+
+def test_a_syntax_error_costs_one_exercise(hand_in):
+    result = hand_in(notebook({**SOLVED, "00-1": "def coordinates(rank:\n  return"}))
+    assert counts(result) == {"00-1": 0, "00-2": 4}
+    assert "syntax error in line 1" in result.scores["00-1"].message
+
+
+@pytest.mark.parametrize(
+    ("answer", "words"),
+    [
+        ("import os\nos._exit(3)", "ended the kernel"),
+        (COORDINATES.replace("found = {}", "import os; os._exit(3)"), "ended the kernel"),
+        ("while True: pass", "not done after 3 s"),
+        ("input('your name? ')", "StdinNotImplementedError"),
+        ("coordinates = None", "coordinates is None; a function is wanted"),
+        ("1 / 0", "the answer cell failed: ZeroDivisionError"),
+    ],
+)
+def test_an_answer_that_breaks_costs_one_exercise(hand_in, answer, words):
+    result = hand_in(notebook({"00-1": answer, "00-2": GROUPS}), cell_timeout=3)
+    assert counts(result) == {"00-1": 0, "00-2": 4}
+    assert words in result.scores["00-1"].message
+
+
+def test_prints_warnings_and_50_MB_change_no_mark(hand_in):
+    noisy = (
+        "import sys, warnings\nwarnings.warn('careful')\nprint('x' * 50_000_000)\n"
+        + COORDINATES.replace("found = {}", "found = {}; print('here', file=sys.stderr)")
+        + "\ndisplay('a value')\n7"
+    )
+    assert counts(hand_in(notebook({**SOLVED, "00-1": noisy}))) == {"00-1": 4, "00-2": 4}
+
+
+def test_nbformat_4_0_has_no_ids(hand_in):
+    data = json.loads(nbformat.writes(notebook(SOLVED)))
+    data |= {"nbformat": 4, "nbformat_minor": 0}
+    for each in data["cells"]:
+        del each["id"]
+    assert hand_in(json.dumps(data)).ok
+
+
+def test_where_the_pristine_notebook_is_found(root):
+    ids = notebook(SOLVED, lesson=None)
+    wanted = root / "exercises" / "00_start.ipynb"
+    assert pristine(root, notebook(SOLVED), Path("mine.ipynb")) == wanted
+    assert pristine(root, ids, Path("mine.ipynb")) == wanted
+    assert pristine(root, new_notebook(), Path("00_x.ipynb")) == wanted
+    for content, name in ((new_notebook(), "notes.ipynb"), (notebook({}, lesson="09"), "x.ipynb")):
+        with pytest.raises(ValueError, match="expected is a copy of one of exercises/: 00_start"):
+            pristine(root, content, Path(name))
+
+
+@pytest.mark.parametrize("text", ["no json", "[1, 2]", "{}", '{"nbformat": 4, "cells": 3}'])
+def test_what_is_no_notebook_is_said(tmp_path, text):
+    path = tmp_path / "00_x.ipynb"
+    path.write_text(text)
+    with pytest.raises(ValueError, match="this is no notebook"):
+        read(path)
+
+
+def test_the_merged_copy_is_pristine_but_for_the_answers(root, tmp_path):
+    mine = notebook(SOLVED)
+    mine.cells[1].source = "raise SystemError('an edited given cell')"
+    path = tmp_path / "00_mine.ipynb"
+    nbformat.write(mine, path)
+    merged = merge(root, path, seed=3)
+    sources = [each.source for each in merged.notebook.cells if each.cell_type == "code"]
+    assert sources[0] == "from course_lib.layout import make_layout"
+    assert sources[1] == COORDINATES
+    assert sources[2].endswith("check('00-1', coordinates, seed=3)")
+    nbformat.validate(merged.notebook)
+
+
+def test_plain_pytest_nbval_passes_on_a_solution(root):
+    command = [sys.executable, "-m", "pytest", "--nbval", "--nbval-current-env", "-q"]
+    command += ["-p", "course_lib.grading.plugin", "-p", "no:cacheprovider"]
+    command += ["-c", "/dev/null", f"--rootdir={root}", str(root / "solutions" / "00_start.ipynb")]
+    result = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    assert result.returncode == 0, result.stdout
+    assert "5 passed" in result.stdout
