@@ -16,11 +16,14 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 import nbformat
+from nbclient import NotebookClient
+from nbclient.exceptions import CellControlSignal, DeadKernelError
 from nbformat import NotebookNode
 
 from course_lib.grading.source import Cell, Lesson, SourceError, read_lesson, solution, stub
 
 KINDS = ("notebooks", "exercises", "solutions")
+FAILURES = (CellControlSignal, DeadKernelError, nbformat.ValidationError)
 LARGEST = 1_000_000  # bytes of a notebook
 CELL_TIMEOUT = 120  # seconds; a cell should take 20 at most, on an idle machine
 METADATA = {
@@ -157,8 +160,6 @@ def execute(notebook: NotebookNode, folder: Path) -> None:
     Raises nbclient's CellExecutionError when a cell fails, ValueError when an output is not fit
     to be committed.
     """
-    from nbclient import NotebookClient
-
     NotebookClient(
         notebook,
         timeout=CELL_TIMEOUT,
@@ -200,7 +201,7 @@ def rebuild(folders: dict[str, Path], *, only: str = "", run: bool = False) -> d
                 if kind != "exercises":  # a stored verdict would praise who has done nothing
                     _fill(notebook, path, run)
                 wanted[path] = text_of(notebook)
-            except Exception as error:
+            except (ValueError, *FAILURES) as error:
                 raise ValueError(f"{path.parent.name}/{path.name}: {error}") from error
     return wanted
 

@@ -4,10 +4,10 @@ The file is jupytext's percent format. A cell that belongs to an exercise says s
 
     # %% course={"ex": "03-2", "role": "answer"}
 
-Roles: ``answer`` (what the learner writes), ``check`` (its last line calls ``check``), ``given``
-(code that stands there for everybody; without ``ex`` it serves all exercises of the lesson). A
-markdown cell with ``ex`` is the text of the exercise; with the role ``answer`` it is a remark on
-the solution and stands only there. An answer cell holds the solution between marks::
+Roles: ``answer`` (what the learner writes), ``check`` (imports ``check``, and its last line calls
+it), ``given`` (code that stands there for everybody; without ``ex`` it serves all exercises of the
+lesson). A markdown cell with ``ex`` is the text of the exercise; with the role ``answer`` it is a
+remark on the solution and stands only there. An answer cell holds the solution between marks::
 
     def square(x):
         '''x times x.'''
@@ -31,10 +31,12 @@ from pathlib import Path
 from typing import Any
 
 ROLES = ("answer", "check", "given")
+IMPORT = "from course_lib.grading import check"  # the first line of a check cell
 LIBRARY = Path(__file__).resolve().parents[1]
 NAME = re.compile(r"(\d\d)_\w+")
 EXERCISE = re.compile(r"(\d\d)-\w+")
 LAYOUT_KEYS = {"lines_to_next_cell", "lines_to_end_of_cell_marker"}  # jupytext's, of the text
+HEAD = re.compile(r"# ?%%")
 BEGIN, STUB, END = "# BEGIN SOLUTION", "# STUB", "# END SOLUTION"
 FROM_LIBRARY = re.compile(r"# solution: course_lib\.(?P<module>[\w.]+):(?P<name>\w+)(?: as (\w+))?")
 
@@ -103,15 +105,19 @@ def read_lesson(path: Path) -> Lesson:
             f"{path.name}:1: a lesson is named NN_slug.py, such as 03_data_parallel.py"
         )
     text = path.read_text(encoding="utf-8")
-    notebook = jupytext.reads(text, fmt="py:percent")
+    try:
+        notebook = jupytext.reads(text, fmt="py:percent")
+    except Exception as error:  # YAML, schema and format errors have no common class
+        words = str(error).strip().splitlines() or [type(error).__name__]
+        raise SourceError(f"{path.name}:1: the header cannot be read: {words[0]}") from error
     if notebook.metadata.get("course", {}).get("lesson") != path.stem[:2]:
         raise SourceError(
             f"{path.name}:1: the header must say course: lesson: '{path.stem[:2]}', in quotes"
         )
     lines = text.splitlines()
-    cells, line = [], _end_of_header(lines)
+    cells, line = [], _before_first_cell(lines, path)
     for cell in notebook.cells:
-        line = _next_head(lines, line, path)
+        line = _next_head(lines, line)
         metadata = {key: cell.metadata[key] for key in cell.metadata if key not in LAYOUT_KEYS}
         cells.append(Cell(cell.cell_type, cell.source, metadata, path.name, line))
         line += len(cell.source.splitlines())  # a head inside a string is no head
@@ -120,19 +126,20 @@ def read_lesson(path: Path) -> Lesson:
     return lesson
 
 
-def _end_of_header(lines: list[str]) -> int:
+def _before_first_cell(lines: list[str], path: Path) -> int:
     """How many lines stand before the first cell: the YAML header between two lines ``# ---``."""
-    return [number for number, line in enumerate(lines, 1) if line == "# ---"][1]
-
-
-def _next_head(lines: list[str], after: int, path: Path) -> int:
-    """The number, from 1, of the next line that begins a cell."""
-    for number, line in enumerate(lines[after:], after + 1):
-        if line.startswith("# %%"):
-            return number
+    header = [number for number, line in enumerate(lines, 1) if line == "# ---"][1]
+    for number, line in enumerate(lines[header:], header + 1):
+        if HEAD.match(line):
+            return number - 1
         if line.strip():
             break
     raise SourceError(f"{path.name}:{number}: a cell begins with a line '# %%'; it is missing")
+
+
+def _next_head(lines: list[str], after: int) -> int:
+    """The number, from 1, of the next line that begins a cell."""
+    return next(n for n, line in enumerate(lines[after:], after + 1) if HEAD.match(line))
 
 
 def _check(lesson: Lesson) -> None:
@@ -177,9 +184,12 @@ def _check_cell(cell: Cell, lesson: str) -> None:
 
 
 def _check_the_check(cell: Cell) -> None:
-    """The last line of a check cell must be ``check("<this exercise>", …)``: it is the verdict."""
-    match ast.parse(_checked(cell, [cell.source])).body[-1:]:
-        case [ast.Expr(ast.Call(ast.Name("check"), [ast.Constant(ex), *_]))] if ex == cell.ex:
+    """It imports check, lest a learner's own name get in its way, and ends in its verdict."""
+    body = ast.parse(_checked(cell, [cell.source])).body
+    if not body or ast.unparse(body[0]) != IMPORT:
+        raise cell.error(f"the first line of this cell must be {IMPORT}")
+    match body[-1]:
+        case ast.Expr(ast.Call(ast.Name("check"), [ast.Constant(ex), *_])) if ex == cell.ex:
             return
     raise cell.error(f'the last line of this cell must be check("{cell.ex}", …)')
 

@@ -74,6 +74,8 @@ def square(x):
 # A remark on the secret.
 
 # %% course={"ex": "07-1", "role": "check"}
+from course_lib.grading import check
+
 check("07-1", square)
 
 # %% course={"ex": "07-2", "role": "answer"}
@@ -87,6 +89,8 @@ messages = 6
 # solution: course_lib.comm.from_messages:ring_all_reduce as my_sum
 
 # %% course={"ex": "07-2", "role": "check"}
+from course_lib.grading import check
+
 check("07-2", messages, my_sum)
 '''
 CODE = HEAD + BODY
@@ -178,10 +182,13 @@ def test_a_solution_is_taken_from_the_library(lesson):
     assert [type(node) for node in function.body] == [ast.Expr, ast.Raise]
 
 
-def answer(tmp_path: Path, text: str):
+CHECK = '# %% course={"ex": "07-1", "role": "check"}\n'
+CHECKED = CHECK + 'from course_lib.grading import check\n\ncheck("07-1", square)\n'
+
+
+def answer(tmp_path: Path, text: str) -> Cell:
     lines = f'# %% course={{"ex": "07-1", "role": "answer"}}\n{text}\n'
-    check = '\n# %% course={"ex": "07-1", "role": "check"}\ncheck("07-1", x)\n'
-    return lesson_of(tmp_path, HEAD + lines + check).cells[0]
+    return lesson_of(tmp_path, HEAD + lines + "\n" + CHECKED).cells[0]
 
 
 def test_a_class_from_the_library(tmp_path):
@@ -215,6 +222,14 @@ def test_library_source_inside_marks_has_a_stub_of_its_own(tmp_path):
     taken = answer(tmp_path, text + "# END SOLUTION")
     assert solution(taken).startswith("def wire(")
     assert stub(taken) == "wire = None"
+
+
+def test_what_the_percent_format_allows_shifts_no_line(tmp_path):
+    extra = '# %% [markdown]\n# Words.\n#\n#\n\n# %% [markdown]\n"""\nquoted\n"""\n\n#%%\n1\n\n'
+    lesson = lesson_of(tmp_path, HEAD + extra + BODY)
+    lines = (HEAD + extra + BODY).splitlines()
+    assert [lines[c.line - 1][:3] for c in lesson.cells[:3]] == ["# %", "# %", "#%%"]
+    assert lines[lesson.cells[-1].line - 1] == '# %% course={"ex": "07-2", "role": "check"}'
 
 
 def test_no_exercise_no_file(tmp_path):
@@ -338,7 +353,6 @@ def changed(old: str, new: str) -> str:
     return CODE.replace(old, new, 1)
 
 
-CHECK = '# %% course={"ex": "07-1", "role": "check"}\n'
 ANSWER = '# %% course={"ex": "07-1", "role": "answer"}'
 REMARK = "# messages = None  # how many?\n"
 TAKEN = "# solution: course_lib."
@@ -346,6 +360,12 @@ TAKEN = "# solution: course_lib."
 BAD = {
     "lesson number": (changed("lesson: '07'", "lesson: '08'"), "# ---", "course: lesson: '07'"),
     "unquoted": (changed("lesson: '07'", "lesson: 07"), "# ---", "in quotes"),
+    "bad header": (changed("#   course:\n", "#   kernelspec: [\n"), "# ---", "cannot be read: "),
+    "no kernel name": (
+        changed("#   course:\n", "#   kernelspec:\n#     name: x\n#   course:\n"),
+        "# ---",
+        "'display_name' is a required property",
+    ),
     "no header": (BODY, "# %% [markdown]", "course: lesson: '07'"),
     "JSON": (changed('"role": "check"', "role: check"), CHECK[:25], "cannot read this head"),
     "role": (changed('"role": "check"', '"role": "test"'), CHECK[:25], "role is 'test'"),
@@ -355,9 +375,11 @@ BAD = {
     "of no exercise": (changed(CHECK, '# %% course={"role": "check"}\n'), "# %% course=", "an ex"),
     "wrong check": (changed('check("07-1"', 'check("07-2"'), CHECK, 'must be check("07-1", …)'),
     "check, then more": (changed("square)\n", "square)\nprint()\n"), CHECK, "the last line"),
+    "no import": (changed("from course_lib.grading import check\n", ""), CHECK, "the first line"),
+    "empty check": (changed(CHECKED, CHECK), CHECK, "the first line"),
     "syntax of a check": (changed("square)\n", "square\n"), CHECK, "is not Python"),
     "no check": (
-        changed(CHECK + 'check("07-1", square)\n', ""),
+        changed(CHECKED, ""),
         '# %% [markdown] course={"ex": "07-1"}',
         "last, one check",
     ),

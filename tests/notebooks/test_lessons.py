@@ -109,3 +109,50 @@ def test_the_kernel_is_this_python(executed):
     assert executed.metadata.kernelspec.name == "python3"
     version = executed.metadata.language_info.version
     assert version == ".".join(map(str, sys.version_info[:3]))
+
+
+SOURCE = """\
+# ---
+# jupyter:
+#   course:
+#     lesson: '05'
+# ---
+
+# %%
+import sys
+
+for text in "abc":
+    print(text, end="", flush=True)
+print(" in pieces", flush=True)
+
+# %%
+LAST
+"""
+
+
+@pytest.mark.parametrize(
+    ("last", "complaint"),
+    [
+        ('sys.stderr.write("d\\n")', ""),
+        ("1 / 0", "notebooks/05_x.ipynb: .*ZeroDivisionError"),
+        ("print('/tmp' + '/here')", r"notebooks/05_x.ipynb: cell 2 \(05-start-2\) prints '/tmp/h'"),
+    ],
+)
+def test_execute_stores_what_is_fit_and_nothing_else(tmp_path, capsys, last, complaint):
+    for kind in build.KINDS:
+        (tmp_path / kind).mkdir()
+    (tmp_path / "notebooks" / "05_x.py").write_text(SOURCE.replace("LAST", last))
+    folders = [str(tmp_path / kind) for kind in build.KINDS]
+    code = build.main([*folders, "--execute"])
+    built = tmp_path / "notebooks" / "05_x.ipynb"
+    if complaint:
+        assert code == 2
+        assert re.match(complaint, capsys.readouterr().err, re.DOTALL)
+        assert not built.exists()
+        return
+    assert code == 0
+    first, second = nbformat.read(built, as_version=4).cells
+    assert [(o.name, o.text) for o in first.outputs] == [("stdout", "abc in pieces\n")]
+    assert [o.output_type for o in second.outputs] == ["stream", "execute_result"]
+    assert first.metadata == {}, "no timing"
+    assert build.main([*folders, "--check"]) == 0
