@@ -79,14 +79,14 @@ def doctor(as_json: AsJson = False) -> int:
 
 @app.command()
 def tour(
-    out: Annotated[Path, typer.Option(help="Folder for the pictures and tour.json.")] = Path(
-        "out/tour"
-    ),
+    out: Annotated[str, typer.Option(help="Folder for the pictures and tour.json.")] = "out/tour",
     as_json: AsJson = False,
 ) -> int:
     """The main job: train on 4 ranks with each technique, and compare with one process."""
-    _make_folder(out, "--out")
-    return import_module("course_lib.tour.job").run_tour(out=out, as_json=as_json)
+    if not out.strip():
+        raise ValueError("--out is empty: give a folder, such as --out out/tour")
+    _make_folder(Path(out), "--out")
+    return import_module("course_lib.tour.job").run_tour(out=Path(out), as_json=as_json)
 
 
 @app.command()

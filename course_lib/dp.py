@@ -73,6 +73,8 @@ class GradientSync:
     """Leaves the sum over the axis in every ``parameter.grad`` when :meth:`finish` returns.
 
     A parameter that this rank did not use counts as zeros, so that all ranks make the same calls.
+    One that *no* rank used then has a gradient of zeros where one process would have none: an
+    optimizer with weight decay or momentum moves it all the same. Freeze such a parameter.
     """
 
     def __init__(self, parameters: Iterable[nn.Parameter], axis: Axis) -> None:

@@ -33,16 +33,18 @@ def run_tour(out: Path = DEFAULT_OUT, as_json: bool = False) -> int:
     faults = [fault for row in rows for fault in row.faults]
     if reporter:
         data = report.as_json(rows, paced, skipped)
-        report.write_json(data, out)
-        report.write_overlays(paced, out)
-        report.write_pictures(pictures, out)
+        written = [
+            *report.write_json(data, out),
+            *report.write_overlays(paced, out),
+            *report.write_pictures(pictures, out),
+        ]
         if as_json:
             print(json.dumps(data, indent=2))
         else:
             console = Console()
             report.print_table(rows, skipped, console)
             report.print_pipelines(paced, console)
-            console.print(f"Written to {out}: {', '.join(sorted(p.name for p in out.iterdir()))}")
+            console.print(f"Written to {out}: {', '.join(written)}")
         for fault in faults:
             progress.print(f"WRONG: {fault}")
     return 1 if faults else 0

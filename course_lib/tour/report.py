@@ -52,13 +52,14 @@ def as_json(
     }
 
 
-def write_json(data: dict[str, Any], out: Path) -> None:
-    """Write tour.json."""
+def write_json(data: dict[str, Any], out: Path) -> list[str]:
+    """Write tour.json; the names of the files written, as of the other writers."""
     out.mkdir(parents=True, exist_ok=True)
     (out / "tour.json").write_text(json.dumps(data, indent=2) + "\n", encoding="utf-8")
+    return ["tour.json"]
 
 
-def write_pictures(measured: dict[str, Results], out: Path) -> None:
+def write_pictures(measured: dict[str, Results], out: Path) -> list[str]:
     """One timeline for each measured run, and the first of them for Perfetto."""
     for name, results in measured.items():
         picture = timeline(results.traces, title=TITLES[name], conditions=Conditions(PACE, LINKS))
@@ -66,9 +67,10 @@ def write_pictures(measured: dict[str, Results], out: Path) -> None:
     if measured:
         first = next(iter(measured))
         perfetto(measured[first].traces, out / "trace.json", title=TITLES[first])
+    return [FILES[name] for name in measured] + ["trace.json"] * bool(measured)
 
 
-def write_overlays(pipelines: Sequence[PacedPipeline], out: Path) -> None:
+def write_overlays(pipelines: Sequence[PacedPipeline], out: Path) -> list[str]:
     """Simulated and measured actions of each schedule over each other."""
     for pipeline in pipelines:
         name = pipeline.schedule.name
@@ -81,6 +83,7 @@ def write_overlays(pipelines: Sequence[PacedPipeline], out: Path) -> None:
             note=f"Sleeps overshot by {pipeline.overshoot:.1%}.",
         )
         picture.savefig(out / f"pipeline-{name}.png", dpi=150)
+    return [f"pipeline-{pipeline.schedule.name}.png" for pipeline in pipelines]
 
 
 def print_pipelines(pipelines: Sequence[PacedPipeline], console: Console) -> None:

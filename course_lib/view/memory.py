@@ -15,6 +15,8 @@ from course_lib.view.style import NORMAL, SMALL, WIDTH, Picture, frame
 
 HEIGHT = 2.6  # inches of the picture of live bytes
 LINES = ("-", "--", ":", "-.")
+# Each line writes its peak into another corner of the dot, so that close peaks can be read.
+CORNERS = ((6, 4), (-6, -4), (-6, 4), (6, -4))
 COLOURS = (style.BLUE, style.VERMILLION, style.BLACK, style.GREEN)
 
 
@@ -100,8 +102,10 @@ def live_plot(
     ax.set_xlabel("time (ms)", size=NORMAL, labelpad=2)
     _show_bytes_upwards(ax, unit)
     entries = [
-        _draw_line(ax, name, line, factor, colour, dashes)
-        for (name, line), colour, dashes in zip(lines.items(), COLOURS, LINES, strict=False)
+        _draw_line(ax, name, line, factor, look)
+        for (name, line), look in zip(
+            lines.items(), zip(COLOURS, LINES, CORNERS, strict=True), strict=False
+        )
     ]
     style.legend(picture, entries, LEFT, BELOW + HEIGHT)
     return picture
@@ -115,9 +119,14 @@ def _show_bytes_upwards(ax: Axes, unit: str) -> None:
 
 
 def _draw_line(
-    ax: Axes, name: str, line: Sequence[tuple[float, int]], factor: float, colour: str, dashes: str
+    ax: Axes,
+    name: str,
+    line: Sequence[tuple[float, int]],
+    factor: float,
+    look: tuple[str, str, tuple[int, int]],
 ) -> Line2D:
-    """Live bytes over time as steps, with a dot and a number at the peak."""
+    """Live bytes over time as steps, with a dot at the peak and a number in its corner of it."""
+    colour, dashes, corner = look
     times = [(when - line[0][0]) * 1e3 for when, _ in line]
     sizes = [size / factor for _, size in line]
     (drawn,) = ax.step(times, sizes, where="post", color=colour, ls=dashes, lw=1.6, label=name)
@@ -126,8 +135,10 @@ def _draw_line(
     ax.annotate(
         size_text(line[peak][1]),
         (times[peak], sizes[peak]),
-        xytext=(6, 4),
+        xytext=corner,
         textcoords="offset points",
+        ha="left" if corner[0] > 0 else "right",
+        va="bottom" if corner[1] > 0 else "top",
         size=SMALL,
         color=colour,
         weight="bold",

@@ -130,6 +130,7 @@ BAD = [
     "doctor now",
     "tour --frobnicate",
     "tour --out",
+    "tour --out=",
     "tour --out /dev/null/there",
     "tour now",
     "lab --port x",

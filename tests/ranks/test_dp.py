@@ -256,6 +256,21 @@ def test_unused_parameters_count_as_zeros(worlds):
         assert_bitwise(results[1], results[0], "gradients")
 
 
+def test_a_parameter_that_no_rank_uses_gets_zeros(worlds):
+    """As the docstring says; serial would leave None, so such a parameter should be frozen."""
+
+    def rank(make_sync):
+        mesh = make_mesh()
+        used, unused = torch.nn.Linear(2, 2), torch.nn.Linear(2, 2)
+        sync = make_sync([*used.parameters(), *unused.parameters()], mesh.dp)
+        used(torch.ones(1, 2)).sum().backward()
+        sync.finish()
+        return [float(p.grad.abs().max()) for p in unused.parameters()]
+
+    for make_sync in SYNCS:
+        assert list(worlds(2).run(rank, make_sync)) == [[0.0, 0.0]] * 2
+
+
 def test_start_equal_makes_replicas_of_rank_0(worlds):
     def rank():
         mesh = make_mesh()

@@ -117,6 +117,7 @@ def test_files(tour):
 
 
 def test_the_table_names_every_technique_and_lesson(tmp_path, capfd, monkeypatch):
+    (tmp_path / "mine.txt").write_text("not of the tour")
     monkeypatch.setenv("COLUMNS", "80")
     monkeypatch.setattr(measure, "TECHNIQUES", techniques.TECHNIQUES[:2])
     monkeypatch.setattr(pipelines, "NAMES", ("1f1b",))
@@ -126,6 +127,8 @@ def test_the_table_names_every_technique_and_lesson(tmp_path, capfd, monkeypatch
     assert "lesson 03" in printed
     assert "predicted" in printed
     assert "4 3 2 1" in printed
+    assert "tour.json, pipeline-1f1b.png, timeline.png" in " ".join(printed.split())
+    assert "mine.txt" not in printed
     assert "…" not in printed, "at 80 columns nothing may be cut"
     assert "dp-naive: 8 steps on 4 ranks" in progress
 
