@@ -104,6 +104,13 @@ def lab(
     os.execv(command[0], command)
 
 
+# JupyterLab would ask the internet for news and updates, and the learner whether it may.
+LAB_STAYS_HOME = (
+    "--LabApp.news_url=None",
+    "--LabApp.check_for_updates_class=jupyterlab.NeverCheckForUpdate",
+)
+
+
 def lab_command(port: int | None, browser: bool, rest: list[str]) -> list[str]:
     """The command that ``course lab`` becomes. Raises ValueError when ``rest`` names no file."""
     if not (ROOT / "notebooks").is_dir():
@@ -113,7 +120,7 @@ def lab_command(port: int | None, browser: bool, rest: list[str]) -> list[str]:
         )
     if rest and not rest[0].startswith("-") and not Path(rest[0]).exists():
         raise ValueError(f"there is no notebook {rest[0]!r}; options of JupyterLab go after --")
-    command = [sys.executable, "-m", "jupyterlab", f"--notebook-dir={ROOT}"]
+    command = [sys.executable, "-m", "jupyterlab", f"--notebook-dir={ROOT}", *LAB_STAYS_HOME]
     if port is not None:
         command.append(f"--ServerApp.port={port}")
     if not browser:
