@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
@@ -58,7 +59,7 @@ class World:
     """``n`` ranks that are kept from run to run: some 5 ms a run instead of 100.
 
     What a function leaves behind in a module stays; groups that it made are released when the
-    next run begins. After a failure the ranks are killed, and the next run starts fresh ones.
+    next run begins. Runs asked for by several threads are made one after another. After a failure the ranks are killed, and the next run starts fresh ones.
     The keywords are those of :func:`run`; ``timeout``, ``pace``, ``links`` and ``checked`` may be
     given to each run too.
     """
@@ -80,6 +81,7 @@ class World:
         self.conditions = arguments.conditions(pace or {}, links, checked)
         self.init = init
         self.device = device
+        self._turn = threading.RLock()  # a rank does one run at a time
         self._ranks: Ranks | None = None
         self._outputs: list[RankOutput] = []
 
@@ -101,14 +103,15 @@ class World:
             self.conditions.checked if checked is None else checked,
         )
         task = Task(b"", conditions, self.device or "cpu", self.init, self.n, cell_names())
-        if (world := joined.joined_world()) is not None:
-            outcomes = world.call(fn, args, task, timeout)
-        else:
-            if self.device == "cuda":
-                arguments.check_cards(self.n)
-            task.call = pack_call(fn, args)
-            outcomes = self._call(task, timeout)
-        return Results(_values(outcomes), outcomes, self._texts())
+        with self._turn:
+            if (world := joined.joined_world()) is not None:
+                outcomes = world.call(fn, args, task, timeout)
+            else:
+                if self.device == "cuda":
+                    arguments.check_cards(self.n)
+                task.call = pack_call(fn, args)
+                outcomes = self._call(task, timeout)
+            return Results(_values(outcomes), outcomes, self._texts())
 
     def _call(self, task: Task, timeout: float) -> list[Outcome]:
         try:
@@ -130,10 +133,11 @@ class World:
         return [output.text() for output in self._outputs] or [""] * self.n
 
     def close(self) -> None:
-        """Let the ranks go. The next run would start fresh ones."""
-        if self._ranks is not None:
-            self._ranks.close()
-            self._ranks = None
+        """Let the ranks go, once a run that is under way is over. The next run starts fresh ones."""
+        with self._turn:
+            if self._ranks is not None:
+                self._ranks.close()
+                self._ranks = None
 
     def __enter__(self) -> World:
         return self

@@ -113,15 +113,24 @@ class ForkServer:
 
 
 _server: list[ForkServer] = []
+_starting = threading.Lock()  # two threads must not start two servers
 
 
 def fork_server() -> ForkServer:
     """This process's fork server, started if need be; it goes on importing while we go on."""
-    if _server and not _server[0].alive():
-        _server.pop().close()
-    if not _server:
-        _server[:] = [ForkServer()]
-    return _server[0]
+    with _starting:
+        if _server and not _server[0].alive():
+            _server.pop().close()
+        if not _server:
+            _server[:] = [ForkServer()]
+        return _server[0]
+
+
+def _forget(server: ForkServer) -> None:
+    with _starting:
+        if server in _server:
+            _server.remove(server)
+            server.close()
 
 
 class ForkedRanks(Ranks):
@@ -156,10 +165,11 @@ def start_ranks(n: int) -> Ranks:
     """``n`` new ranks: forked where processes can fork, else spawned."""
     if not hasattr(os, "fork"):
         return SpawnedRanks(_ranks_directory(_spawn_directory()), n)
+    server = fork_server()
     try:
-        return _fork_ranks(fork_server(), n)
+        return _fork_ranks(server, n)
     except OSError:  # the server has just been killed
-        _server.pop().close()
+        _forget(server)
         return _fork_ranks(fork_server(), n)
 
 

@@ -6,6 +6,7 @@ import inspect
 import pickle
 import sys
 import sysconfig
+import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -18,12 +19,13 @@ INSTALLED = tuple(
     str(Path(sysconfig.get_paths()[kind]).resolve()) for kind in ("stdlib", "purelib", "platlib")
 )
 PACKAGE = str(Path(__file__).resolve().parents[1])
+_registry = threading.Lock()  # cloudpickle's list of what travels by value is the process's
 
 
 def pack_call(fn: Callable, args: Sequence[Any]) -> bytes:
     """``fn`` and ``args`` as bytes; a TypeError names what cannot be pickled."""
     try:
-        with _by_value(_own_modules(fn, args)):
+        with _registry, _by_value(_own_modules(fn, args)):
             return cloudpickle.dumps((fn, tuple(args)))
     except Exception as error:
         raise TypeError(_what_cannot_travel(fn, args, error)) from error
