@@ -87,7 +87,7 @@ def make_layout(
     """
     given = {"tp": tp, "cp": cp, "dp": 1 if dp is None else dp, "pp": pp, "ep": ep}
     for axis, size in given.items():
-        if not isinstance(size, int) or size < 1:
+        if isinstance(size, bool) or not isinstance(size, int) or size < 1:
             raise ValueError(f"axis {axis} has size {size!r}: a size is a whole number, 1 or more")
     others = tp * cp * pp
     if world is None:

@@ -12,6 +12,7 @@ import threading
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from numbers import Real
 from typing import Any
 
 import torch
@@ -70,8 +71,8 @@ class Conditions:
 
     def __post_init__(self) -> None:
         for op, seconds in self.pace.items():
-            if seconds < 0:
-                raise ValueError(f"pace of {op!r} is {seconds} s: it must be 0 or more")
+            if isinstance(seconds, bool) or not isinstance(seconds, Real) or not seconds >= 0:
+                raise ValueError(f"pace of {op!r} is {seconds!r}: seconds are wanted, 0 or more")
 
 
 @dataclass
@@ -82,6 +83,7 @@ class RankContext:
     conditions: Conditions = field(default_factory=Conditions)
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
     cells: dict[str, str] = field(default_factory=dict)  # file name of a cell -> "cell 14"
+    world_size: int = 1  # ranks that were launched with this one, itself included
     ledger: Ledger = field(init=False)
     trace: Trace = field(init=False)
     # When each channel (axis, op of a message, peer) is free again: comm keeps it, a run ends it.
@@ -205,10 +207,17 @@ def make_mesh(
 ) -> Mesh:
     """Lay this world's ranks out on axes and create their groups. Call it on every rank.
 
-    ``dp`` left out is what remains of the world. Without an initialised process group the world
-    is this process alone. Raises ValueError as :func:`course_lib.layout.make_layout` does.
+    ``dp`` left out is what remains of the world. Without a launch and without an initialised
+    process group the world is this process alone. Raises ValueError as
+    :func:`course_lib.layout.make_layout` does, and RuntimeError in one of several ranks that have
+    no process group yet.
     """
     context = rank_context()
+    if context.world_size > 1 and not dist.is_initialized():
+        raise RuntimeError(
+            f"this rank is one of {context.world_size}, but no process group is initialised: call "
+            "torch.distributed.init_process_group first (init=False leaves that to you)"
+        )
     world = dist.get_world_size() if dist.is_initialized() else 1
     rank = dist.get_rank() if dist.is_initialized() else 0
     layout = make_layout(world, order, tp=tp, cp=cp, dp=dp, pp=pp, ep=ep)

@@ -119,7 +119,7 @@ class JoinedWorld:
     def _perform(self, fn: Callable, args: tuple, task: Task, board: Board) -> Outcome:
         here = self.seat
         device = device_of(task.device, here.local_rank)
-        enter_rank(RankContext(here.rank, task.conditions, device, task.cells))
+        enter_rank(RankContext(here.rank, task.conditions, device, task.cells, task.n))
         if not task.init:
             with self._environ(task.n, board):
                 return call(fn, args)

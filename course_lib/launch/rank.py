@@ -102,7 +102,7 @@ def perform(task: Task, birth: Birth) -> Outcome:
             _drop_groups()
     except Exception as error:
         return raised(error)
-    enter_rank(RankContext(birth.rank, task.conditions, device, task.cells))
+    enter_rank(RankContext(birth.rank, task.conditions, device, task.cells, birth.n))
     try:
         fn, args = unpack(task.call)
     except Exception as error:

@@ -154,6 +154,7 @@ def test_16384_ranks_quickly():
         ({"order": ""}, ["''"]),
         ({"order": "tp-dp-tp"}, ["tp", "more than once"]),
         ({"order": "tp-dp", "pp": 2}, ["leaves out", "pp", "2"]),
+        ({"tp": True}, ["axis tp", "True"]),
         ({"dp": 4, "ep": 3}, ["ep=3", "dp x cp = 4"]),
     ],
 )

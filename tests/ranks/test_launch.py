@@ -135,6 +135,19 @@ def test_without_init_only_the_variables_are_set():
     assert first[2] == second[2] > 1024
 
 
+def test_without_init_a_mesh_before_the_process_group_is_refused():
+    said = "one of 2, but no process group is initialised: call torch.distributed.init_process"
+    with pytest.raises(RankError, match=said):
+        run(make_mesh, n=2, init=False)
+
+    def work():
+        dist.init_process_group("gloo")
+        return make_mesh().sizes
+
+    assert run(work, n=2, init=False) == [{"dp": 2}] * 2
+    assert run(lambda: make_mesh().sizes, n=1, init=False) == [{}]
+
+
 def test_fresh_ranks_are_fresh_and_kept_ranks_are_kept():
     def count():
         os.environ["SEEN"] = "yes"
@@ -265,7 +278,9 @@ def test_spawned_ranks_do_the_same(monkeypatch, tmp_path):
         ({"timeout": float("nan")}, ValueError, "timeout=nan"),
         ({"timeout": None}, TypeError, "timeout=None"),
         ({"device": "tpu"}, ValueError, "device='tpu'"),
-        ({"pace": {"F": -1.0}}, ValueError, "pace of 'F'"),
+        ({"pace": {"F": -1.0}}, ValueError, "pace of 'F' is -1.0"),
+        ({"pace": {"F": "x"}}, ValueError, "pace of 'F' is 'x'"),
+        ({"pace": {"F": float("nan")}}, ValueError, "pace of 'F' is nan"),
         ({"pace": 3}, TypeError, "pace=3"),
         ({"links": 3}, TypeError, "links=3"),
         ({"checked": "yes"}, TypeError, "checked='yes'"),
