@@ -6,15 +6,13 @@ parameters on the same batches. ``ddp again`` is a second DDP: its ratio to the 
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable
 
 import torch
-import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 from course_lib import dp
-from course_lib.bench.rounds import interleave, ratios, slowest_rank
+from course_lib.bench.rounds import interleave, ratios, slowest_rank, timed
 from course_lib.data import batch
 from course_lib.launch import World
 from course_lib.mesh import Mesh, make_mesh
@@ -58,25 +56,8 @@ def text(result: dict) -> str:
 
 def _time_ranks(rounds: int) -> dict[str, list[float]]:
     mesh = make_mesh()
-    contestants = {name: _timed(make(mesh), mesh) for name, make in _CONTESTANTS.items()}
+    contestants = {name: timed(make(mesh), mesh) for name, make in _CONTESTANTS.items()}
     return interleave(contestants, rounds)
-
-
-def _timed(step: Callable[[int], None], mesh: Mesh) -> Callable[[], float]:
-    """One step from a common start, in seconds."""
-    count = 0
-
-    def timed() -> float:
-        nonlocal count
-        dist.barrier()
-        start = time.perf_counter()
-        step(count)
-        count += 1
-        mesh.trace.clear()
-        mesh.ledger.clear()
-        return time.perf_counter() - start
-
-    return timed
 
 
 def _inputs(step: int, mesh: Mesh):

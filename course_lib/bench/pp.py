@@ -11,17 +11,15 @@ instead of competing, show those.
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable
 from functools import partial
 from statistics import median
 
 import torch
-import torch.distributed as dist
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe
 
 from course_lib import comm, pp
-from course_lib.bench.rounds import interleave, ratios, slowest_rank
+from course_lib.bench.rounds import interleave, ratios, slowest_rank, timed
 from course_lib.data import batch
 from course_lib.launch import World
 from course_lib.mesh import Mesh, make_mesh
@@ -123,30 +121,13 @@ def _time_ranks(rounds: int) -> tuple[dict[str, list[float]], dict[str, int]]:
     """Seconds of every contestant, and its peak of live bytes on this rank."""
     mesh = make_mesh(pp=RANKS)
     steps = {name: contestant(mesh) for name, contestant in _CONTESTANTS.items()}
-    times = interleave({name: _timed(step, mesh) for name, step in steps.items()}, rounds)
+    times = interleave({name: timed(step, mesh) for name, step in steps.items()}, rounds)
     peaks = {}
     for name, step in steps.items():
         with PeakLiveBytes() as live:
             step(0)
         peaks[name] = live.peak
     return times, peaks
-
-
-def _timed(step: Step, mesh: Mesh) -> Callable[[], float]:
-    """One step from a common start, in seconds."""
-    count = 0
-
-    def timed() -> float:
-        nonlocal count
-        dist.barrier()
-        start = time.perf_counter()
-        step(count)
-        count += 1
-        mesh.trace.clear()
-        mesh.ledger.clear()
-        return time.perf_counter() - start
-
-    return timed
 
 
 def _inputs(step: int) -> pp.Batch:

@@ -7,10 +7,33 @@ rotates from round to round, and what is reported is the median of the rounds' r
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Mapping
 from statistics import median
 
+import torch.distributed as dist
+
+from course_lib.mesh import Mesh
+
 Times = dict[str, list[float]]  # seconds by contestant, one for each round
+
+
+def timed(step: Callable[[int], None], mesh: Mesh) -> Callable[[], float]:
+    """``step(0)``, ``step(1)``, ... one a call, from a common start of all ranks; its seconds."""
+    count = 0
+
+    def once() -> float:
+        nonlocal count
+        dist.barrier()
+        start = time.perf_counter()
+        step(count)
+        count += 1
+        seconds = time.perf_counter() - start
+        mesh.trace.clear()  # or every round would be slower than the one before
+        mesh.ledger.clear()
+        return seconds
+
+    return once
 
 
 def interleave(
