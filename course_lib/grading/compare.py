@@ -1,0 +1,75 @@
+"""What is wrong with a tensor, in words: shape, dtype, a wrong factor, one rank's share."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+RELATIVE, ABSOLUTE = 1e-4, 1e-5  # float32 sums in another order; a mistake is far larger
+
+
+def agrees(got: Any, wanted: Tensor) -> bool:
+    """Whether ``got`` is a tensor of that shape and, up to rounding, of those values."""
+    return (
+        isinstance(got, Tensor)
+        and got.shape == wanted.shape
+        and torch.allclose(got.double(), wanted.double(), RELATIVE, ABSOLUTE)
+    )
+
+
+def factor(got: Tensor, wanted: Tensor) -> float | None:
+    """k, if ``got`` is k times ``wanted`` and k is neither 0 nor 1; else None."""
+    got, wanted = got.double().flatten(), wanted.double().flatten()
+    norm = float(wanted @ wanted)
+    if norm == 0 or got.shape != wanted.shape:
+        return None
+    k = float(got @ wanted) / norm
+    if abs(k) < 1e-6 or abs(k - 1) < 1e-3 or not agrees(got, k * wanted):
+        return None
+    return k
+
+
+def times(k: float) -> str:
+    """``exactly 4 times too large``, ``exactly 4 times too small``, ``-2 times what is right``."""
+    for size, word in ((k, "large"), (1 / k, "small")):
+        if size > 1:
+            return f"exactly {round(size, 3):g} times too {word}"
+    return f"{round(k, 3):g} times what is right"
+
+
+def difference(what: str, got: Sequence[Any], wanted: Sequence[Tensor]) -> str:
+    """What is wrong with the tensors ``got`` by rank; empty where all are right.
+
+    ``what`` names them in the plural: "outputs", "gradients".
+    """
+    bad = [rank for rank, value in enumerate(got) if not agrees(value, wanted[rank])]
+    if not bad:
+        return ""
+    rank = bad[0]
+    value, right = got[rank], wanted[rank]
+    if not isinstance(value, Tensor):
+        return f"rank {rank} returned a {type(value).__name__}; a tensor is wanted"
+    if value.shape != right.shape:
+        return f"{what} of rank {rank} have shape {list(value.shape)}; {list(right.shape)} is right"
+    factors = {factor(got[each], wanted[each]) if _same_shape(got[each], right) else None
+               for each in bad}  # fmt: skip
+    if len(bad) == len(got) and None not in factors and len({round(k, 3) for k in factors}) == 1:  # type: ignore[arg-type]
+        return f"your {what} are {times(next(iter(factors)))}"  # type: ignore[arg-type]
+    where = "every rank" if len(bad) == len(got) else f"ranks {', '.join(map(str, bad))} only"
+    return f"{what} are wrong on {where}: {_worst(value, right, rank)}"
+
+
+def _same_shape(value: Any, right: Tensor) -> bool:
+    return isinstance(value, Tensor) and value.shape == right.shape
+
+
+def _worst(value: Tensor, right: Tensor, rank: int) -> str:
+    """How many elements are wrong on a rank, and the first of them."""
+    bad = ~torch.isclose(value.double(), right.double(), RELATIVE, ABSOLUTE)
+    place = bad.nonzero()[0].tolist()
+    got, wanted = value[tuple(place)].item(), right[tuple(place)].item()
+    count = f"{int(bad.sum())} of {value.numel()} elements"
+    return f"on rank {rank} {count}, first at {place}: {got:.4g} where {wanted:.4g} is right"

@@ -1,0 +1,222 @@
+"""Lesson 02: collectives from send and recv."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from fractions import Fraction
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from course_lib import comm
+from course_lib.grading.compare import difference
+from course_lib.grading.exercise import Answer, Wrong
+from course_lib.grading.ranked import RankCase, Ranked, Seen, Trial
+from course_lib.mesh import Axis, Mesh
+
+REFUSAL = "raised PermissionError: this is what you are asked to write"
+TWO, FOUR, UNEVEN, ONE = range(4)
+TRIALS = (Trial(2, 8), Trial(4, 4096), Trial(3, 7), Trial(1, 5))
+
+
+def _inputs(trial: Trial, rank: int, seed: int) -> tuple[Tensor]:
+    generator = torch.Generator().manual_seed(seed + rank)
+    return (torch.randn(trial.size, generator=generator),)
+
+
+def _act(answers: Sequence[Answer], inputs: tuple[Any, ...], mesh: Mesh) -> Any:
+    return answers[0](inputs[0], mesh.world)
+
+
+def _given(seen: Seen) -> list[Tensor]:
+    return [_inputs(seen.trial, rank, seen.seed)[0] for rank in range(seen.trial.n)]
+
+
+def _sums(seen: Seen) -> str:
+    """Every rank holds the sum over all ranks."""
+    given, n = _given(seen), seen.trial.n
+    total = torch.stack(given).sum(0)
+    says = difference("outputs", seen.values, [total] * n)
+    if says and n > 1 and not difference("outputs", seen.values, given):
+        return f"every rank gives its own x back: nothing was added ({says})"
+    if says and n > 1 and not difference("outputs", seen.values, [given[0]] * n):
+        return f"every rank has rank 0's x: that is a broadcast ({says})"
+    if says and not difference("outputs", seen.values, [total / n] * n):
+        return f"this is the mean; the sum is wanted: {says}"
+    return says + _only_own_piece(seen, total) if says else ""
+
+
+def _only_own_piece(seen: Seen, total: Tensor) -> str:
+    """The mistake of stopping half-way: each rank has the sum in its own piece alone."""
+    n = seen.trial.n
+    for turn in range(n):  # which piece is a rank's own is its author's choice
+        right = [
+            isinstance(value, Tensor)
+            and value.shape == total.shape
+            and torch.allclose(
+                value.tensor_split(n)[(rank + turn) % n], total.tensor_split(n)[(rank + turn) % n]
+            )
+            for rank, value in enumerate(seen.values)
+        ]
+        if all(right):
+            return "; one piece is right on each rank: the all-gather half is missing or wrong"
+    return ""
+
+
+def _left_alone(seen: Seen) -> str:
+    after = [rank.inputs[0] for rank in seen.ranks]
+    if difference("inputs", after, _given(seen)):
+        return "x was written: a collective of the course leaves the caller's tensor as it is"
+    return ""
+
+
+def _ring_messages(seen: Seen) -> str:
+    """2(n-1) messages to one neighbour, as many from the other, and no collective of torch."""
+    n = seen.trial.n
+    for rank, observed in enumerate(seen.ranks):
+        others = sorted({call.op for call in observed.calls} - {"send", "recv"})
+        if others:
+            return f"rank {rank} called {', '.join(others)}: use send and recv alone"
+        sends = [call.peer for call in observed.calls if call.op == "send"]
+        peers = {peer for peer in sends if peer is not None}
+        if not peers <= {(rank + 1) % n} and not peers <= {(rank - 1) % n}:
+            names = ", ".join(map(str, sorted(peers)))
+            return f"rank {rank} sent to ranks {names}: in a ring it sends to one neighbour"
+        if len(sends) != 2 * (n - 1):
+            return f"rank {rank} sent {len(sends)} messages; a ring of {n} sends {2 * (n - 1)}"
+    return ""
+
+
+def _ring_bytes(seen: Seen) -> str:
+    n, size = seen.trial.n, 4 * seen.trial.size
+    wanted = Fraction(2 * (n - 1), n) * size
+    for rank, observed in enumerate(seen.ranks):
+        sent = sum((call.wire(n) for call in observed.calls), Fraction(0))
+        if sent != wanted:
+            return (
+                f"rank {rank} sent {float(sent):,g} bytes for x of {size:,}; 2(n-1)/n S are "
+                f"{float(wanted):,g}: send pieces of x, not all of it"
+            )
+    return ""
+
+
+def _peak(seen: Seen) -> str:
+    size = 4 * seen.trial.size
+    worst = max(observed.peak for observed in seen.ranks)
+    if worst <= 3 * size:
+        return ""
+    return (
+        f"{worst:,} bytes were alive at once, more than 3 times x ({size:,}): a ring needs no "
+        "copy of every rank's x"
+    )
+
+
+def _by_ring(x: Tensor, axis: Axis, *, gather: bool = True, adding: bool = True) -> Tensor:
+    pieces = [piece.clone() for piece in x.tensor_split(axis.size)]
+    for turn in range(2 * (axis.size - 1) if gather else axis.size - 1):
+        leaving, arriving = (axis.rank - turn) % axis.size, (axis.rank - turn - 1) % axis.size
+        got = comm.exchange(pieces[leaving], axis, axis.next, axis.previous, like=pieces[arriving])
+        first_half = turn < axis.size - 1
+        pieces[arriving] = pieces[arriving] + got if first_half and adding else got
+    return torch.cat(pieces)
+
+
+def _send_first(x: Tensor, axis: Axis) -> Tensor:
+    for _ in range(axis.size - 1):
+        comm.send(x, axis, axis.next)
+        x = x + comm.recv(x, axis, axis.previous)
+    return x
+
+
+def _whole_tensors(x: Tensor, axis: Axis) -> Tensor:
+    total = travelling = x
+    for _ in range(axis.size - 1):
+        travelling = comm.exchange(travelling, axis, axis.next, axis.previous)
+        total = total + travelling
+    return total
+
+
+def _gather_all(x: Tensor, axis: Axis) -> Tensor:
+    return torch.stack([block for _, block in comm.ring(x, axis)]).sum(0)
+
+
+def _doubling(x: Tensor, axis: Axis) -> Tensor:
+    """Adds a total that already holds this rank's own share."""
+    return _by_ring(x, axis) * axis.size
+
+
+def _raises_on_rank_1(x: Tensor, axis: Axis) -> Tensor:
+    if axis.rank == 1:
+        raise IndexError("no piece 4")
+    return comm.all_reduce(x, axis)
+
+
+def _in_place(x: Tensor, axis: Axis) -> Tensor:
+    return x.copy_(_by_ring(x, axis))
+
+
+def _right_backwards(x: Tensor, axis: Axis) -> Tensor:
+    """The same ring turned the other way, into one buffer, with two messages in flight."""
+    n, rank = axis.size, axis.rank
+    total = x.clone()
+    views = total.tensor_split(n)
+    for turn in range(2 * (n - 1)):
+        leaving, arriving = views[(rank + turn) % n], views[(rank + turn + 1) % n]
+        incoming = comm.start_exchange(axis, [(leaving, axis.previous)], [(arriving, axis.next)])
+        (got,) = incoming.wait()
+        arriving.copy_(arriving + got if turn < n - 1 else got)
+    return total
+
+
+RING = Ranked(
+    id="02-1",
+    title="a ring all-reduce from send and recv",
+    names=("ring_all_reduce",),
+    hints=(
+        "Cut x into n pieces. In n-1 turns every piece travels once around the ring: what should "
+        "a rank do with a piece that arrives?",
+        "Two halves: n-1 turns in which what arrives is added to the own piece, then n-1 turns in "
+        "which what arrives takes its place. In turn t rank r sends piece (r - t) mod n.",
+        "comm.exchange(pieces[(r - t) % n], axis, axis.next, axis.previous, like=pieces[(r - t - "
+        "1) % n]) posts both messages at once; add in turns 0..n-2, replace in turns n-1..2n-3, "
+        "then cat.",
+    ),
+    wrong=(
+        Wrong(lambda x, axis: x, words="nothing was added"),
+        Wrong(lambda x, axis: None, words="returned a NoneType; a tensor is wanted"),
+        Wrong(lambda x, axis: _by_ring(x, axis, gather=False), words="the all-gather half"),
+        Wrong(lambda x, axis: _by_ring(x, axis) / axis.size, words="this is the mean"),
+        Wrong(_doubling, words="your outputs are exactly 2 times too large"),
+        Wrong(lambda x, axis: comm.broadcast(x, axis, 0), words="that is a broadcast"),
+        Wrong(lambda x, axis: comm.all_reduce(x, axis), words="use send and recv alone"),
+        Wrong(lambda x, axis: comm.ring_all_reduce(x, axis), words=REFUSAL),
+        Wrong(lambda x, axis: comm.tree_all_reduce(x, axis), words=REFUSAL),
+        Wrong(_whole_tensors, words="a ring of 4 sends 6"),
+        Wrong(_gather_all, words="a ring of 4 sends 6"),
+        Wrong(_send_first, words="every rank waits in send"),
+        Wrong(_raises_on_rank_1, words="rank 1 raised IndexError: no piece 4"),
+        Wrong(_in_place, words="x was written"),
+    ),
+    right=(_by_ring, _right_backwards),
+    stub=lambda x, axis: None,
+    trials=TRIALS,
+    inputs=_inputs,
+    act=_act,
+    looks=(
+        RankCase("outputs", "two ranks", TWO, _sums),
+        RankCase("outputs", "four ranks", FOUR, _sums),
+        RankCase("outputs", "three ranks, uneven pieces", UNEVEN, _sums),
+        RankCase("outputs", "x is left as it is", TWO, _left_alone, later=True),
+        RankCase("outputs", "one rank", ONE, _sums),
+        RankCase("wire", "messages and peers", FOUR, _ring_messages),
+        RankCase("wire", "bytes", FOUR, _ring_bytes),
+        RankCase("peak", "memory", FOUR, _peak),
+    ),
+    refused=(
+        "course_lib.comm.from_messages:ring_all_reduce",
+        "course_lib.comm.from_messages:tree_all_reduce",
+    ),
+)
+
+EXERCISES = (RING,)

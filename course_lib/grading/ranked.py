@@ -1,0 +1,186 @@
+"""Exercises that run on real ranks: each trial is one launch, each case a look at what it gave."""
+
+from __future__ import annotations
+
+import random
+import re
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from importlib import import_module
+from types import FunctionType
+from typing import Any
+
+from course_lib.grading import registry
+from course_lib.grading.answers import NotRight, guarded
+from course_lib.grading.exercise import Answer, Exercise
+from course_lib.grading.verdict import AXES, CaseResult
+from course_lib.grading.wire import WireCall, WireCalls
+from course_lib.launch import RankDeadline, RankError, run
+from course_lib.mesh import Mesh, make_mesh
+from course_lib.trace import PeakLiveBytes
+
+LATER = "this counts only once the outputs are right on two ranks or more"
+
+
+@dataclass(frozen=True)
+class Trial:
+    """One launch: ``n`` ranks; ``size`` is what the exercise makes of it (elements, layers)."""
+
+    n: int
+    size: int
+
+
+@dataclass(frozen=True)
+class Observed:
+    """What one rank gave: its result, its calls, its peak of live bytes, its inputs afterwards."""
+
+    value: Any
+    calls: list[WireCall]
+    peak: int
+    inputs: tuple[Any, ...]
+
+
+@dataclass(frozen=True)
+class Seen:
+    """All that a case may look at: the trial, its seed, and what each rank gave."""
+
+    trial: Trial
+    seed: int
+    ranks: Sequence[Observed]
+
+    @property
+    def values(self) -> list[Any]:
+        """The results by rank."""
+        return [rank.value for rank in self.ranks]
+
+
+@dataclass(frozen=True)
+class RankCase:
+    """One thing that counts: ``look`` says what is wrong in trial number ``trial``, or "".
+
+    ``later`` is for a case of the outputs that an answer which does nothing would pass.
+    """
+
+    axis: str
+    title: str
+    trial: int
+    look: Callable[[Seen], str]
+    later: bool = False
+
+    def __post_init__(self) -> None:
+        assert self.axis in AXES, self.axis
+
+
+@dataclass(frozen=True)
+class Ranked(Exercise):
+    """An exercise whose answer runs on ranks.
+
+    ``inputs(trial, rank, seed)`` makes the arguments of one rank; ``act(answers, inputs, mesh)``
+    calls the answers there. ``refused`` are library functions ("course_lib.comm:name") that are
+    the answer themselves. Outputs on two ranks or more are looked at first: only when all of them
+    are right do wire, peak and one-rank cases count.
+    """
+
+    trials: tuple[Trial, ...] = field(repr=False)
+    inputs: Callable[[Trial, int, int], tuple[Any, ...]] = field(repr=False)
+    act: Callable[[Sequence[Answer], tuple[Any, ...], Mesh], Any] = field(repr=False)
+    looks: tuple[RankCase, ...] = field(repr=False)
+    refused: tuple[str, ...] = ()
+
+    @property
+    def cases(self) -> tuple[tuple[str, str], ...]:
+        return tuple((case.axis, case.title) for case in self.looks)
+
+    def first(self, case: RankCase) -> bool:
+        """Whether this case must pass before the others count."""
+        return case.axis == "outputs" and self.trials[case.trial].n > 1 and not case.later
+
+    def results(
+        self, answers: Sequence[Answer], rng: random.Random, deadline: float
+    ) -> list[CaseResult]:
+        end = time.monotonic() + deadline
+        seen: dict[int, Seen] = {}
+        found: dict[RankCase, str] = {}
+        for case in sorted(self.looks, key=lambda case: not self.first(case)):
+            if not self.first(case) and any(found[each] for each in found if self.first(each)):
+                found[case] = LATER
+                continue
+            try:
+                if case.trial not in seen:
+                    left = max(end - time.monotonic(), 1.0)
+                    seed = rng.randrange(2**31)
+                    seen[case.trial] = self._launch(case.trial, seed, answers, left, deadline)
+                found[case] = case.look(seen[case.trial])
+            except NotRight as error:  # the run broke: another would break in the same way
+                return self._broken(found, case, str(error))
+        return [CaseResult(case.axis, case.title, found[case]) for case in self.looks]
+
+    def _broken(self, found: dict[RankCase, str], case: RankCase, reason: str) -> list[CaseResult]:
+        """What was seen before the run broke counts only if it is an output."""
+        return [
+            CaseResult(
+                each.axis,
+                each.title,
+                found[each] if self.first(each) and each in found else reason,
+            )
+            for each in self.looks
+        ]
+
+    def _launch(
+        self, number: int, seed: int, answers: Sequence[Answer], left: float, deadline: float
+    ) -> Seen:
+        trial = self.trials[number]
+        try:
+            with guarded(left + 5):  # prints are bounded; the launch holds the deadline itself
+                ranks = run(graded_rank, self.id, number, seed, *answers, n=trial.n, timeout=left)
+        except RankError as error:
+            if isinstance(error.exception, NotImplementedError):
+                raise NotRight(f"{self.names[0]} is not written yet ({error.exception})") from None
+            raise NotRight(f"on {trial.n} ranks {said(error, deadline)}") from None
+        except TypeError as error:  # an answer that cannot travel
+            raise NotRight(str(error)) from None
+        return Seen(trial, seed, ranks)
+
+
+def graded_rank(exercise_id: str, number: int, seed: int, *answers: Answer) -> Observed:
+    """Runs in a rank: the answers on this rank's inputs, with all that is measured."""
+    exercise = registry.find(exercise_id)
+    assert isinstance(exercise, Ranked)
+    mesh = make_mesh()
+    inputs = exercise.inputs(exercise.trials[number], mesh.rank, seed)
+    for name in exercise.refused:
+        refuse(name)
+    with PeakLiveBytes() as peak, WireCalls() as wire:
+        value = exercise.act(answers, inputs, mesh)
+    return Observed(value, wire.calls, peak.peak, inputs)
+
+
+def refuse(name: str) -> None:
+    """In this process "module:function" raises from now on, under every name that it has."""
+    module, function = name.split(":")
+    target = getattr(import_module(module), function)
+    assert isinstance(target, FunctionType), name
+    target.__code__ = _refusing.__code__
+    target.__kwdefaults__ = None
+
+
+def _refusing(*args: Any, **kwargs: Any) -> Any:
+    raise PermissionError("this is what you are asked to write")  # it has no globals of its own
+
+
+def said(error: RankError, deadline: float) -> str:
+    """The report of a launch as the sentence of a verdict."""
+    if isinstance(error, RankDeadline):
+        places = "; ".join(error.standing.values())
+        waits = [line for line in error.standing.values() if re.search(r"was at: \S*send", line)]
+        if len(waits) == len(error.standing):
+            return (
+                "every rank waits in send: a send returns only when the other side receives, so "
+                "they wait for ever; post both at once, or let half of the ranks receive first "
+                f"({places})"
+            )
+        return f"the answer had not returned after {deadline:g} s: {places}"
+    lines = error.report.splitlines()
+    own = [line.strip() for line in lines[1:] if re.match(r"  (cell|line)", line)]
+    return ", ".join([lines[0], *own[-1:]])

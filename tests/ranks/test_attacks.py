@@ -1,0 +1,132 @@
+"""Exercises on ranks under attack: each wrong answer is rejected with its message."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from course_lib.grading import check, registry
+from course_lib.grading.attack import DEADLINE, attack, table
+from course_lib.grading.compare import difference
+from course_lib.grading.ranked import Ranked
+from course_lib.grading.wire import WireCall, WireCalls
+from course_lib.launch import run
+
+RANKED = [
+    exercise
+    for lesson in registry.lesson_numbers()
+    for exercise in registry.exercises(lesson)
+    if isinstance(exercise, Ranked)
+]
+
+
+@pytest.mark.parametrize("exercise", RANKED, ids=lambda exercise: exercise.id)
+def test_an_exercise_stands_its_attack(exercise):
+    result = attack(exercise)
+    assert not result.failures, table([result])
+    assert (result.wrong, result.right) == (result.rejected, result.accepted)
+    assert result.wrong >= 6
+    assert result.right >= 1
+    assert len(exercise.hints) == 3
+
+
+def does_nothing(x, axis):
+    return x
+
+
+def leaves(x, axis):
+    import os
+
+    os._exit(3)
+
+
+def unwritten(x, axis):
+    raise NotImplementedError("exercise 02-1: yours to write")
+
+
+@pytest.mark.parametrize(
+    ("answer", "words"),
+    [
+        (does_nothing, "nothing was added"),
+        (leaves, "left the process with exit code 3"),
+        (unwritten, "ring_all_reduce is not written yet"),
+    ],
+)
+def test_an_answer_that_does_nothing_or_dies_scores_nothing(answer, words):
+    verdict = check("02-1", answer, seed=4, deadline=DEADLINE)
+    assert (verdict.passed, verdict.total) == (0, 8)
+    assert words in verdict.message
+
+
+def raw_ring(x, axis):
+    """In raw torch: the same messages, counted although comm saw none of them."""
+    n, rank = dist.get_world_size(), dist.get_rank()
+    if n == 1:
+        return x
+    pieces = [piece.clone() for piece in x.tensor_split(n)]
+    for turn in range(2 * (n - 1)):
+        out, into = (rank - turn) % n, (rank - turn - 1) % n
+        got = torch.empty_like(pieces[into])
+        send = dist.P2POp(dist.isend, pieces[out], (rank + 1) % n)
+        receive = dist.P2POp(dist.irecv, got, (rank - 1) % n)
+        for work in dist.batch_isend_irecv([send, receive]):
+            work.wait()
+        pieces[into] = pieces[into] + got if turn < n - 1 else got
+    return torch.cat(pieces)
+
+
+def raw_all_reduce(x, axis):
+    total = x.clone()
+    dist.all_reduce(total)
+    return total
+
+
+def test_raw_torch_is_counted_and_cannot_slip_past():
+    assert check("02-1", raw_ring, seed=4).ok
+    verdict = check("02-1", raw_all_reduce, seed=4)
+    assert verdict.axes["outputs"] == (5, 5)
+    assert "called all_reduce: use send and recv alone" in verdict.message
+
+
+def count_calls():
+    x, rank = torch.zeros(8), dist.get_rank()
+    with WireCalls() as wire:
+        dist.all_reduce(x)
+        dist.all_gather_into_tensor(torch.zeros(16), x)
+        dist.reduce_scatter_tensor(torch.zeros(4), x)
+        dist.all_to_all_single(torch.zeros(8), x)
+        dist.broadcast(x, 0)
+        dist.barrier()
+        dist.send(x, 1) if rank == 0 else dist.recv(x, 0)
+    return wire.calls
+
+
+def test_what_is_counted_of_each_operation():
+    first, second = run(count_calls, n=2)
+    ops = ["all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast"]
+    assert first[:-1] == second[:-1] == [WireCall(op, 32) for op in ops]
+    assert (first[-1], second[-1]) == (WireCall("send", 32, 1), WireCall("recv", 32, 0))
+    assert [int(call.wire(2)) for call in first] == [32, 32, 16, 16, 16, 32]
+
+
+RIGHT = [torch.tensor([1.0, 2.0, 3.0]), torch.tensor([4.0, 5.0, 6.0])]
+
+
+@pytest.mark.parametrize(
+    ("got", "words"),
+    [
+        ([x + 1e-7 for x in RIGHT], ""),
+        ([4 * x for x in RIGHT], "your gradients are exactly 4 times too large"),
+        ([x / 2 for x in RIGHT], "your gradients are exactly 2 times too small"),
+        ([-x for x in RIGHT], "your gradients are -1 times what is right"),
+        ([RIGHT[0], 2 * RIGHT[1]], "wrong on ranks 1 only"),
+        ([x[:2] for x in RIGHT], "gradients of rank 0 have shape [2]; [3] is right"),
+        ([RIGHT[0], None], "rank 1 returned a NoneType"),
+        ([x * float("nan") for x in RIGHT], "3 of 3 elements, first at [0]: nan where 1 is right"),
+    ],
+)
+def test_differences_in_words(got, words):
+    says = difference("gradients", got, RIGHT)
+    assert words in says
+    assert bool(says) == bool(words)
