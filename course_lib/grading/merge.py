@@ -80,16 +80,22 @@ def pristine(root: Path, notebook: Notebook, path: Path) -> Path:
     Found by the notebook's metadata, else by its exercise ids, else by the file's name. Raises
     ValueError that names the lessons.
     """
-    known = {
-        file.name[:2]: file for file in sorted((root / "exercises").glob("[0-9][0-9]_*.ipynb"))
-    }
+    known = {file.name[:2]: file for file in _exercise_files(root)}
     for lesson in _guesses(notebook, path):
         if lesson in known:
             return known[lesson]
-    wanted = ", ".join(file.stem for file in known.values()) or "none is there"
     guess = next(_guesses(notebook, path), None)
     says = f"lesson {guess} has no exercises" if guess else "this is no exercise of the course"
-    raise ValueError(f"{path}: {says}; expected is a copy of one of exercises/: {wanted}")
+    raise ValueError(f"{path}: {says}; {_expected(root)}")
+
+
+def _exercise_files(root: Path) -> list[Path]:
+    return sorted((root / "exercises").glob("[0-9][0-9]_*.ipynb"))
+
+
+def _expected(root: Path) -> str:
+    names = ", ".join(file.stem for file in _exercise_files(root)) or "none is there"
+    return f"expected is a copy of one of exercises/: {names}"
 
 
 def _guesses(notebook: Notebook, path: Path) -> Iterator[str]:
@@ -115,7 +121,10 @@ def merge(
     Answers of exercises ``without`` are left out; with ``only`` the cells of other exercises are.
     Raises ValueError when the file is no exercise of this course.
     """
-    learner = read(path)
+    try:
+        learner = read(path)
+    except ValueError as error:
+        raise ValueError(f"{error}; {_expected(root)}") from None
     origin = pristine(root, learner, path)
     notebook = read(origin)
     lesson = origin.name[:2]

@@ -1,0 +1,143 @@
+"""What a learner does at the desk: start a lesson, take a hint, look at a solution."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from course_lib.grading import registry
+from course_lib.grading.exercise import Exercise
+from course_lib.grading.merge import course, read
+from course_lib.grading.progress import Entry, Progress
+
+FOLDERS = ("notebooks", "exercises")
+
+
+@dataclass(frozen=True)
+class LessonLine:
+    """A lesson of the course and how far the learner is with its exercises."""
+
+    number: str
+    title: str
+    exercises: dict[str, Entry]
+
+
+def lessons(root: Path) -> list[LessonLine]:
+    """All lessons that the course in ``root`` has, in order."""
+    progress, found = Progress(root), []
+    for file in _files(root, "notebooks", "*"):
+        ids = [exercise.id for exercise in exercises_of(root, file.name[:2])]
+        entries = {ex: progress.of(ex) for ex in ids}
+        found.append(LessonLine(file.name[:2], _title(file), entries))
+    return found
+
+
+def _files(root: Path, folder: str, number: str) -> list[Path]:
+    pattern = "[0-9][0-9]_*.ipynb" if number == "*" else f"{number}_*.ipynb"
+    return sorted((root / folder).glob(pattern))
+
+
+def _title(file: Path) -> str:
+    """The first heading of a notebook."""
+    for cell in read(file).cells:
+        for line in cell.source.splitlines():
+            if cell.cell_type == "markdown" and line.startswith("# "):
+                return line[2:].strip().removeprefix(file.name[:2]).strip()
+    return file.stem[3:].replace("_", " ")
+
+
+def lesson_number(root: Path, text: str) -> str:
+    """``text`` as the number of a lesson ("3" is "03"). Raises ValueError that names all."""
+    number = text.zfill(2)
+    known = [file.name[:2] for file in _files(root, "notebooks", "*")]
+    if number not in known:
+        raise ValueError(f"there is no lesson {text!r}; the lessons are {', '.join(known)}")
+    return number
+
+
+def exercises_of(root: Path, number: str) -> list[Exercise]:
+    """The exercises that the lesson's notebook has. [] where it has none."""
+    files = _files(root, "exercises", number)
+    cells = read(files[0]).cells if files else []
+    ids = {course(cell).get("ex") for cell in cells}
+    return [exercise for exercise in registry.exercises(number) if exercise.id in ids]
+
+
+def exercise_id(root: Path, number: str, text: str) -> Exercise:
+    """The exercise of a lesson by "03-2" or by "2". Raises ValueError that names all."""
+    known = exercises_of(root, number)
+    for exercise in known:
+        if text in (exercise.id, exercise.id.removeprefix(f"{number}-")):
+            return exercise
+    names = ", ".join(exercise.id for exercise in known) or "none"
+    raise ValueError(f"lesson {number} has no exercise {text!r}; it has {names}")
+
+
+def start(root: Path, number: str, fresh: bool = False) -> list[tuple[Path, str]]:
+    """Copy a lesson into work/; each file with what was done: "new", "kept", or "fresh".
+
+    A file that is there stays; with ``fresh`` it is renamed first and a new copy takes its place.
+    """
+    done = []
+    for folder in FOLDERS:
+        for source in _files(root, folder, number):
+            target = root / "work" / folder / source.name
+            target.parent.mkdir(parents=True, exist_ok=True)
+            there = target.exists()
+            if there and fresh:
+                target.rename(_free(target))
+            if fresh or not there:
+                shutil.copyfile(source, target)
+            done.append((target, "kept" if there and not fresh else "fresh" if there else "new"))
+    return done
+
+
+def _free(target: Path) -> Path:
+    """A name beside ``target`` that nothing has."""
+    number = 1
+    while (name := target.with_name(f"{target.stem}.before-{number}.ipynb")).exists():
+        number += 1
+    return name
+
+
+def own_file(root: Path, number: str) -> Path:
+    """The learner's exercise file of a lesson. Raises ValueError that says how to get it."""
+    for source in _files(root, "exercises", number):
+        if (path := root / "work" / "exercises" / source.name).exists():
+            return path
+        raise ValueError(f"lesson {number} is not begun: course start {number} copies it to work/")
+    raise ValueError(f"lesson {number} has no exercises")
+
+
+def hint(root: Path, exercise: Exercise) -> list[str]:
+    """The rungs up to the next one, which is noted as taken."""
+    progress = Progress(root)
+    entry = progress.of(exercise.id)
+    entry.hints = min(entry.hints + 1, len(exercise.hints))
+    progress.save()
+    return list(exercise.hints[: entry.hints])
+
+
+def solution(root: Path, exercise: Exercise, yes: bool = False) -> str:
+    """The solution, after one attempt or with ``yes``. Raises ValueError when it is too early."""
+    if not yes and not Progress(root).of(exercise.id).attempts:
+        number = exercise.id[:2]
+        raise ValueError(
+            f"there was no attempt at {exercise.id} yet: course check {number} {exercise.id} "
+            "counts as one, and --yes shows the solution without"
+        )
+    return "\n\n".join(_solution_cells(root, exercise)) or "The solution is not written down yet."
+
+
+def _solution_cells(root: Path, exercise: Exercise) -> Iterator[str]:
+    for file in _files(root, "solutions", exercise.id[:2]):
+        for cell in read(file).cells:
+            if course(cell) == {"ex": exercise.id, "role": "answer"}:
+                comment = cell.cell_type != "code"
+                yield (
+                    "\n".join(f"# {line}" for line in cell.source.splitlines())
+                    if comment
+                    else (cell.source)
+                )

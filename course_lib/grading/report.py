@@ -1,0 +1,69 @@
+"""Grades in the forms that others read: text, JSON, CSV for a table, JUnit for a build server."""
+
+from __future__ import annotations
+
+import csv
+import io
+from collections.abc import Sequence
+from typing import Any
+from xml.etree import ElementTree
+
+from course_lib.grading.run import Grade
+
+
+def as_json(grades: Sequence[Grade], several: bool) -> dict[str, Any]:
+    """One file as it is, several as ``{"files": [...]}``."""
+    found = [grade.as_dict() for grade in grades]
+    return {"files": found} if several else found[0]
+
+
+def as_text(grade: Grade) -> str:
+    """The file, and what it got."""
+    return "\n".join([grade.file, *(f"  {line}" for line in score_lines(grade))])
+
+
+def score_lines(grade: Grade) -> list[str]:
+    """A line an exercise, what is wrong below it, and the sum."""
+    lines = []
+    for ex, score in grade.scores.items():
+        lines.append(f"{ex}  {score.passed} of {score.total}")
+        if score.message:
+            lines.append(f"      {score.message}")
+    return [*lines, f"sum   {grade.passed} of {grade.total}"]
+
+
+def as_csv(grades: Sequence[Grade]) -> str:
+    """A row an exercise and file: file, exercise, passed, total, message."""
+    text = io.StringIO()
+    rows = csv.writer(text, lineterminator="\n")
+    rows.writerow(("file", "exercise", "passed", "total", "message"))
+    for grade in grades:
+        for ex, score in grade.scores.items():
+            message = _no_formula(score.message)
+            rows.writerow((_no_formula(grade.file), ex, score.passed, score.total, message))
+    return text.getvalue()
+
+
+def _no_formula(text: str) -> str:
+    """A spreadsheet must not take a learner's text for a formula."""
+    return f"'{text}" if text.startswith(("=", "+", "-", "@")) else text
+
+
+def as_junit(grades: Sequence[Grade]) -> str:
+    """A suite a file, a test case an exercise."""
+    root = ElementTree.Element("testsuites")
+    for grade in grades:
+        failures = sum(score.passed < score.total for score in grade.scores.values())
+        sizes = {"tests": str(len(grade.scores)), "failures": str(failures), "errors": "0"}
+        suite = ElementTree.SubElement(root, "testsuite", {"name": _xml(grade.file)} | sizes)
+        for ex, score in grade.scores.items():
+            case = ElementTree.SubElement(suite, "testcase", classname=grade.lesson, name=ex)
+            if score.passed < score.total:
+                marks = f"{score.passed} of {score.total}. {score.message}"
+                ElementTree.SubElement(case, "failure", message=_xml(marks))
+    return ElementTree.tostring(root, encoding="unicode", xml_declaration=True) + "\n"
+
+
+def _xml(text: str) -> str:
+    """Without the characters that XML cannot hold."""
+    return "".join(each if each.isprintable() else "?" for each in text)

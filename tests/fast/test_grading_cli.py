@@ -1,0 +1,165 @@
+"""The verbs of a learner and of a teacher: list, start, check, hint, solution, grade."""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+import shutil
+from pathlib import Path
+from xml.etree import ElementTree
+
+import pytest
+
+from course_lib import cli
+from course_lib.grading import check as check_answer
+from course_lib.grading import run
+from course_lib.grading.check import _note
+from course_lib.grading.progress import Progress
+from course_lib.grading.run import Grade, Score
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.fixture
+def root(tmp_path, monkeypatch) -> Path:
+    """A course that holds lesson 00 alone."""
+    for folder in ("notebooks", "exercises", "solutions"):
+        (tmp_path / folder).mkdir()
+        for file in (ROOT / folder).glob("00_*.ipynb"):
+            shutil.copyfile(file, tmp_path / folder / file.name)
+    monkeypatch.setattr(cli, "ROOT", tmp_path)
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+@pytest.fixture
+def graded(monkeypatch):
+    """Stands in for the run: a file is right if its name says so."""
+    asked = []
+
+    def grade(path, root, *, seed=None, only=None):
+        asked.append((Path(path).name, seed, only))
+        if "bad" in str(path):
+            raise ValueError(f"{path}: this is no notebook")
+        first = Score(4, 4) if "right" in str(path) else Score(1, 4, "=1+1 went <wrong>\x07")
+        return Grade(str(path), "00", {"00-1": first, "00-2": Score(4, 4)})
+
+    monkeypatch.setattr(run, "grade", grade)
+    return asked
+
+
+def course(capsys, *arguments: str) -> tuple[int, str, str]:
+    code = cli.main(list(arguments))
+    return code, *capsys.readouterr()
+
+
+def test_list_start_and_fresh(root, capsys):
+    code, out, _ = course(capsys, "list")
+    assert code == 0
+    assert "(0 of 2 exercises done)" in out
+    mine = root / "work" / "exercises" / "00_start_here.ipynb"
+    assert course(capsys, "start", "0")[0] == 0
+    assert mine.read_bytes() == (root / "exercises" / mine.name).read_bytes()
+    mine.write_text("my work")
+    assert "kept   work/exercises" in course(capsys, "start", "00")[1]
+    assert mine.read_text() == "my work"
+    for _ in range(2):
+        assert "fresh  work/exercises" in course(capsys, "start", "00", "--fresh")[1]
+    assert mine.with_name("00_start_here.before-1.ipynb").read_text() == "my work"
+    assert mine.with_name("00_start_here.before-2.ipynb").exists()
+
+
+def test_hints_come_rung_by_rung(root, capsys):
+    counts = [course(capsys, "hint", "00", "2")[1].count("hint ") for _ in range(4)]
+    assert counts == [1, 2, 3, 3]
+    assert Progress(root).of("00-2").hints == 3
+
+
+def test_a_solution_opens_after_an_attempt(root, capsys, graded):
+    code, out, err = course(capsys, "solution", "00", "00-1")
+    assert (code, out) == (2, "")
+    assert "there was no attempt at 00-1 yet" in err
+    assert "def coordinates" in course(capsys, "solution", "00", "1", "--yes")[1]
+    course(capsys, "start", "00")
+    assert course(capsys, "check", "00", "1")[0] == 1
+    code, out, _ = course(capsys, "solution", "00", "1")
+    assert code == 0
+    assert "divmod" in out or "stride" in out or "make_layout" in out
+    assert graded == [("00_start_here.ipynb", None, "00-1")]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        ("start 09", "there is no lesson '09'; the lessons are 00"),
+        ("check 00", "lesson 00 is not begun: course start 00 copies it"),
+        ("check 00 7", "lesson 00 has no exercise '7'; it has 00-1, 00-2"),
+        ("hint 00 9", "it has 00-1, 00-2"),
+        ("grade right.ipynb --json --csv", "give one of --json, --csv and --junit"),
+        ("grade bad.ipynb", "this is no notebook"),
+        ("grade", "Missing argument"),
+    ],
+)
+def test_bad_input_is_one_sentence(root, capsys, graded, arguments, words):
+    code, _, err = course(capsys, *arguments.split())
+    assert code == 2
+    assert words in err
+    assert len(err.splitlines()) == 1
+
+
+def test_grade_as_json(root, capsys, graded):
+    right = {"passed": 4, "total": 4, "message": ""}
+    code, out, _ = course(capsys, "grade", "right.ipynb", "--json", "--seed", "7")
+    one = json.loads(out)
+    exercises = {"00-1": right, "00-2": right}
+    assert code == 0
+    assert one == {"file": "right.ipynb", "exercises": exercises, "passed": 8, "total": 8}
+    code, out, err = course(capsys, "grade", "right.ipynb", "bad.ipynb", "half.ipynb", "--json")
+    files = json.loads(out)["files"]
+    assert (code, files[0]) == (2, one)
+    assert (files[1]["passed"], files[1]["total"]) == (5, 8)
+    assert "bad.ipynb" in err
+    assert course(capsys, "grade", "half.ipynb")[0] == 1
+    assert graded[0] == ("right.ipynb", 7, None)
+
+
+def test_grade_as_csv_and_junit(root, capsys, graded):
+    code, out, _ = course(capsys, "grade", "right.ipynb", "half.ipynb", "--csv")
+    rows = list(csv.DictReader(io.StringIO(out)))
+    assert code == 1
+    assert [row["passed"] for row in rows] == ["4", "4", "1", "4"]
+    assert rows[2]["message"].startswith("'=1+1")  # no formula for a spreadsheet
+    suite = ElementTree.fromstring(course(capsys, "grade", "half.ipynb", "--junit")[1])[0]
+    assert (suite.get("tests"), suite.get("failures")) == ("2", "1")
+    assert suite.find("testcase/failure").get("message") == "1 of 4. =1+1 went <wrong>?"
+
+
+def test_only_work_changes_progress(root, capsys, graded):
+    course(capsys, "grade", "half.ipynb")
+    assert not (root / "work").exists()
+    course(capsys, "grade", "work/half.ipynb")
+    course(capsys, "grade", "work/right.ipynb")
+    entry = Progress(root).of("00-1")
+    assert (entry.attempts, entry.best, entry.done) == (2, 4, True)
+    assert "(2 of 2 exercises done)" in course(capsys, "list")[1]
+
+
+def test_a_check_in_work_is_an_attempt(root, monkeypatch):
+    verdict = check_answer("00-1", lambda *_: None, seed=1)
+    _note(verdict, root)
+    assert not (root / "work").exists()
+    (root / "work" / "exercises").mkdir(parents=True)
+    monkeypatch.chdir(root / "work" / "exercises")
+    _note(verdict, root)
+    assert Progress(root).of("00-1").attempts == 1
+
+
+@pytest.mark.parametrize("text", ["", "[]", '{"exercises": {"00-1": 3}}', '{"exercises": 3}'])
+def test_progress_that_cannot_be_read_is_put_aside(root, text):
+    file = root / "work" / ".course" / "progress.json"
+    file.parent.mkdir(parents=True)
+    file.write_text(text)
+    progress = Progress(root)
+    assert progress.entries == {}
+    assert file.with_suffix(".unreadable.json").read_text() == text
