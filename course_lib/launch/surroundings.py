@@ -44,11 +44,22 @@ def seat(environ: Mapping[str, str]) -> Seat | None:
     ``srun --pty jupyter lab``. Only a *step* of more than one task has several ranks.
     Raises ValueError when a launcher's variables contradict one another.
     """
-    if int(environ.get("WORLD_SIZE", 1)) > 1 and "RANK" in environ:
+    if _whole(environ, "WORLD_SIZE", 1) > 1 and "RANK" in environ:
         return _torchrun_seat(environ)
-    if int(environ.get("SLURM_STEP_NUM_TASKS", 1)) > 1 and "SLURM_PROCID" in environ:
+    if _whole(environ, "SLURM_STEP_NUM_TASKS", 1) > 1 and "SLURM_PROCID" in environ:
         return _slurm_seat(environ)
     return None
+
+
+def _whole(environ: Mapping[str, str], name: str, default: int = 0) -> int:
+    text = environ.get(name, str(default))
+    try:
+        return int(text)
+    except ValueError:
+        raise ValueError(
+            f"the environment variable {name} is {text!r}: a launcher such as torchrun or srun "
+            "sets it to a whole number; unset it to start ranks from here"
+        ) from None
 
 
 def _torchrun_seat(environ: Mapping[str, str]) -> Seat:
@@ -58,28 +69,31 @@ def _torchrun_seat(environ: Mapping[str, str]) -> Seat:
             f"RANK and WORLD_SIZE are set but {' and '.join(sorted(missing))} is not: start the "
             "script with torchrun, or unset RANK and WORLD_SIZE to start ranks from here"
         )
-    rank, size = int(environ["RANK"]), int(environ["WORLD_SIZE"])
+    rank, size = _whole(environ, "RANK"), _whole(environ, "WORLD_SIZE")
     return Seat(
         rank,
         size,
-        int(environ.get("LOCAL_RANK", rank)),
-        int(environ.get("LOCAL_WORLD_SIZE", size)),
+        _whole(environ, "LOCAL_RANK", rank),
+        _whole(environ, "LOCAL_WORLD_SIZE", size),
         environ["MASTER_ADDR"],
-        int(environ["MASTER_PORT"]),
+        _whole(environ, "MASTER_PORT"),
         environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True",
     )
 
 
 def _slurm_seat(environ: Mapping[str, str]) -> Seat:
-    size, nodes = int(environ["SLURM_STEP_NUM_TASKS"]), int(environ.get("SLURM_STEP_NUM_NODES", 1))
+    size, nodes = (
+        _whole(environ, "SLURM_STEP_NUM_TASKS"),
+        _whole(environ, "SLURM_STEP_NUM_NODES", 1),
+    )
     first = first_host(environ.get("SLURM_STEP_NODELIST", "localhost"))
     address = environ.get("MASTER_ADDR", "127.0.0.1" if nodes == 1 else first)
     # Every task of a step computes the same port, and another step of the job another one.
-    step = int(environ.get("SLURM_JOB_ID", 0)) * 64 + int(environ.get("SLURM_STEP_ID", 0))
-    port = int(environ.get("MASTER_PORT", 15_000 + step % 15_000))
+    step = _whole(environ, "SLURM_JOB_ID") * 64 + _whole(environ, "SLURM_STEP_ID")
+    port = _whole(environ, "MASTER_PORT", 15_000 + step % 15_000)
     tasks = re.match(r"\d+", environ.get("SLURM_STEP_TASKS_PER_NODE", str(size)))
     local_size = size if nodes == 1 else int(tasks[0]) if tasks else 1
-    rank, local = int(environ["SLURM_PROCID"]), int(environ.get("SLURM_LOCALID", 0))
+    rank, local = _whole(environ, "SLURM_PROCID"), _whole(environ, "SLURM_LOCALID")
     return Seat(rank, size, local, local_size, address, port, hosted=False)
 
 

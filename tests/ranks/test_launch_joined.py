@@ -208,6 +208,20 @@ def test_the_seat_of_a_process():
 
 
 @pytest.mark.parametrize(
+    ("environ", "name"),
+    [
+        ({"WORLD_SIZE": "x"}, "WORLD_SIZE is 'x'"),
+        ({"SLURM_STEP_NUM_TASKS": "x"}, "SLURM_STEP_NUM_TASKS is 'x'"),
+        ({**TORCHRUN, "LOCAL_RANK": ""}, "LOCAL_RANK is ''"),
+        ({**STEP, "SLURM_PROCID": "1.5"}, "SLURM_PROCID is '1.5'"),
+    ],
+)
+def test_a_variable_that_is_no_number_is_named(environ, name):
+    with pytest.raises(ValueError, match=f"environment variable {name}"):
+        seat(environ)
+
+
+@pytest.mark.parametrize(
     "environ",
     [
         {"SLURM_PROCID": "0"},
