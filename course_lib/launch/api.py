@@ -48,6 +48,11 @@ def run(
     is initialised (gloo; with ``device="cuda"`` nccl, one card a rank); with ``init=False`` only
     RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and a free MASTER_PORT are set.
 
+    The ranks do not know what torch.manual_seed or torch.set_default_dtype did here: call these in
+    ``fn``. If ``fn`` is from a file of yours it is as it was when imported here, while modules
+    that it uses are read from their files afresh: after an edit, importlib.reload its module.
+    Tensors that share memory arrive, and come back, as copies that share none.
+
     Raises :class:`~course_lib.launch.faults.RankError` when a rank fails, dies or is late, with
     the culprit and where the others stood. Inside a rank a RuntimeError.
     """
@@ -59,9 +64,9 @@ class World:
     """``n`` ranks that are kept from run to run: some 5 ms a run instead of 100.
 
     What a function leaves behind in a module stays; groups that it made are released when the
-    next run begins. Runs asked for by several threads are made one after another. After a failure the ranks are killed, and the next run starts fresh ones.
-    The keywords are those of :func:`run`; ``timeout``, ``pace``, ``links`` and ``checked`` may be
-    given to each run too.
+    next run begins. Runs that several threads ask for are made one after another. After a failure
+    the ranks are killed, and the next run starts fresh ones. The keywords are those of
+    :func:`run`; ``timeout``, ``pace``, ``links`` and ``checked`` may be given to each run too.
     """
 
     def __init__(
@@ -102,6 +107,7 @@ class World:
             self.conditions.links if links is None else links,
             self.conditions.checked if checked is None else checked,
         )
+        arguments.check_directory()
         task = Task(b"", conditions, self.device or "cpu", self.init, self.n, cell_names())
         with self._turn:
             if (world := joined.joined_world()) is not None:
@@ -133,7 +139,7 @@ class World:
         return [output.text() for output in self._outputs] or [""] * self.n
 
     def close(self) -> None:
-        """Let the ranks go, once a run that is under way is over. The next run starts fresh ones."""
+        """Let the ranks go once no run is under way. The next run would start fresh ones."""
         with self._turn:
             if self._ranks is not None:
                 self._ranks.close()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 from collections.abc import Callable, Mapping
 from numbers import Real
 
@@ -58,6 +59,17 @@ def check_call(fn: Callable, timeout: float) -> None:
         hint = ": give the function itself and its arguments after it, as in run(fn, x)"
         raise TypeError(f"the first argument must be a function, not {fn!r:.60}{hint}")
     check_timeout(timeout)
+
+
+def check_directory() -> None:
+    """Raise RuntimeError if the current directory, in which the ranks would start, is gone."""
+    try:
+        os.getcwd()
+    except FileNotFoundError:
+        raise RuntimeError(
+            "the current directory has been removed, and the ranks would start in it: change to "
+            "one that exists with os.chdir"
+        ) from None
 
 
 def check_timeout(timeout: float) -> None:

@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import signal
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from itertools import groupby
 
 from course_lib.launch.places import below_launcher, is_library, source, standing, where
 from course_lib.launch.task import Frame, Outcome, Raised
-from course_lib.launch.travel import unpack
+from course_lib.launch.travel import text_of, unpack
 
+CRASHES = ("SIGSEGV", "SIGBUS", "SIGILL", "SIGFPE", "SIGTRAP")
+REPEATS = 3  # equal frames in a row that are shown one by one, as Python does
+LONGEST = 40  # lines of one traceback
+PARTS = 5  # exceptions of a group
 LOST = ("closed by peer", "reset by peer", "broken pipe", "connection refused", "socket timeout")
 
 
@@ -64,6 +68,7 @@ class Standing:
     outcomes: Mapping[int, Outcome] = field(default_factory=dict)
     died: Mapping[int, int | None] = field(default_factory=dict)  # wait status, None: unknown
     stacks: Mapping[int, list[Frame]] = field(default_factory=dict)
+    checked: bool = False  # whether the run compared its collectives
 
     def culprit(self) -> int | None:
         """The rank to name first: not one that only lost its connection to another."""
@@ -110,7 +115,7 @@ def failure(known: Standing) -> RankError:
     if culprit in known.died:
         kind = "died"
         lines = [known.of(culprit), *_frame_lines(known.stacks.get(culprit, []))]
-        lines.append(_advice(known.died[culprit]))
+        lines.append(_advice(known.died[culprit], known.checked))
     else:
         assert outcome is not None
         kind = outcome.kind
@@ -150,7 +155,7 @@ def server_gone() -> RankError:
 
 def unreadable(rank: int, error: Exception) -> RankError:
     """The error for a result that this process cannot rebuild."""
-    what = f"{type(error).__name__}: {error}"
+    what = f"{type(error).__name__}: {text_of(error)}"
     report = f"rank {rank} returned a value that cannot be rebuilt here: {what}"
     return RankError(report, kind="result", rank=rank)
 
@@ -168,8 +173,11 @@ def _at(frames: list[Frame] | None) -> str:
 def _headline(outcome: Outcome) -> str:
     if outcome.error is None:
         return outcome.hint
-    message = f": {outcome.error.message}" if outcome.error.message else ""
-    return outcome.error.name + message
+    return _said(outcome.error)
+
+
+def _said(error: Raised) -> str:
+    return error.name + (f": {error.message}" if error.message else "")
 
 
 def _outcome_lines(rank: int, outcome: Outcome) -> list[str]:
@@ -191,9 +199,12 @@ def _traceback(error: Raised | None) -> list[str]:
     lines = []
     if error.cause is not None:
         how = "from" if error.direct else "while handling"
-        message = f": {error.cause.message}" if error.cause.message else ""
-        lines = [*_traceback(error.cause), f"  {how} {error.cause.name}{message}"]
-        lines = lines[-1:] + lines[:-1]
+        lines = [f"  {how} {_said(error.cause)}", *_traceback(error.cause)]
+    for number, part in enumerate(error.parts[:PARTS], 1):
+        lines.append(f"  sub-exception {number}: {_said(part)}")
+        lines += [f"  {line}" for line in _traceback(part)]
+    if len(error.parts) > PARTS:
+        lines.append(f"  ... and {len(error.parts) - PARTS} more sub-exceptions")
     return [*_frame_lines(error.frames), *lines]
 
 
@@ -202,10 +213,24 @@ def _frame_lines(frames: list[Frame]) -> list[str]:
     lines: list[str] = []
     shown = below_launcher(frames)
     for library, group in groupby(shown, key=lambda frame: is_library(frame.filename)):
-        some = [_frame_line(frame) for frame in group]
+        some = _folded(group)
         if library and len(some) > 3:
             some[1:-1] = [f"  ... {len(some) - 2} more lines inside libraries ..."]
         lines += some
+    if len(lines) > LONGEST:
+        half = LONGEST // 2
+        lines[half:-half] = [f"  ... {len(lines) - LONGEST} more lines ..."]
+    return lines
+
+
+def _folded(frames: Iterable[Frame]) -> list[str]:
+    """The frames as lines; of many equal ones in a row, as in a recursion, the first alone."""
+    lines = []
+    for frame, group in groupby(frames):
+        count = len(list(group))
+        lines += [_frame_line(frame)] * (count if count <= REPEATS else 1)
+        if count > REPEATS:
+            lines.append(f"  [the line above, {count - 1} more times]")
     return lines
 
 
@@ -218,22 +243,37 @@ def _ending(status: int | None) -> str:
     if status is None:
         return "ended without a word"
     if (signum := status & 0x7F) != 0:
-        return f"was ended by signal {signum} ({signal.Signals(signum).name})"
+        return f"was ended by signal {signum} ({_signal_name(signum)})"
     return f"left the process with exit code {status >> 8}"
 
 
-def _advice(status: int | None) -> str:
+def _signal_name(signum: int) -> str:
+    try:
+        return signal.Signals(signum).name
+    except ValueError:
+        return "a real-time signal"
+
+
+def _advice(status: int | None, checked: bool) -> str:
     signum = (status or 0) & 0x7F
     if signum == signal.SIGABRT:
+        how = (
+            "; checked=True sees only calls through course_lib.comm, and not those that are made "
+            "of torch.distributed itself."
+            if checked
+            else ", or run with checked=True to see who called what (in calls of course_lib.comm)."
+        )
         return (
             "The backend aborts a rank when another sends it a message of another size. Compare "
-            "shapes and dtypes across the ranks, or run with checked=True to see who called what."
+            f"shapes and dtypes across the ranks{how}"
         )
     if signum == signal.SIGKILL:
         return (
             "Somebody killed it, or the system did for want of memory. If nobody did, use "
             "fewer ranks or smaller tensors."
         )
+    if signum and _signal_name(signum) not in CRASHES:
+        return "Somebody sent it that signal, or the function itself did: nothing in it crashed."
     if signum:
         return (
             "Compiled code crashed in it. Look at the last line of yours that is named; undo the "

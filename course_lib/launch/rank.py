@@ -23,7 +23,7 @@ import torch
 import torch.distributed as dist
 
 from course_lib.launch.task import Birth, Frame, Outcome, Raised, Task
-from course_lib.launch.travel import unpack, what_cannot_return
+from course_lib.launch.travel import pack, text_of, unpack, what_cannot_return
 from course_lib.mesh import RankContext, enter_rank, rank_context
 
 FOREVER = timedelta(days=1)  # the launching process holds the deadline, not the backend
@@ -120,7 +120,7 @@ def call(fn: Any, args: tuple) -> Outcome:
         return raised(error)
     context = rank_context()
     try:
-        data = cloudpickle.dumps(value)
+        data = pack(value)
     except Exception:
         return Outcome("result", hint=what_cannot_return(value), at=time.time())
     return Outcome("returned", data, ledger=context.ledger, trace=context.trace, at=time.time())
@@ -167,16 +167,20 @@ def raised(error: BaseException, kind: str = "raised") -> Outcome:
     return Outcome(kind, error=describe(error), at=time.time(), exception=exception)
 
 
-def describe(error: BaseException) -> Raised:
-    """An exception as plain data, its causes included."""
+def describe(error: BaseException, seen: tuple[BaseException, ...] = ()) -> Raised:
+    """An exception as plain data, its causes included, but none that was ``seen`` above it."""
+    seen = (*seen, error)
     frames = [
         Frame(entry.filename, entry.lineno or 0, entry.name)
         for entry in traceback.extract_tb(error.__traceback__)
     ]
-    message = "\n".join([str(error), *getattr(error, "__notes__", [])])
     cause = error.__cause__
     if cause is None and not error.__suppress_context__:
         cause = error.__context__
-    before = describe(cause) if cause is not None else None
+    if any(cause is above for above in seen):
+        cause = None
+    before = describe(cause, seen) if cause is not None else None
     direct = error.__cause__ is not None
-    return Raised(type(error).__name__, message, frames, before, direct)
+    inside = error.exceptions if isinstance(error, BaseExceptionGroup) else ()
+    parts = [describe(each, seen) for each in inside]
+    return Raised(type(error).__name__, text_of(error), frames, before, direct, parts)

@@ -27,11 +27,13 @@ class Run:
     def __init__(self, ranks: Ranks, outputs: Sequence[RankOutput]) -> None:
         self.ranks = ranks
         self.outputs = outputs
+        self.checked = False
         self.outcomes: dict[int, Outcome] = {}
         self.closed: set[int] = set()  # ranks whose connection is closed
 
     def call(self, task: Task, timeout: float) -> list[Outcome]:
         """Send the task and return every rank's outcome, by rank; raises a RankError."""
+        self.checked = task.conditions.checked
         try:
             self._send(cloudpickle.dumps(task))
             end = time.monotonic() + timeout
@@ -102,7 +104,7 @@ class Run:
         stacks = Stacks(self.ranks)
         frames = stacks.ask(self._waiting())
         frames.update({rank: stacks.crash(rank) for rank in self._died()})
-        return faults.Standing(self.ranks.n, self.outcomes, self._died(), frames)
+        return faults.Standing(self.ranks.n, self.outcomes, self._died(), frames, self.checked)
 
 
 class Stacks:

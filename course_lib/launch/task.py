@@ -55,13 +55,17 @@ class Frame:
 
 @dataclass
 class Raised:
-    """An exception with its traceback, and the one that led to it."""
+    """An exception with its traceback, and the one that led to it.
+
+    ``parts`` are the exceptions in an ExceptionGroup.
+    """
 
     name: str
     message: str
     frames: list[Frame]
     cause: Raised | None = None
     direct: bool = False  # "raise ... from cause"
+    parts: list[Raised] = field(default_factory=list)
 
 
 @dataclass

@@ -2,33 +2,95 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
+import io
 import pickle
+import reprlib
 import sys
 import sysconfig
 import threading
+from collections import ChainMap
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import Any, ClassVar
 
 import cloudpickle
+import torch
 
 INSTALLED = tuple(
     str(Path(sysconfig.get_paths()[kind]).resolve()) for kind in ("stdlib", "purelib", "platlib")
 )
 PACKAGE = str(Path(__file__).resolve().parents[1])
 _registry = threading.Lock()  # cloudpickle's list of what travels by value is the process's
+LONGEST = 20_000  # characters shown of what an exception says
+Cached = type(functools.lru_cache(len))
 
 
 def pack_call(fn: Callable, args: Sequence[Any]) -> bytes:
     """``fn`` and ``args`` as bytes; a TypeError names what cannot be pickled."""
     try:
         with _registry, _by_value(_own_modules(fn, args)):
-            return cloudpickle.dumps((fn, tuple(args)))
+            return pack((fn, tuple(args)))
     except Exception as error:
-        raise TypeError(_what_cannot_travel(fn, args, error)) from error
+        raise TypeError(_what_cannot_travel(fn, args, error)) from None  # it says it all
+
+
+def pack(value: Any) -> bytes:
+    """A value as bytes: cached functions by value too, and of a view only what it shows."""
+    with io.BytesIO() as file:
+        _Pickler(file).dump(value)
+        return file.getvalue()
+
+
+def _reduce_cached(fn: Any) -> Any:
+    """A cached function of the learner's: the same function with a cache that is empty."""
+    by_value = {"__main__", *cloudpickle.list_registry_pickle_by_value()}
+    if fn.__module__ not in by_value and _is_found_by_name(fn):
+        return fn.__reduce__()
+    return _cached_again, (fn.__wrapped__, fn.cache_parameters())
+
+
+def _is_found_by_name(fn: Any) -> bool:
+    found: Any = sys.modules.get(fn.__module__)
+    for name in getattr(fn, "__qualname__", "").split("."):
+        found = getattr(found, name, None)
+    return found is fn
+
+
+def _cached_again(fn: Callable, parameters: dict[str, Any]) -> Any:
+    return functools.lru_cache(**parameters)(fn)
+
+
+def _reduce_tensor(tensor: torch.Tensor) -> Any:
+    plain = tensor.layout is torch.strided and tensor.device.type in ("cpu", "cuda")
+    if plain and not vars(tensor) and _shows_a_part(tensor):
+        needs = tensor.requires_grad
+        tensor = tensor.detach().clone().requires_grad_(needs)
+    return tensor.__reduce_ex__(pickle.HIGHEST_PROTOCOL)
+
+
+def _shows_a_part(tensor: torch.Tensor) -> bool:
+    return tensor.numel() * tensor.element_size() < tensor.untyped_storage().nbytes()
+
+
+class _Pickler(cloudpickle.Pickler):
+    dispatch_table: ClassVar = ChainMap(
+        {Cached: _reduce_cached, torch.Tensor: _reduce_tensor}, cloudpickle.Pickler.dispatch_table
+    )
+
+
+def text_of(error: BaseException) -> str:
+    """What an exception says, with its notes: always a text, and of readable length."""
+    try:
+        text = "\n".join([str(error), *getattr(error, "__notes__", [])])
+    except Exception as other:
+        return f"(what it says is unknown, because its __str__ raised {type(other).__name__})"
+    if len(text) > LONGEST:
+        return f"{text[:LONGEST]} ... ({len(text) - LONGEST:,} more characters left out)"
+    return text
 
 
 @contextmanager
@@ -79,7 +141,7 @@ def _what_cannot_travel(fn: Callable, args: Sequence[Any], error: Exception) -> 
                 f"function {name} cannot be sent to the ranks, because it uses the variable "
                 f"{variable} ({_kind(value)}): {reason}. Make {variable} inside the function."
             )
-    return f"function {name} cannot be sent to the ranks: {error}"
+    return f"function {name} cannot be sent to the ranks: {text_of(error)}"
 
 
 def _variables(fn: Callable) -> dict[str, Any]:
@@ -94,9 +156,9 @@ def _variables(fn: Callable) -> dict[str, Any]:
 def refusal(value: Any) -> str:
     """Why ``value`` cannot be pickled; an empty string if it can."""
     try:
-        cloudpickle.dumps(value)
+        pack(value)
     except Exception as error:
-        return str(error) or type(error).__name__
+        return text_of(error) or type(error).__name__
     return ""
 
 
@@ -104,7 +166,7 @@ def what_cannot_return(value: Any, name: str = "the result") -> str:
     """One sentence that names the part of a result that cannot be pickled."""
     parts: list[tuple[str, Any]] = []
     if isinstance(value, Mapping):
-        parts = [(f"{name}[{key!r}]", part) for key, part in value.items()]
+        parts = [(f"{name}[{reprlib.repr(key)}]", part) for key, part in value.items()]
     elif isinstance(value, list | tuple):
         parts = [(f"{name}[{index}]", part) for index, part in enumerate(value)]
     for part_name, part in parts:
