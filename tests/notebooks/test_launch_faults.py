@@ -186,6 +186,7 @@ def test_a_function_that_cannot_be_pickled(notebook):
     assert cell.error_name == "TypeError"
     assert "function f cannot be sent to the ranks" in cell.error
     assert "the variable my_lock (a _thread.lock)" in cell.error
+    assert "cloudpickle" not in cell.error  # its traceback says nothing more
     cell = notebook.cell("run(print, my_lock, n=2)")
     assert "argument 1 of print (a _thread.lock) cannot be sent" in cell.error
     notebook.assert_usable()
