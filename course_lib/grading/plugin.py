@@ -18,6 +18,7 @@ from course_lib.grading.verdict import MIME
 NOT_COMPARED = ("stdout", "stderr", "text/html", MIME)
 VERDICT, STOPPED, ERROR = "course_verdict", "course_stopped", "course_error"
 LOOK = 0.5  # seconds between two looks whether the kernel is alive
+MOST_PRINTED = 10_000  # characters kept of a printed message: a flood would fill the memory
 
 
 def _is_cell(item: pytest.Item) -> bool:
@@ -47,7 +48,7 @@ def _watching(kernel: Any) -> Any:
             alive = kernel.is_alive()  # before the look: what it said last is still read
             left = end - time.monotonic()
             try:
-                return plain(stream, timeout=max(0.0, min(LOOK, left)))
+                return _cut(plain(stream, timeout=max(0.0, min(LOOK, left))))
             except Empty:
                 if not alive:
                     raise RuntimeError("the kernel died in this cell") from None
@@ -55,6 +56,13 @@ def _watching(kernel: Any) -> Any:
                     raise
 
     return get_message
+
+
+def _cut(message: Any) -> Any:
+    """What is printed is not compared, so the beginning of it is enough."""
+    if message.get("msg_type") == "stream":
+        message["content"]["text"] = message["content"]["text"][:MOST_PRINTED]
+    return message
 
 
 @pytest.hookimpl(tryfirst=True)
@@ -68,7 +76,7 @@ def pytest_runtest_makereport(item: Any, call: Any) -> None:
         if output.get("output_type") == "error":
             error = f"{output.get('ename')}: {output.get('evalue')}"
             item.user_properties.append((ERROR, error[:1000]))
-    if item.parent.kernel is None or not item.parent.kernel.is_alive():
-        item.user_properties.append((STOPPED, "died"))
-    elif item.parent.timed_out:
+    if item.parent.timed_out:  # then nbval itself may have ended the kernel
         item.user_properties.append((STOPPED, "timeout"))
+    elif item.parent.kernel is None or not item.parent.kernel.is_alive():
+        item.user_properties.append((STOPPED, "died"))

@@ -170,7 +170,14 @@ def _refusing(*args: Any, **kwargs: Any) -> Any:
 
 
 def said(error: RankError, deadline: float) -> str:
-    """The report of a launch as the sentence of a verdict."""
+    """The report of a launch as the sentence of a verdict.
+
+    Cells are not numbered in it: the official run does not number them as the notebook does.
+    """
+    return re.sub(r"\bcell \d+ line", "line", _said(error, deadline))
+
+
+def _said(error: RankError, deadline: float) -> str:
     if isinstance(error, RankDeadline):
         places = "; ".join(error.standing.values())
         waits = [line for line in error.standing.values() if re.search(r"was at: \S*send", line)]

@@ -175,7 +175,9 @@ def _culprit(merged: Merged, cells: list[Cell], cell_timeout: float) -> tuple[st
         return None
     if first.stopped == "died":
         return ex, "the answer ended the kernel: does it call os._exit, or fill the memory?"
-    return ex, f"not done after {cell_timeout:g} s: does a loop in it ever end?"
+    says = f"not done after {cell_timeout:g} s: does a loop in it ever end?"
+    waited = first.error and not first.error.startswith("KeyboardInterrupt")
+    return ex, f"{says} {first.error}" if waited else says
 
 
 def _scores(merged: Merged, cells: list[Cell]) -> dict[str, Score]:

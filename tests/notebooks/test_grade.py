@@ -138,6 +138,11 @@ def test_a_syntax_error_costs_one_exercise(hand_in):
         ("import os\nos._exit(3)", "ended the kernel"),
         (COORDINATES.replace("found = {}", "import os; os._exit(3)"), "ended the kernel"),
         ("while True: pass", "not done after 3 s"),
+        ("while True: print('x' * 1000)", "not done after 3 s"),
+        (
+            "while True:\n    try:\n        while True: pass\n    except BaseException: pass",
+            "not done after 3 s",
+        ),
         ("input('your name? ')", "StdinNotImplementedError"),
         ("coordinates = None", "coordinates is None; a function is wanted"),
         ("1 / 0", "the answer cell failed: ZeroDivisionError"),
@@ -164,6 +169,17 @@ def test_nbformat_4_0_has_no_ids(hand_in):
     for each in data["cells"]:
         del each["id"]
     assert hand_in(json.dumps(data)).ok
+
+
+REAL = Path(__file__).parents[2]
+
+
+@pytest.mark.parametrize("file", sorted((REAL / "exercises").glob("*.ipynb")), ids=lambda f: f.stem)
+def test_the_course_grades_its_own_notebooks(file):
+    untouched = grade(file, REAL, seed=2)
+    solved = grade(REAL / "solutions" / file.name, REAL, seed=2)
+    assert (untouched.passed, solved.passed) == (0, solved.total)
+    assert untouched.total == solved.total > 0
 
 
 def test_where_the_pristine_notebook_is_found(root):
@@ -198,10 +214,14 @@ def test_the_merged_copy_is_pristine_but_for_the_answers(root, tmp_path):
     nbformat.validate(merged.notebook)
 
 
-def test_plain_pytest_nbval_passes_on_a_solution(root):
+@pytest.mark.parametrize(("noise", "passed"), [("print(id(object()))", 5), ("return {}", 4)])
+def test_plain_pytest_nbval_compares_the_line_and_nothing_else(tmp_path, noise, passed):
+    solved = solution()
+    solved.cells[2].source = COORDINATES.replace("found = {}", f"found = {{}}\n    {noise}")
+    nbformat.write(solved, tmp_path / "00_start.ipynb")
     command = [sys.executable, "-m", "pytest", "--nbval", "--nbval-current-env", "-q"]
-    command += ["-p", "course_lib.grading.plugin", "-p", "no:cacheprovider"]
-    command += ["-c", "/dev/null", f"--rootdir={root}", str(root / "solutions" / "00_start.ipynb")]
+    command += ["-p", "course_lib.grading.plugin", "-p", "no:cacheprovider", "--color=no"]
+    command += ["-c", "/dev/null", f"--rootdir={tmp_path}", str(tmp_path / "00_start.ipynb")]
     result = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
-    assert result.returncode == 0, result.stdout
-    assert "5 passed" in result.stdout
+    assert result.returncode == (passed < 5), result.stdout
+    assert f"{passed} passed" in result.stdout
