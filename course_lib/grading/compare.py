@@ -54,16 +54,21 @@ def difference(what: str, got: Sequence[Any], wanted: Sequence[Tensor]) -> str:
         return f"rank {rank} returned a {type(value).__name__}; a tensor is wanted"
     if value.shape != right.shape:
         return f"{what} of rank {rank} have shape {list(value.shape)}; {list(right.shape)} is right"
-    factors = {factor(got[each], wanted[each]) if _same_shape(got[each], right) else None
-               for each in bad}  # fmt: skip
-    if len(bad) == len(got) and None not in factors and len({round(k, 3) for k in factors}) == 1:  # type: ignore[arg-type]
-        return f"your {what} are {times(next(iter(factors)))}"  # type: ignore[arg-type]
+    if (k := _common_factor(got, wanted)) is not None:
+        return f"your {what} are {times(k)}"
     where = "every rank" if len(bad) == len(got) else f"ranks {', '.join(map(str, bad))} only"
     return f"{what} are wrong on {where}: {_worst(value, right, rank)}"
 
 
-def _same_shape(value: Any, right: Tensor) -> bool:
-    return isinstance(value, Tensor) and value.shape == right.shape
+def _common_factor(got: Sequence[Any], wanted: Sequence[Tensor]) -> float | None:
+    """k, if on every rank the result is k times what is right."""
+    found: set[float] = set()
+    for value, right in zip(got, wanted, strict=True):
+        k = factor(value, right) if isinstance(value, Tensor) else None
+        if k is None:
+            return None
+        found.add(round(k, 3))
+    return found.pop() if len(found) == 1 else None
 
 
 def _worst(value: Tensor, right: Tensor, rank: int) -> str:

@@ -58,6 +58,30 @@ def solution():
     return solved
 
 
+RING = """\
+def ring_all_reduce(x, axis):
+    pieces = [piece.clone() for piece in x.tensor_split(axis.size)]
+    for turn in range(2 * (axis.size - 1)):
+        out, into = (axis.rank - turn) % axis.size, (axis.rank - turn - 1) % axis.size
+        got = comm.exchange(pieces[out], axis, axis.next, axis.previous, like=pieces[into])
+        pieces[into] = pieces[into] + got if turn < axis.size - 1 else got
+    return torch.cat(pieces)"""
+
+
+def ring_notebook(answer: str):
+    """An exercise that runs on ranks."""
+    cells = [
+        new_code_cell("import torch\n\nfrom course_lib import comm"),
+        cell("02-1", "answer", answer),
+        cell(
+            "02-1",
+            "check",
+            "from course_lib.grading import check\n\ncheck('02-1', ring_all_reduce)",
+        ),
+    ]
+    return new_notebook(cells=cells, metadata={"course": {"lesson": "02"}})
+
+
 @pytest.fixture(scope="module")
 def root(tmp_path_factory) -> Path:
     """A course of one lesson."""
@@ -65,6 +89,8 @@ def root(tmp_path_factory) -> Path:
     for folder, content in {"exercises": notebook(STUBS), "solutions": solution()}.items():
         (root / folder).mkdir()
         nbformat.write(content, root / folder / "00_start.ipynb")
+    stub = ring_notebook("def ring_all_reduce(x, axis):\n    raise NotImplementedError('yours')")
+    nbformat.write(stub, root / "exercises" / "02_ring.ipynb")
     return root
 
 
@@ -163,6 +189,24 @@ def test_prints_warnings_and_50_MB_change_no_mark(hand_in):
     assert counts(hand_in(notebook({**SOLVED, "00-1": noisy}))) == {"00-1": 4, "00-2": 4}
 
 
+@pytest.mark.parametrize(
+    ("old", "new", "passed", "words"),
+    [
+        ("", "", 8, ""),
+        ("2 * (axis.size - 1)", "axis.size - 1", 0, "the all-gather half is missing"),
+        ("pieces = [", "comm.recv(x, axis, axis.next)\n    pieces = [", 0, "was at: recv, line 2"),
+        ("pieces = [", "return comm.ring_all_reduce(x, axis)\n    pieces = [", 0, "you are asked"),
+    ],
+    ids=["right", "half", "hangs", "library"],
+)
+def test_an_answer_on_real_ranks(hand_in, old, new, passed, words):
+    result = hand_in(ring_notebook(RING.replace(old, new)), name="02_ring.ipynb")
+    score = result.scores["02-1"]
+    assert score.total == 8
+    assert score.passed == passed
+    assert words in score.message
+
+
 def test_nbformat_4_0_has_no_ids(hand_in):
     data = json.loads(nbformat.writes(notebook(SOLVED)))
     data |= {"nbformat": 4, "nbformat_minor": 0}
@@ -189,7 +233,9 @@ def test_where_the_pristine_notebook_is_found(root):
     assert pristine(root, ids, Path("mine.ipynb")) == wanted
     assert pristine(root, new_notebook(), Path("00_x.ipynb")) == wanted
     for content, name in ((new_notebook(), "notes.ipynb"), (notebook({}, lesson="09"), "x.ipynb")):
-        with pytest.raises(ValueError, match="expected is a copy of one of exercises/: 00_start"):
+        with pytest.raises(
+            ValueError, match="expected is a copy of one of exercises/: 00_start, 02"
+        ):
             pristine(root, content, Path(name))
 
 
