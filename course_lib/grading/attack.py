@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from course_lib.grading import registry
-from course_lib.grading.exercise import Answer, Exercise
+from course_lib.grading.exercise import Answers, Exercise, each
 from course_lib.grading.verdict import Verdict
 
 DEADLINE = 2.0  # seconds of a check: many of these answers hang
@@ -47,18 +47,18 @@ def attack(exercise: Exercise, seed: int = 0) -> Attack:
     return result
 
 
-def _judge(exercise: Exercise, answer: Answer, seed: int) -> Verdict:
-    return exercise.judge([answer], seed, DEADLINE)
+def _judge(exercise: Exercise, answers: Answers, seed: int) -> Verdict:
+    return exercise.judge(each(answers), seed, DEADLINE)
 
 
 def table(attacks: Sequence[Attack]) -> str:
     """exercise, wrong tried, rejected, right tried, accepted; what failed below."""
     lines = [f"{'exercise':<10}{'wrong':>8}{'rejected':>10}{'right':>8}{'accepted':>10}"]
-    for each in attacks:
+    for found in attacks:
         lines.append(
-            f"{each.ex:<10}{each.wrong:>8}{each.rejected:>10}{each.right:>8}{each.accepted:>10}"
+            f"{found.ex:<10}{found.wrong:>8}{found.rejected:>10}{found.right:>8}{found.accepted:>10}"
         )
-    lines += [f"{each.ex}, {failure}" for each in attacks for failure in each.failures]
+    lines += [f"{found.ex}, {failure}" for found in attacks for failure in found.failures]
     return "\n".join(lines)
 
 
@@ -70,7 +70,7 @@ def main() -> int:
         for exercise in registry.exercises(lesson)
     ]
     print(table(attacks))
-    return int(any(each.failures for each in attacks))
+    return int(any(found.failures for found in attacks))
 
 
 if __name__ == "__main__":

@@ -11,8 +11,14 @@ from course_lib.grading.answers import DEADLINE, NotRight, called, guarded, show
 from course_lib.grading.verdict import CaseResult, Verdict, failed
 
 Answer = Callable[..., Any]
+Answers = Answer | tuple[Answer, ...]  # a tuple where an exercise has several names
 Instance = dict[str, Any]  # the arguments of one call, by name, in order
 DRAWS = 50
+
+
+def each(answers: Answers) -> tuple[Answer, ...]:
+    """The answers as ``check`` takes them, one or several."""
+    return answers if isinstance(answers, tuple) else (answers,)
 
 
 @dataclass(frozen=True)
@@ -23,7 +29,7 @@ class Wrong:
     classic mistake. ``words`` default to it; they are for the attack alone.
     """
 
-    answer: Answer
+    answer: Answers
     message: str = ""
     words: str = ""
 
@@ -42,8 +48,8 @@ class Exercise:
     names: tuple[str, ...]
     hints: tuple[str, str, str]
     wrong: tuple[Wrong, ...] = field(repr=False)
-    right: tuple[Answer, ...] = field(repr=False)
-    stub: Answer = field(repr=False)
+    right: tuple[Answers, ...] = field(repr=False)
+    stub: Answers = field(repr=False)
 
     @property
     def cases(self) -> tuple[tuple[str, str], ...]:
@@ -127,7 +133,7 @@ class Function(Exercise):
             instances = case.draw(rng)
             wanted = [self.normal(self.reference(*args.values())) for args in instances]
             constants: list[Answer] = [lambda *_, value=value: value for value in wanted]
-            trivial = [*constants, lambda *_: None, self.stub]
+            trivial = [*constants, lambda *_: None, each(self.stub)[0]]
             if not any(self._passes(answer, instances) for answer in trivial):
                 return instances
         raise AssertionError(f"{self.id}, {case.title}: a constant passes it, whatever is drawn")
@@ -151,7 +157,7 @@ class Function(Exercise):
     def _mistake(self, calls: list[_Call]) -> str:
         """The classic mistake that gives the results of all ``calls``, if there is one."""
         for wrong in self.wrong:
-            if wrong.message and all(self._same(wrong.answer, call) for call in calls):
+            if wrong.message and all(self._same(each(wrong.answer)[0], call) for call in calls):
                 return f"{wrong.message} "
         return ""
 
