@@ -88,6 +88,7 @@ class RankContext:
     trace: Trace = field(init=False)
     # When each channel (axis, op of a message, peer) is free again: comm keeps it, a run ends it.
     channel_free_at: dict[tuple[str, str, int | None], float] = field(default_factory=dict)
+    channel_lines: dict[tuple[str, str, int | None], list[Any]] = field(default_factory=dict)
     last_message: dict[tuple[Any, str, int], Any] = field(default_factory=dict)  # checked mode
     channel_lock: threading.Lock = field(default_factory=threading.Lock)
 

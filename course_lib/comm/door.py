@@ -14,7 +14,7 @@ from typing import Any
 
 from course_lib.comm.call import Call
 from course_lib.comm.checked import CheckedMessage, checks_messages, compare_calls
-from course_lib.comm.links import occupy
+from course_lib.comm.links import channel_of, occupy
 from course_lib.ledger import Record
 from course_lib.mesh import Axis
 
@@ -77,15 +77,22 @@ class _Flight:
     def __init__(self, axis: Axis, call: Call, work: Any, result: Callable[[], Any]) -> None:
         self._axis, self._call, self._work, self._result = axis, call, work, result
         self._issued = time.perf_counter()
+        self._arrived: float | None = None  # when torch was done
         self._over: tuple[float, float] | None = None  # start and end of the transfer
+        self._known = threading.Event()  # set with ``_over``
         self._error: Exception | None = None
         self._watcher: threading.Thread | None = None
         self._watch()
 
     def _watch(self) -> None:
         """Have the true end of the transfer stamped, which may come long before the wait."""
+        self._line = [self]
         if self._axis.context.device.type != "cpu":
             return
+        if self._axis.context.conditions.links is not None:
+            lines = self._axis.context.channel_lines
+            self._line = lines.setdefault(channel_of(self._axis, self._call), [])
+            self._line.append(self)
         if self._call.peer is None:
             self._work.get_future().add_done_callback(lambda _: self._stamp())
         elif self._axis.context.conditions.links is not None:
@@ -103,11 +110,20 @@ class _Flight:
         self._stamp()
 
     def _stamp(self) -> None:
-        """Note the end, once. Torch's threads come here, and so does the caller's."""
+        """Note the end, once. Torch's threads come here, and so does the caller's.
+
+        An emulated link carries its transfers in the order in which they were issued, though
+        torch's threads may finish two neighbours in either order: who is early stands in line.
+        """
         now = time.perf_counter()
         with self._axis.context.channel_lock:
-            if self._over is None:
-                self._over = occupy(self._axis, self._call, self._issued, now)
+            if self._arrived is not None:
+                return
+            self._arrived = now
+            while self._line and (first := self._line[0])._arrived is not None:
+                del self._line[0]
+                first._over = occupy(first._axis, first._call, first._issued, first._arrived)
+                first._known.set()
 
     def land(self) -> Any:
         """Wait for torch and for the emulated link, write the span down, give the result."""
@@ -117,6 +133,7 @@ class _Flight:
             self._await()
         if self._error is not None:
             raise self._error
+        self._known.wait()
         assert self._over is not None, "every wait stamps"
         start, end = self._over
         trace, call = self._axis.trace, self._call

@@ -36,12 +36,17 @@ def link_seconds(axis: Axis, call: Call) -> float:
     return STEPS[call.op](axis.size) * link.alpha + float(call.carried(axis)) / link.beta
 
 
+def channel_of(axis: Axis, call: Call) -> tuple[str, str, int | None]:
+    """What carries one transfer at a time: an axis; for messages, a peer and a direction."""
+    return axis.name, call.op if call.peer is not None else "", call.peer
+
+
 def occupy(axis: Axis, call: Call, issued: float, arrived: float) -> tuple[float, float]:
     """(start, end) of a transfer that was issued and that torch has finished at these times.
 
     Holds the axis until the end. Call it once for each transfer, under the context's lock.
     """
-    channel = (axis.name, call.op if call.peer is not None else "", call.peer)
+    channel = channel_of(axis, call)
     free = axis.context.channel_free_at.get(channel, 0.0)
     seconds = link_seconds(axis, call)
     end = max(arrived, free) + seconds if seconds else arrived

@@ -226,3 +226,17 @@ def test_without_links_a_transfer_ends_when_torch_says_so():
     on, call = axis(), Call("all_reduce", "allreduce_", torch.zeros(25))
     assert occupy(on, call, issued=0.0, arrived=4.0) == (0.0, 4.0)
     assert occupy(on, call, issued=1.0, arrived=3.0) == (3.0, 3.0)
+
+
+def test_an_emulated_link_keeps_the_order_of_issue():
+    """The backend finishes the second call first: it stands in line behind the first."""
+    on, first, second = axis(Links(Link(0.001, 1e9), Link(0.001, 1e9))), Work(), Work()
+    handles = [start(first, on), start(second, on)]
+    second.future.complete()
+    assert on.context.channel_free_at == {}
+    first.future.complete()
+    for handle in reversed(handles):
+        handle.wait()
+    one, two = sorted(on.trace.spans, key=lambda span: span.start)
+    assert two.start >= one.end
+    assert on.trace.spans[0] is two, "the second was waited for first, and ended second"
