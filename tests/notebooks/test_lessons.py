@@ -98,11 +98,36 @@ def lesson_00_shows_what_ranks_did(notebook):
     assert "rank 0 was at: all_reduce, cell 6 line 8" in text
     assert "dp  8 groups of 2, each inside one node" in text
     assert "[0 2] [1 3] [4 6] [5 7]" in text
-    pictures = [o for c in notebook.cells for o in c.get("outputs", []) if "image/png" in str(o)]
-    assert len(pictures) == 1
+    assert len(pictures(notebook)) == 1
 
 
-SHOWS = {"notebooks/00_start_here": lesson_00_shows_what_ranks_did}  # what a lesson must show
+def pictures(notebook):
+    return [o for c in notebook.cells for o in c.get("outputs", []) if "image/png" in str(o)]
+
+
+def lesson_03_shows_one_gradient(notebook):
+    text = outputs(notebook)
+    assert "{'own': 0.5, 'sum': 15.0}" in text
+    assert len(pictures(notebook)) >= 2
+
+
+def lesson_07_shows_pipelines(notebook):
+    text = outputs(notebook)
+    for line in (
+        "rank 1: micro-batch 0 on stage 1 has no backward",
+        "786,432 bytes, formula 786,432",
+        "3 messages of 256 bytes",
+        "steps of different length: 0",
+    ):
+        assert line in text
+    assert len(pictures(notebook)) >= 5
+
+
+SHOWS = {  # what a lesson must show
+    "notebooks/00_start_here": lesson_00_shows_what_ranks_did,
+    "notebooks/03_data_parallelism": lesson_03_shows_one_gradient,
+    "notebooks/07_pipelines_1": lesson_07_shows_pipelines,
+}
 
 
 def test_the_kernel_is_this_python(executed):
