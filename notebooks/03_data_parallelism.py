@@ -15,7 +15,7 @@
 # %% [markdown]
 # # 03 Data parallelism: one model, four copies, one gradient
 #
-# *50 minutes to read and run, 60 to build.* Four ranks train one model and end with the weights that one process
+# *50 minutes to read and run.* Four ranks train one model and end with the weights that one process
 # would have. You will see what that costs in bytes, hide most of the cost behind the backward pass, and break it in
 # four ways. You need lesson 00; of lesson 02 only that a ring all-reduce of S bytes over n ranks makes each send
 # 2(n-1)/n S.

@@ -15,7 +15,7 @@
 # %% [markdown]
 # # 07 Pipelines I: naive, GPipe, 1F1B
 #
-# *50 minutes to read and run, 60 to build.* A model that is too large for one GPU is cut by layers, and each rank
+# *50 minutes to read and run.* A model that is too large for one GPU is cut by layers, and each rank
 # holds one piece. You will write such a schedule down cell by cell, have it refused, correct it, run it on four real
 # ranks, and measure what it wastes in time and what it costs in memory. You need lesson 00 (`run`, ranks, the ledger)
 # and nothing else.
