@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from course_lib.grading.answers import DEADLINE, NotRight, called, guarded, shown, shown_call
+from course_lib.grading.refuse import refusing
 from course_lib.grading.verdict import CaseResult, Verdict, failed
 
 Answer = Callable[..., Any]
@@ -103,12 +104,14 @@ class Function(Exercise):
     """An exercise that asks for one function without ranks, judged by ``reference``.
 
     ``normal`` brings a result to the form in which it is compared and raises NotRight with the
-    reason when it is no such result at all.
+    reason when it is no such result at all. ``refused`` are library functions
+    ("course_lib.layout:make_layout") that are the answer: they do not run while one is judged.
     """
 
     reference: Answer = field(repr=False)
     drawn: tuple[Case, ...] = field(repr=False)
     normal: Callable[[Any], Any] = field(repr=False, default=lambda value: value)
+    refused: tuple[str, ...] = ()
 
     @property
     def cases(self) -> tuple[tuple[str, str], ...]:
@@ -146,7 +149,9 @@ class Function(Exercise):
         given = {name: _copied(value) for name, value in args.items()}
         wanted = self.normal(self.reference(*args.values()))
         try:
-            got = self.normal(called(self.names[0], answer, given))
+            with refusing(self.refused):
+                value = called(self.names[0], answer, given)
+            got = self.normal(value)
         except NotRight as error:
             return _Call(args, None, str(error))
         if _equal(got, wanted):

@@ -7,13 +7,12 @@ import re
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from importlib import import_module
-from types import FunctionType
 from typing import Any
 
 from course_lib.grading import registry
 from course_lib.grading.answers import NotRight, guarded
 from course_lib.grading.exercise import Answer, Exercise
+from course_lib.grading.refuse import refusing
 from course_lib.grading.verdict import AXES, CaseResult
 from course_lib.grading.wire import WireCall, WireCalls
 from course_lib.launch import RankDeadline, RankError, run
@@ -149,24 +148,9 @@ def graded_rank(exercise_id: str, number: int, seed: int, *answers: Answer) -> O
     assert isinstance(exercise, Ranked)
     mesh = make_mesh()
     inputs = exercise.inputs(exercise.trials[number], mesh.rank, seed)
-    for name in exercise.refused:
-        refuse(name)
-    with PeakLiveBytes() as peak, WireCalls() as wire:
+    with refusing(exercise.refused), PeakLiveBytes() as peak, WireCalls() as wire:
         value = exercise.act(answers, inputs, mesh)
     return Observed(value, wire.calls, peak.peak, inputs)
-
-
-def refuse(name: str) -> None:
-    """In this process "module:function" raises from now on, under every name that it has."""
-    module, function = name.split(":")
-    target = getattr(import_module(module), function)
-    assert isinstance(target, FunctionType), name
-    target.__code__ = _refusing.__code__
-    target.__kwdefaults__ = None
-
-
-def _refusing(*args: Any, **kwargs: Any) -> Any:
-    raise PermissionError("this is what you are asked to write")  # it has no globals of its own
 
 
 def said(error: RankError, deadline: float) -> str:

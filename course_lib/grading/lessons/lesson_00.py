@@ -10,8 +10,12 @@ from typing import Any
 
 from course_lib.grading.answers import NotRight, shown
 from course_lib.grading.exercise import Case, Function, Instance, Wrong
-from course_lib.layout import Layout, make_layout
+from course_lib.layout import Layout, make_layout, rank_groups
 
+REFUSED = tuple(
+    f"course_lib.layout:{name}"
+    for name in ("make_layout", "rank_groups", "Layout.coordinates", "Layout.groups")
+)
 TP_DP_PP, TP_PP_DP = "tp-dp-pp", "tp-pp-dp"  # the two orders that frameworks use
 
 
@@ -80,7 +84,7 @@ def _as_groups(value: Any) -> list[list[int]]:
 
 
 def _slowest_first(rank: int, sizes: Mapping[str, int], order: str) -> dict[str, int]:
-    return _coordinates(rank, sizes, _reversed(order))
+    return _right_by_strides(rank, sizes, _reversed(order))
 
 
 def _only_modulo(rank: int, sizes: Mapping[str, int], order: str) -> dict[str, int]:
@@ -96,16 +100,16 @@ def _only_division(rank: int, sizes: Mapping[str, int], order: str) -> dict[str,
 
 
 def _order_of_dict(rank: int, sizes: Mapping[str, int], order: str) -> dict[str, int]:
-    return _coordinates(rank, sizes, "-".join(sizes))
+    return _right_by_strides(rank, sizes, "-".join(sizes))
 
 
 def _always_tp_dp_pp(rank: int, sizes: Mapping[str, int], order: str) -> dict[str, int]:
     first = [axis for axis in ("tp", "cp", "dp", "pp") if axis in sizes]
-    return _coordinates(rank, sizes, "-".join(first))
+    return _right_by_strides(rank, sizes, "-".join(first))
 
 
 def _from_one(rank: int, sizes: Mapping[str, int], order: str) -> dict[str, int]:
-    return {axis: where + 1 for axis, where in _coordinates(rank, sizes, order).items()}
+    return {axis: where + 1 for axis, where in _right_by_strides(rank, sizes, order).items()}
 
 
 def _block_from_first(rank: int, sizes: Mapping[str, int], order: str) -> dict[str, int]:
@@ -152,6 +156,7 @@ COORDINATES = Function(
             "The rank is divided by the size of the axis itself: divide by the product of the "
             "sizes before it.",
         ),
+        Wrong(_coordinates, words="this is what you are asked to write"),
         Wrong(lambda rank, sizes, order: None, words="a dict from axis to coordinate is wanted"),
         Wrong(lambda rank, sizes, order: dict.fromkeys(sizes, 0), words="right is"),
         Wrong(lambda rank, sizes, order: sizes["ep"], words="raised KeyError: 'ep'"),
@@ -159,6 +164,7 @@ COORDINATES = Function(
     right=(_right_by_strides, _right_by_counting),
     stub=lambda rank, sizes, order: None,
     reference=_coordinates,
+    refused=REFUSED,
     normal=_as_coordinates,
     drawn=(
         _case("order tp-dp-pp", _some_ranks, TP_DP_PP),
@@ -173,7 +179,8 @@ COORDINATES = Function(
 
 
 def _other_axes(axis: str, sizes: Mapping[str, int], order: str) -> list[list[int]]:
-    return _layout(sizes, order).groups(*(other for other in order.split("-") if other != axis))
+    at = [_right_by_strides(rank, sizes, order)[axis] for rank in range(prod(sizes.values()))]
+    return [[rank for rank, where in enumerate(at) if where == one] for one in range(sizes[axis])]
 
 
 def _neighbours(axis: str, sizes: Mapping[str, int], order: str) -> list[list[int]]:
@@ -188,20 +195,20 @@ def _strided(axis: str, sizes: Mapping[str, int], order: str) -> list[list[int]]
 
 
 def _groups_slowest_first(axis: str, sizes: Mapping[str, int], order: str) -> list[list[int]]:
-    return _groups(axis, sizes, _reversed(order))
+    return _right_groups_by_stride(axis, sizes, _reversed(order))
 
 
 def _first_group(axis: str, sizes: Mapping[str, int], order: str) -> list[list[int]]:
-    return _groups(axis, sizes, order)[:1]
+    return _right_groups_by_stride(axis, sizes, order)[:1]
 
 
 def _descending(axis: str, sizes: Mapping[str, int], order: str) -> list[list[int]]:
-    return [group[::-1] for group in _groups(axis, sizes, order)]
+    return [group[::-1] for group in _right_groups_by_stride(axis, sizes, order)]
 
 
 def _fixed_order(axis: str, sizes: Mapping[str, int], order: str) -> list[list[int]]:
     first = [name for name in ("tp", "cp", "dp", "pp") if name in sizes]
-    return _groups(axis, sizes, "-".join(first))
+    return _right_groups_by_stride(axis, sizes, "-".join(first))
 
 
 def _right_groups_by_key(axis: str, sizes: Mapping[str, int], order: str) -> list[tuple[int, ...]]:
@@ -245,12 +252,18 @@ GROUPS = Function(
         Wrong(_fixed_order, "The argument order is not used: tp is not always the fastest."),
         Wrong(_first_group, "This is only the group of rank 0: all groups of the axis are wanted."),
         Wrong(_descending, "The ranks of a group stand in ascending order."),
+        Wrong(_groups, words="this is what you are asked to write"),
+        Wrong(
+            lambda axis, sizes, order: rank_groups(order, **sizes)[axis],
+            words="this is what you are asked to write",
+        ),
         Wrong(lambda axis, sizes, order: None, words="a list of lists of ranks is wanted"),
         Wrong(lambda axis, sizes, order: [[0, 1]], words="right is"),
     ),
     right=(_right_groups_by_key, _right_groups_by_stride),
     stub=lambda axis, sizes, order: None,
     reference=_groups,
+    refused=REFUSED,
     normal=_as_groups,
     drawn=(
         _case("order tp-dp-pp", _each_axis, TP_DP_PP),

@@ -1,0 +1,38 @@
+"""Library functions that *are* the answer: while an answer is judged, they refuse to run."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from functools import reduce
+from importlib import import_module
+from types import FunctionType
+from typing import Any
+
+
+@contextmanager
+def refusing(names: Sequence[str]) -> Iterator[None]:
+    """In the body each "module:function" (or "module:Class.method") raises PermissionError.
+
+    Its code is replaced, not its name, so that every name that it has refuses.
+    """
+    functions = [_find(name) for name in names]
+    before = [(function.__code__, function.__kwdefaults__) for function in functions]
+    try:
+        for function in functions:
+            function.__code__, function.__kwdefaults__ = _refused.__code__, None
+        yield
+    finally:
+        for function, (code, defaults) in zip(functions, before, strict=True):
+            function.__code__, function.__kwdefaults__ = code, defaults
+
+
+def _find(name: str) -> FunctionType:
+    module, path = name.split(":")
+    found: Any = reduce(getattr, path.split("."), import_module(module))
+    assert isinstance(found, FunctionType), name
+    return found
+
+
+def _refused(*args: Any, **kwargs: Any) -> Any:
+    raise PermissionError("this is what you are asked to write")  # it has no globals of its own
