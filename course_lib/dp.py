@@ -29,7 +29,7 @@ from torch import Tensor, nn
 from course_lib import comm
 from course_lib.mesh import Axis
 
-BUCKET_BYTES = 12 * 2**20  # of 2 to 25 MiB the fastest beside DDP on two cores: `course bench dp`
+BUCKET_BYTES = 12 * 2**20  # `course bench dp` times smaller and larger ones beside it
 Batch = tuple[Tensor, Tensor]  # tokens (B, S) and targets (B, S)
 LossSum = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]  # -> summed loss, number of tokens
 

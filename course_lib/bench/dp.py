@@ -103,9 +103,15 @@ def _ddp(mesh: Mesh) -> Callable[[int], None]:
     return step
 
 
+def _overlapped(mib: int) -> Callable[[Mesh], Callable[[int], None]]:
+    """Another bucket size than the library's own."""
+    return _ours(lambda model, mesh: dp.Overlapped(model.parameters(), mesh.dp, mib * 2**20))
+
+
 _CONTESTANTS: dict[str, Callable[[Mesh], Callable[[int], None]]] = {
     PEER: _ddp,
     "overlapped": _ours(lambda model, mesh: dp.Overlapped(model.parameters(), mesh.dp)),
+    **{f"{mib} MiB buckets": _overlapped(mib) for mib in (2, 4, 25)},
     "bucketed": _ours(lambda model, mesh: dp.Bucketed(model.parameters(), mesh.dp)),
     "naive": _ours(lambda model, mesh: dp.Naive(model.parameters(), mesh.dp)),
     "ddp again": _ddp,

@@ -24,6 +24,7 @@ BATCH, SEQ = 8, 64  # sequences of all ranks together, and positions of each
 BUCKET_BYTES = 200_000  # about one block of the small model
 LEARNING_RATE = 3e-3
 CONFIG = tiny_config(max_seq_len=SEQ)
+MakeSync = Callable[[Decoder, Mesh], dp.GradientSync]
 
 
 @dataclass(frozen=True)
@@ -82,9 +83,7 @@ def train_serial() -> Report:
     return Report(losses, state_bytes(model, optimizer), saved.peak)
 
 
-def train_data_parallel(
-    make_sync: Callable[[Decoder, Mesh], dp.GradientSync], micro_batches: int = 1
-) -> Report:
+def train_data_parallel(make_sync: MakeSync, micro_batches: int = 1) -> Report:
     """Each rank trains on its rows; ``make_sync`` decides how gradients are summed."""
     mesh = make_mesh()
     model, optimizer = parts()
@@ -134,6 +133,37 @@ def pipeline_bytes(schedule: Schedule) -> dict[str, Fraction]:
     return {"pp": Fraction(pp.wire_bytes(schedule, activation_bytes))}
 
 
+def overlapped(model: Decoder, mesh: Mesh) -> dp.GradientSync:
+    """Buckets of about one block each, sent while backward goes on."""
+    return dp.Overlapped(model.parameters(), mesh.dp, BUCKET_BYTES)
+
+
+def data_parallel(
+    name: str, sentence: str, make_sync: MakeSync, micro_batches: int = 1
+) -> Technique:
+    """A row of lesson 03, on four ranks."""
+    return Technique(
+        name=name,
+        lesson="03",
+        sentence=sentence,
+        mesh={"dp": 4},
+        train=lambda: train_data_parallel(make_sync, micro_batches),
+        formula=lambda: data_parallel_bytes(4),
+    )
+
+
+def pipeline(schedule: str, sentence: str) -> Technique:
+    """A row of lesson 07, on four ranks."""
+    return Technique(
+        name=f"pp-{schedule}",
+        lesson="07",
+        sentence=sentence,
+        mesh={"pp": 4},
+        train=lambda: train_pipeline(make(schedule, 4, MICRO_BATCHES)),
+        formula=lambda: pipeline_bytes(make(schedule, 4, MICRO_BATCHES)),
+    )
+
+
 TECHNIQUES = [
     Technique(
         name="serial",
@@ -143,64 +173,37 @@ TECHNIQUES = [
         train=train_serial,
         formula=dict,
     ),
-    Technique(
-        name="dp-naive",
-        lesson="03",
-        sentence="Every rank holds the model and a quarter of the batch; after backward one "
-        "all-reduce for each parameter adds the gradients.",
-        mesh={"dp": 4},
-        train=lambda: train_data_parallel(
-            lambda model, mesh: dp.Naive(model.parameters(), mesh.dp)
-        ),
-        formula=lambda: data_parallel_bytes(4),
+    data_parallel(
+        "dp-naive",
+        "Every rank holds the model and a quarter of the batch; after backward one all-reduce for "
+        "each parameter adds the gradients.",
+        lambda model, mesh: dp.Naive(model.parameters(), mesh.dp),
     ),
-    Technique(
-        name="dp-bucketed",
-        lesson="03",
-        sentence="The same bytes in a few large messages instead of many small ones.",
-        mesh={"dp": 4},
-        train=lambda: train_data_parallel(
-            lambda model, mesh: dp.Bucketed(model.parameters(), mesh.dp, BUCKET_BYTES)
-        ),
-        formula=lambda: data_parallel_bytes(4),
+    data_parallel(
+        "dp-bucketed",
+        "The same bytes in a few large messages instead of many small ones.",
+        lambda model, mesh: dp.Bucketed(model.parameters(), mesh.dp, BUCKET_BYTES),
     ),
-    Technique(
-        name="dp-overlapped",
-        lesson="03",
-        sentence="Each bucket leaves as soon as backward has filled it, so that most of the "
-        "communication hides behind the arithmetic.",
-        mesh={"dp": 4},
-        train=lambda: train_data_parallel(
-            lambda model, mesh: dp.Overlapped(model.parameters(), mesh.dp, BUCKET_BYTES)
-        ),
-        formula=lambda: data_parallel_bytes(4),
+    data_parallel(
+        "dp-overlapped",
+        "Each bucket leaves as soon as backward has filled it, so that most of the communication "
+        "hides behind the arithmetic.",
+        overlapped,
     ),
-    Technique(
-        name="dp-accumulated",
-        lesson="03",
-        sentence="Two micro-batches a step: half the activations, and still one sum of gradients.",
-        mesh={"dp": 4},
-        train=lambda: train_data_parallel(
-            lambda model, mesh: dp.Overlapped(model.parameters(), mesh.dp, BUCKET_BYTES), 2
-        ),
-        formula=lambda: data_parallel_bytes(4),
+    data_parallel(
+        "dp-accumulated",
+        "Two micro-batches a step: half the activations, and still one sum of gradients.",
+        overlapped,
+        micro_batches=2,
     ),
-    Technique(
-        name="pp-gpipe",
-        lesson="07",
-        sentence="Every rank holds one layer in four; four micro-batches go forward through all, "
-        "then back, and only activations travel.",
-        mesh={"pp": 4},
-        train=lambda: train_pipeline(make("gpipe", 4, MICRO_BATCHES)),
-        formula=lambda: pipeline_bytes(make("gpipe", 4, MICRO_BATCHES)),
+    pipeline(
+        "gpipe",
+        "Every rank holds one layer in four; four micro-batches go forward through all, then "
+        "back, and only activations travel.",
     ),
-    Technique(
-        name="pp-1f1b",
-        lesson="07",
-        sentence="The same messages, but each backward comes as early as it can, so that later "
-        "ranks keep fewer activations.",
-        mesh={"pp": 4},
-        train=lambda: train_pipeline(make("1f1b", 4, MICRO_BATCHES)),
-        formula=lambda: pipeline_bytes(make("1f1b", 4, MICRO_BATCHES)),
+    pipeline(
+        "1f1b",
+        "The same messages, but each backward comes as early as it can, so that later ranks keep "
+        "fewer activations.",
     ),
 ]
