@@ -12,7 +12,7 @@ from course_lib.grading.refuse import refusing
 from course_lib.grading.verdict import CaseResult, Verdict, failed
 
 Answer = Callable[..., Any]
-Answers = Answer | tuple[Answer, ...]  # a tuple where an exercise has several names
+Answers = Any  # an Answer or, in an exercise worked by hand, a table; a tuple of several names
 Instance = dict[str, Any]  # the arguments of one call, by name, in order
 DRAWS = 50
 
@@ -69,11 +69,15 @@ class Exercise:
                 wanted = ", ".join((f'"{self.id}"', *self.names))
                 raise NotRight(f"the check cell was changed: it says check({wanted})")
             for name, answer in zip(self.names, answers, strict=True):
-                if not callable(answer):
-                    raise NotRight(f"{name} is {shown(answer)}; a function is wanted")
+                self.usable(name, answer)
             return Verdict(self.id, self.results(answers, random.Random(seed), deadline))
         except NotRight as error:
             return self.failed(str(error))
+
+    def usable(self, name: str, answer: Any) -> None:
+        """Raises NotRight where ``answer`` is of the wrong kind; by default no function."""
+        if not callable(answer):
+            raise NotRight(f"{name} is {shown(answer)}; a function is wanted")
 
     def failed(self, message: str) -> Verdict:
         """The verdict in which nothing passed, for one reason."""

@@ -22,7 +22,11 @@ def coordinates(rank, sizes, order):
     return found"""
 GROUPS = """\
 def groups(axis, sizes, order):
-    return make_layout(None, order, **sizes).groups(axis)"""
+    names = order.split("-")
+    stride = math.prod(sizes[name] for name in names[: names.index(axis)])
+    ranks = range(math.prod(sizes.values()))
+    firsts = [rank for rank in ranks if rank // stride % sizes[axis] == 0]
+    return [[first + stride * step for step in range(sizes[axis])] for first in firsts]"""
 STUBS = {
     "00-1": "def coordinates(rank, sizes, order):\n    raise NotImplementedError('yours')",
     "00-2": "def groups(axis, sizes, order):\n    raise NotImplementedError('yours')",
@@ -39,7 +43,7 @@ def notebook(answers: dict[str, str], *, lesson: str | None = "00"):
     """An exercise notebook with these answers."""
     cells = [
         new_markdown_cell("# Lesson"),
-        new_code_cell("from course_lib.layout import make_layout"),
+        new_code_cell("import math"),
     ]
     for ex, source in answers.items():
         cells += [cell(ex, "answer", source)]
@@ -254,7 +258,7 @@ def test_the_merged_copy_is_pristine_but_for_the_answers(root, tmp_path):
     nbformat.write(mine, path)
     merged = merge(root, path, seed=3)
     sources = [each.source for each in merged.notebook.cells if each.cell_type == "code"]
-    assert sources[0] == "from course_lib.layout import make_layout"
+    assert sources[0] == "import math"
     assert sources[1] == COORDINATES
     assert sources[2].endswith("check('00-1', coordinates, seed=3)")
     nbformat.validate(merged.notebook)

@@ -1,0 +1,92 @@
+"""Exercises worked out by hand: the learner types a table of values, and no code of his runs."""
+
+from __future__ import annotations
+
+import math
+import random
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from numbers import Real
+from typing import Any
+
+from course_lib.grading.answers import NotRight, shown
+from course_lib.grading.exercise import Exercise, each
+from course_lib.grading.verdict import CaseResult
+
+
+@dataclass(frozen=True)
+class Worked(Exercise):
+    """A table from keys to values. Each key of ``wanted`` is one case, named by it.
+
+    A value is a number, a text (its spaces do not count) or a list of such; None means that it is
+    not filled in. The numbers stand in the exercise's text, so there is nothing to draw: the table
+    is the answer. The verdict never tells a right value. Where an entry is the one of a ``Wrong``
+    table that has a message, and differs from what is wanted, the message is told.
+    """
+
+    wanted: Mapping[str, Any] = field(repr=False)
+
+    def __post_init__(self) -> None:
+        assert all(value is not None for value in self.wanted.values()), self.id
+
+    @property
+    def cases(self) -> tuple[tuple[str, str], ...]:
+        return tuple(("outputs", key) for key in self.wanted)
+
+    def usable(self, name: str, answer: Any) -> None:
+        """Raises NotRight where the answer is no such table."""
+        keys = ", ".join(map(repr, self.wanted))
+        if not isinstance(answer, Mapping):
+            raise NotRight(f"{name} is {shown(answer)}; a dict with the keys {keys} is wanted")
+        if missing := [key for key in self.wanted if key not in answer]:
+            raise NotRight(f"{name} lacks {missing[0]!r}: its keys are {keys}")
+
+    def results(
+        self, answers: Sequence[Any], rng: random.Random, deadline: float
+    ) -> list[CaseResult]:
+        """Every entry in order."""
+        table = answers[0]
+        return [CaseResult("outputs", key, self._said(key, table[key])) for key in self.wanted]
+
+    def _said(self, key: str, value: Any) -> str:
+        if value is None:
+            return f"{key!r} is not filled in yet"
+        if same(value, self.wanted[key]):
+            return ""
+        for wrong in self.wrong:
+            entry: Any = each(wrong.answer)[0]
+            known = wrong.message and isinstance(entry, Mapping) and key in entry
+            if known and same(value, entry[key]) and not same(entry[key], self.wanted[key]):
+                return f"{key!r}: {wrong.message}"
+        return f"{key!r}: {shown(value)} is not right{_hint_at(value, self.wanted[key])}"
+
+
+def same(value: Any, wanted: Any) -> bool:
+    """Whether two entries are equal: numbers up to rounding, texts up to spaces, lists in order."""
+    if isinstance(wanted, str):
+        return isinstance(value, str) and value.split() == wanted.split()
+    if isinstance(wanted, Sequence):
+        return (
+            isinstance(value, Sequence)
+            and not isinstance(value, str)
+            and len(value) == len(wanted)
+            and all(map(same, value, wanted))
+        )
+    if isinstance(wanted, bool) or not isinstance(wanted, Real):
+        return bool(type(value) is type(wanted) and value == wanted)
+    number = isinstance(value, Real) and not isinstance(value, bool)
+    return number and math.isclose(value, wanted, rel_tol=1e-6, abs_tol=1e-9)
+
+
+def _hint_at(value: Any, wanted: Any) -> str:
+    """Where it goes wrong, without what is right: the form, or the first place that differs."""
+    if isinstance(wanted, str) and isinstance(value, str):
+        value, wanted = value.split(), wanted.split()
+    if not isinstance(wanted, Sequence) or isinstance(wanted, str):
+        return ""
+    if not isinstance(value, Sequence) or isinstance(value, str):
+        return f"; {len(wanted)} values are wanted"
+    if len(value) != len(wanted):
+        return f": it has {len(value)} values, {len(wanted)} are wanted"
+    place = next(n for n, pair in enumerate(zip(value, wanted, strict=True)) if not same(*pair))
+    return f": look at {shown(value[place])}, number {place + 1}"
