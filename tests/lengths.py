@@ -6,9 +6,9 @@ Code lines only: docstrings, comments and blank lines are free. ``make length`` 
 from __future__ import annotations
 
 import ast
-import io
-import tokenize
 from pathlib import Path
+
+from course_lib.view.code import lines_with_code
 
 LIBRARY = Path(__file__).parents[1] / "course_lib"
 ABOVE_LAUNCH = (
@@ -16,29 +16,6 @@ ABOVE_LAUNCH = (
     "compose checkpoint inference"
 ).split()
 FILE, FUNCTION, TOTAL = 200, 25, 3_500
-SILENT = {
-    tokenize.COMMENT,
-    tokenize.NL,
-    tokenize.NEWLINE,
-    tokenize.INDENT,
-    tokenize.DEDENT,
-    tokenize.ENDMARKER,
-    tokenize.ENCODING,
-}
-
-
-def code_lines(text: str) -> set[int]:
-    """Numbers of the lines that hold code."""
-    lines: set[int] = set()
-    for token in tokenize.generate_tokens(io.StringIO(text).readline):
-        if token.type not in SILENT:
-            lines |= set(range(token.start[0], token.end[0] + 1))
-    for node in ast.walk(ast.parse(text)):
-        value = getattr(node, "value", None)
-        is_text = isinstance(value, ast.Constant) and isinstance(value.value, str)
-        if isinstance(node, ast.Expr) and is_text:  # a docstring, or a string that stands alone
-            lines -= set(range(node.lineno, (node.end_lineno or node.lineno) + 1))
-    return lines
 
 
 def functions(text: str, lines: set[int]) -> list[tuple[str, int, int]]:
@@ -57,7 +34,7 @@ def main() -> None:
     long_files, long_functions = [], []
     for path in sorted(LIBRARY.rglob("*.py")):
         text = path.read_text()
-        lines = code_lines(text)
+        lines = lines_with_code(text)
         name = path.relative_to(LIBRARY)
         room = name.parts[0].removesuffix(".py")
         total[room in ABOVE_LAUNCH] += len(lines)

@@ -1,9 +1,10 @@
-"""Pictures of what ranks do, send and keep; the only part that needs matplotlib.
+"""Pictures of what ranks do, send and keep, and the code behind them; all that needs matplotlib.
 
 Every picture is a Figure that belongs to no pyplot state, with its sentence in ``.caption``.
 Sliders need ipywidgets and are imported on their own: ``course_lib.view.sliders``.
 """
 
+from course_lib.view.code import code_lines, show_source
 from course_lib.view.export import perfetto
 from course_lib.view.gantt import timeline
 from course_lib.view.memory import live_plot, memory_plot
@@ -14,11 +15,13 @@ from course_lib.view.traffic import ledger_plot
 
 __all__ = [
     "Picture",
+    "code_lines",
     "ledger_plot",
     "live_plot",
     "memory_plot",
     "perfetto",
     "schedule_picture",
+    "show_source",
     "terminal_timeline",
     "timeline",
 ]
