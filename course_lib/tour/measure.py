@@ -9,7 +9,8 @@ from typing import Any
 
 from course_lib.launch import Results, available_ranks, run
 from course_lib.ledger import Ledger, wire_bytes_by_axis
-from course_lib.tour.techniques import STEPS, TECHNIQUES, Report, Technique
+from course_lib.tour.technique import STEPS, Report, Technique
+from course_lib.tour.techniques import TECHNIQUES
 
 LOSS_TOLERANCE = 1e-4
 BYTE_TOLERANCE = 1

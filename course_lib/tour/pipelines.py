@@ -19,7 +19,7 @@ from course_lib.mesh import make_mesh
 from course_lib.model import build_model
 from course_lib.schedule import Costs, Schedule, bubble, make, makespan, predicted_bubble, simulate
 from course_lib.schedule.simulate import Simulation
-from course_lib.tour.techniques import CONFIG, rows
+from course_lib.tour.technique import CONFIG, rows
 from course_lib.trace import overshoot
 
 NAMES = ("gpipe", "1f1b")

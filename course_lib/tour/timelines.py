@@ -9,7 +9,8 @@ from __future__ import annotations
 
 from course_lib import dp
 from course_lib.mesh import Link, Links, make_mesh
-from course_lib.tour.techniques import BUCKET_BYTES, parts, rows
+from course_lib.tour.technique import parts, rows
+from course_lib.tour.techniques.dp import BUCKET_BYTES
 from course_lib.trace.blocks import MeasuredBlocks
 
 RANKS = 4

@@ -11,7 +11,7 @@ from fractions import Fraction
 
 import pytest
 
-from course_lib.tour import measure, pipelines, techniques
+from course_lib.tour import measure, pipelines, technique, techniques
 from course_lib.tour.job import main, run_tour
 from course_lib.tour.measure import Row, make_row
 
@@ -57,7 +57,7 @@ def test_every_row_equals_serial_and_its_formula(tour):
 def test_the_numbers_are_the_model_s(tour):
     """Bytes, state and activations against what the model's size says, computed here anew."""
     rows = {row["technique"]: row for row in json.loads(tour[0].stdout)["rows"]}
-    model, _ = techniques.parts()
+    model, _ = technique.parts()
     parameters = sum(p.numel() for p in model.parameters())
     tensors = len(list(model.parameters()))
     overlapped = rows["dp-overlapped"]
@@ -72,8 +72,8 @@ def test_the_numbers_are_the_model_s(tour):
 
 def test_the_numbers_of_the_pipelines(tour):
     rows = {row["technique"]: row for row in json.loads(tour[0].stdout)["rows"]}
-    config = techniques.CONFIG
-    activations = techniques.BATCH * techniques.SEQ * config.hidden * 4
+    config = technique.CONFIG
+    activations = technique.BATCH * technique.SEQ * config.hidden * 4
     for name in PP_NAMES:
         # three boundaries, activations there and gradients back
         assert rows[name]["bytes"] == {
@@ -134,8 +134,8 @@ def test_the_table_names_every_technique_and_lesson(tmp_path, capfd, monkeypatch
 
 
 def fake_row(**changes) -> Row:
-    technique = techniques.TECHNIQUES[1]
-    row = Row(technique, 1e-7, {"dp": Fraction(8)}, {"dp": Fraction(8)}, 1, 1, [5.0, 4.0], [])
+    naive = techniques.TECHNIQUES[1]
+    row = Row(naive, 1e-7, {"dp": Fraction(8)}, {"dp": Fraction(8)}, 1, 1, [5.0, 4.0], [])
     return replace(row, **changes)
 
 
@@ -179,8 +179,8 @@ def test_a_rank_that_differs_is_seen():
     class Fake(list):
         ledgers = ()
 
-    good = techniques.Report([5.0, 4.0], techniques.StateBytes(1), 7)
-    bad = techniques.Report([5.0, 4.5], techniques.StateBytes(2), 5)
+    good = technique.Report([5.0, 4.0], technique.StateBytes(1), 7)
+    bad = technique.Report([5.0, 4.5], technique.StateBytes(2), 5)
     row = make_row(techniques.TECHNIQUES[0], Fake([good, good, bad]), [5.0, 4.0])
     assert row.max_loss_difference == 0.5
     assert (row.state_bytes, row.peak_activation_bytes) == (2, 7)

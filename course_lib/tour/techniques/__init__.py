@@ -1,0 +1,11 @@
+"""What the tour trains: one entry for each technique, a way to train and a formula for its bytes.
+
+A technique joins the tour with a file of its own in this folder and its entries below.
+"""
+
+from course_lib.tour.technique import Technique
+from course_lib.tour.techniques.dp import DATA_PARALLEL
+from course_lib.tour.techniques.pp import PIPELINES
+from course_lib.tour.techniques.serial import SERIAL
+
+TECHNIQUES: list[Technique] = [SERIAL, *DATA_PARALLEL, *PIPELINES]
