@@ -19,7 +19,8 @@ from course_lib.launch import RankDeadline, RankError, run
 from course_lib.mesh import Mesh, make_mesh
 from course_lib.trace import PeakLiveBytes
 
-LATER = "this counts only once the outputs are right on two ranks or more"
+RESULTS = ("outputs", "gradients", "weights")  # what an answer is for; the other axes say how
+LATER = "this counts only once the results are right on two ranks or more"
 
 
 @dataclass(frozen=True)
@@ -58,7 +59,7 @@ class Seen:
 class RankCase:
     """One thing that counts: ``look`` says what is wrong in trial number ``trial``, or "".
 
-    ``later`` is for a case of the outputs that an answer which does nothing would pass.
+    ``later`` is for a case of the results that an answer which does nothing would pass.
     """
 
     axis: str
@@ -77,8 +78,8 @@ class Ranked(Exercise):
 
     ``inputs(trial, rank, seed)`` makes the arguments of one rank; ``act(answers, inputs, mesh)``
     calls the answers there. ``refused`` are library functions ("course_lib.comm:name") that are
-    the answer themselves. Outputs on two ranks or more are looked at first: only when all of them
-    are right do wire, peak and one-rank cases count.
+    the answer themselves. Outputs, gradients and weights on two ranks or more are looked at first:
+    only when all of them are right do wire, peak and one-rank cases count.
     """
 
     trials: tuple[Trial, ...] = field(repr=False)
@@ -93,7 +94,7 @@ class Ranked(Exercise):
 
     def first(self, case: RankCase) -> bool:
         """Whether this case must pass before the others count."""
-        return case.axis == "outputs" and self.trials[case.trial].n > 1 and not case.later
+        return case.axis in RESULTS and self.trials[case.trial].n > 1 and not case.later
 
     def results(
         self, answers: Sequence[Answer], rng: random.Random, deadline: float
@@ -116,7 +117,7 @@ class Ranked(Exercise):
         return [CaseResult(case.axis, case.title, found[case]) for case in self.looks]
 
     def _broken(self, found: dict[RankCase, str], case: RankCase, reason: str) -> list[CaseResult]:
-        """What was seen before the run broke counts only if it is an output."""
+        """What was seen before the run broke counts only if it is a result."""
         return [
             CaseResult(
                 each.axis,
