@@ -108,7 +108,7 @@ class Function(Exercise):
     """An exercise that asks for one function without ranks, judged by ``reference``.
 
     ``normal`` brings a result to the form in which it is compared and raises NotRight with the
-    reason when it is no such result at all. ``refused`` are library functions
+    reason when it is no such result at all, which the verdict tells behind the call. ``refused`` are library functions
     ("course_lib.layout:make_layout") that are the answer: they do not run while one is judged.
     """
 
@@ -155,13 +155,21 @@ class Function(Exercise):
         try:
             with refusing(self.refused):
                 value = called(self.names[0], answer, given)
-            got = self.normal(value)
         except NotRight as error:
             return _Call(args, None, str(error))
+        got, call = self._read(value), shown_call(self.names[0], args)
+        if isinstance(got, _Unfit):
+            return _Call(args, got, f"{call}: {got.reason}")
         if _equal(got, wanted):
             return _Call(args, got)
-        call = shown_call(self.names[0], args)
         return _Call(args, got, f"{call} gave {shown(got)}; right is {shown(wanted)}")
+
+    def _read(self, value: Any) -> Any:
+        """``value`` in the form in which it is compared, or why it has none."""
+        try:
+            return self.normal(value)
+        except NotRight as error:
+            return _Unfit(str(error))
 
     def _mistake(self, calls: list[_Call]) -> str:
         """The classic mistake that gives the results of all ``calls``, if there is one."""
@@ -172,9 +180,16 @@ class Function(Exercise):
 
     def _same(self, answer: Answer, call: _Call) -> bool:
         try:
-            return _equal(self.normal(answer(*call.args.values())), call.got)
+            return _equal(self._read(answer(*call.args.values())), call.got)
         except Exception:
             return False
+
+
+@dataclass(frozen=True)
+class _Unfit:
+    """A result that cannot be compared: two of them are the same mistake for the same reason."""
+
+    reason: str
 
 
 @dataclass(frozen=True)

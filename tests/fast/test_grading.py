@@ -99,6 +99,7 @@ class _Odd:
         ([_unwritten], "coordinates is not written yet"),
         ([lambda *_: _Odd()], "a dict from axis to coordinate is wanted, not a _Odd"),
         ([lambda *_: {"tp": _Odd()}], "right is"),
+        ([lambda *_: 8], "): a dict from axis to coordinate"),
         ([lambda: {}], "raised TypeError"),
         ([7], "coordinates is 7; a function is wanted"),
         ([], 'it says check("00-1", coordinates)'),
