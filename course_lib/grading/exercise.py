@@ -108,8 +108,9 @@ class Function(Exercise):
     """An exercise that asks for one function without ranks, judged by ``reference``.
 
     ``normal`` brings a result to the form in which it is compared and raises NotRight with the
-    reason when it is no such result at all, which the verdict tells behind the call. ``refused`` are library functions
-    ("course_lib.layout:make_layout") that are the answer: they do not run while one is judged.
+    reason when it is no such result at all, which the verdict tells behind the call. ``refused``
+    are library functions ("course_lib.layout:make_layout") that are the answer: they do not run
+    while one is judged.
     """
 
     reference: Answer = field(repr=False)
