@@ -250,3 +250,20 @@ def _make_axis(name: str, groups: list[list[int]], rank: int, context: RankConte
             mine = Axis(name, ranks.index(rank), len(ranks), tuple(ranks), group, context)
     assert mine is not None, f"rank {rank} is in no group of axis {name}"
     return mine
+
+
+def sub_axis(axis: Axis, size: int, name: str) -> Axis:
+    """``axis`` cut into runs of ``size`` neighbours: the run that this rank is in, as an axis.
+
+    Call it on every rank of the axis. Only the members of a run meet to make its group, so that
+    the rest of the world need not take part. Raises ValueError when ``size`` does not divide.
+    """
+    if size < 1 or axis.size % size:
+        raise ValueError(
+            f"runs of {size} ranks on axis {axis.name} of {axis.size}: choose a divisor of "
+            f"{axis.size}"
+        )
+    first = axis.rank // size * size
+    ranks = axis.ranks[first : first + size]
+    group = dist.new_group(list(ranks), use_local_synchronization=True) if size > 1 else None
+    return Axis(name, axis.rank - first, size, ranks, group, axis.context)

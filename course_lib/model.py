@@ -266,6 +266,9 @@ def _norm(config: ModelConfig) -> nn.Module:
     return kind(config.hidden, eps=config.norm_eps, dtype=config.dtype)
 
 
+CrossEntropy = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]  # logits, targets -> sum, count
+
+
 # --- the whole, and slices of it -----------------------------------------------------------
 
 
@@ -274,6 +277,7 @@ class Decoder(nn.Module):
 
     ``forward`` takes tokens (B, S) where there is an embedding, else x (B, S, D), and returns
     logits (B, S, V) where there is a head, else x. Build a whole one with :func:`build_model`.
+    ``cross_entropy`` is :func:`loss_sum`, unless whoever cuts the vocabulary puts another there.
     """
 
     def __init__(
@@ -290,6 +294,7 @@ class Decoder(nn.Module):
         self.blocks = nn.ModuleList(blocks)
         self.norm = norm
         self.head = head
+        self.cross_entropy: CrossEntropy = loss_sum
 
     def forward(self, x: Tensor, positions_S: Tensor | None = None) -> Tensor:
         """``positions_S`` left out means 0..S-1. Raises ValueError when S exceeds max_seq_len."""
@@ -311,7 +316,7 @@ class Decoder(nn.Module):
 
     def loss_sum(self, tokens_BS: Tensor, targets_BS: Tensor) -> tuple[Tensor, Tensor]:
         """Cross-entropy of this batch: see :func:`loss_sum`. Divide for the mean over tokens."""
-        return loss_sum(self(tokens_BS), targets_BS)
+        return self.cross_entropy(self(tokens_BS), targets_BS)
 
     def stage(self, first: int, end: int) -> Decoder:
         """A slice with blocks ``first``..``end - 1``; it shares modules and weights with this.
@@ -326,13 +331,15 @@ class Decoder(nn.Module):
                 "stage has at least one block, and end is the first block after it"
             )
         last = end == layers
-        return Decoder(
+        stage = Decoder(
             self.config,
             self.embedding if first == 0 else None,
             list(self.blocks)[first:end],  # type: ignore[arg-type]
             self.norm if last else None,
             self.head if last else None,
         )
+        stage.cross_entropy = self.cross_entropy
+        return stage
 
 
 def loss_sum(logits_BSV: Tensor, targets_BS: Tensor) -> tuple[Tensor, Tensor]:

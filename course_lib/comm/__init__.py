@@ -14,7 +14,13 @@ from course_lib.comm.collectives import (
     start_reduce_scatter,
 )
 from course_lib.comm.door import Handle
-from course_lib.comm.flat import by_dtype_and_size, flatten, start_all_reduce_flat, unflatten
+from course_lib.comm.flat import (
+    by_dtype_and_size,
+    flatten,
+    start_all_reduce_flat,
+    sum_gradients,
+    unflatten,
+)
 from course_lib.comm.from_messages import (
     ring_all_gather,
     ring_all_reduce,
@@ -23,7 +29,17 @@ from course_lib.comm.from_messages import (
     tree_broadcast,
     tree_reduce,
 )
-from course_lib.comm.operators import copy, gather, own_shard, reduce, reshard, shard, swap, unshard
+from course_lib.comm.operators import (
+    Region,
+    copy,
+    gather,
+    own_shard,
+    reduce,
+    reshard,
+    shard,
+    swap,
+    unshard,
+)
 from course_lib.comm.p2p import (
     Exchange,
     exchange,
@@ -38,6 +54,7 @@ from course_lib.comm.p2p import (
 __all__ = [
     "Exchange",
     "Handle",
+    "Region",
     "all_gather",
     "all_reduce",
     "all_reduce_max",
@@ -68,6 +85,7 @@ __all__ = [
     "start_recv",
     "start_reduce_scatter",
     "start_send",
+    "sum_gradients",
     "swap",
     "tree_all_reduce",
     "tree_broadcast",

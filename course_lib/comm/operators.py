@@ -23,6 +23,7 @@ tensor differently is the classic mistake: outputs are right and gradients are w
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -107,3 +108,16 @@ def swap(x: Tensor, axis: Axis, split_dim: int, join_dim: int) -> Tensor:
         lambda t, a: all_to_all(t, a, split_dim, join_dim),
         lambda t, a: all_to_all(t, a, join_dim, split_dim),
     )
+
+
+@dataclass(frozen=True)
+class Region:
+    """How an activation x_BSD enters and leaves a region in which the ranks divide the work.
+
+    Inside, every rank has all positions and computes its own part; what leaves is a partial sum.
+    ``rows`` takes from a tensor whose first dim is S the rows that a rank holds outside.
+    """
+
+    enter: Move
+    leave: Move
+    rows: Move
