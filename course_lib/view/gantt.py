@@ -47,8 +47,9 @@ def timeline(
 
     ``source`` are spans or traces (of which the overshoot of their sleeps is taken too, and
     above ``TOO_BUSY`` the sentence warns). Each rank has a line for compute and one for each
-    axis on which it communicates; operations in flight at once stand below each other. A box
-    has its operation's colour and hatch, and where it fits its micro-batch or label.
+    axis on which it communicates (no line for compute where there are messages on one axis and
+    nothing else); operations in flight at once stand below each other. A box has its operation's
+    colour and hatch, and where it fits its micro-batch or label.
 
     ``overlay`` are simulated spans in seconds, drawn as outlines in a thin line above each
     rank's own; both start at 0. ``conditions`` say what was paced and emulated. ``kind`` is
@@ -103,19 +104,16 @@ def axes(
 
 
 def _draw_lanes(ax: Axes, lanes: Sequence[Lane]) -> None:
-    """Grey ground (idle) behind compute, and the names of ranks and axes at the left."""
+    """Grey ground (idle) behind a rank's first line; the names of ranks and axes at the left."""
     size = min(style.NORMAL, min(lane.height for lane in lanes) * 72 * 0.8)
     for lane in lanes:
-        name, weight, colour = str(lane.axis), "normal", "#444444"
-        if lane.overlay:
-            name = "simulated"
-        elif lane.axis is None:
-            name, weight, colour = f"rank {lane.rank}", "bold", "black"
+        weight, colour = ("bold", "black") if lane.leads else ("normal", "#444444")
+        if lane.leads:
             ax.axhspan(lane.top, lane.top + lane.height, color=IDLE, lw=0, zorder=0)
         ax.text(
             -0.008,
             lane.top + lane.height / 2,
-            name,
+            lane.name,
             transform=ax.get_yaxis_transform(),
             size=size,
             weight=weight,

@@ -24,6 +24,14 @@ class Lane:
     overlay: bool
     top: float
     height: float
+    leads: bool  # it bears the name of its rank, and what is empty in it is idle
+
+    @property
+    def name(self) -> str:
+        """What stands at its left."""
+        if self.overlay:
+            return "simulated"
+        return f"rank {self.rank}" if self.leads else str(self.axis)
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,8 +62,9 @@ Key = tuple[int, str | None, bool]  # rank, axis, overlay
 def layout(spans: Sequence[Span], planned: Sequence[Span]) -> tuple[list[Lane], list[Box], float]:
     """Lines and boxes for ``spans`` and the ``planned`` ones above them, and the whole height.
 
-    A rank has a line for the overlay if there is one, a line for compute, and one for each axis.
-    All ranks have the same lines, so that they can be compared.
+    A rank has a line for the overlay if there is one, a line for compute, and one for each axis;
+    where nothing but messages on one axis is shown, that one alone. All ranks have the same lines,
+    so that they can be compared.
     """
     members: dict[Key, list[Span]] = defaultdict(list)
     for part, overlay in ((spans, False), (planned, True)):
@@ -79,18 +88,22 @@ def layout(spans: Sequence[Span], planned: Sequence[Span]) -> tuple[list[Lane], 
 def _stack(levels: dict[Key, list[int]], with_overlay: bool) -> tuple[list[Lane], float]:
     """The lines from top to bottom, squeezed to MAX_HEIGHT inches, and their height in all."""
     ranks = sorted({rank for rank, _, _ in levels})
-    kinds: list[tuple[str | None, bool, float]] = [(None, False, COMPUTE)]
+    axes = sorted({axis for _, axis, _ in levels if axis is not None})
+    computes = with_overlay or len(axes) != 1 or any(axis is None for _, axis, _ in levels)
+    kinds: list[tuple[str | None, bool, float]] = [(None, False, COMPUTE)] if computes else []
     if with_overlay:
         kinds.insert(0, (None, True, OVERLAY))
-    for name in sorted({axis for _, axis, _ in levels if axis is not None}):
+    for name in axes:
         deepest = max(max(own) for (_, axis, _), own in levels.items() if axis == name)
-        kinds.append((name, False, COMM * min(deepest + 1, MOST_LEVELS)))
+        height = COMM * min(deepest + 1, MOST_LEVELS)
+        kinds.append((name, False, height if computes else max(height, COMPUTE)))
     whole = len(ranks) * (GAP + sum(height for _, _, height in kinds))
     scale = min(1.0, MAX_HEIGHT / whole)
     lanes, top = [], GAP * scale / 2
     for rank in ranks:
         for axis, overlay, height in kinds:
-            lanes.append(Lane(rank, axis, overlay, top, height * scale))
+            leads = not overlay and (axis is None or not computes)
+            lanes.append(Lane(rank, axis, overlay, top, height * scale, leads))
             top += height * scale
         top += GAP * scale
     return lanes, whole * scale

@@ -92,12 +92,15 @@ def sentence(
     note: str = "",
 ) -> str:
     """What stands under a timeline: step time, idle share, what was paced and what measured."""
-    parts = [f"{milliseconds(summary.makespan)} in all, ranks idle {summary.idle:.1%} of it"]
+    parts = [f"{milliseconds(summary.makespan)} in all"]
+    computes = summary.idle < 1
+    if computes:
+        parts[0] += f", ranks idle {summary.idle:.1%} of it"
     if summary.comm:
-        hidden = max(0.0, summary.comm - summary.exposed)
+        hidden = f", {milliseconds(max(0.0, summary.comm - summary.exposed))} of it behind compute"
         parts.append(
-            f"communication {milliseconds(summary.comm)} a rank, its waiting included, "
-            f"{milliseconds(hidden)} of it behind compute"
+            f"communication {milliseconds(summary.comm)} a rank, its waiting included"
+            + (hidden if computes else "")
         )
     parts.append(source)
     if conditions is not None:

@@ -59,7 +59,7 @@ def terminal_timeline(
 
 
 def _name(lane: Lane) -> str:
-    return f"rank {lane.rank}" if lane.axis is None else f"  {lane.axis}"
+    return lane.name if lane.leads else f"  {lane.name}"
 
 
 def _draw(boxes: Sequence[Box], columns: int, per_ms: float) -> list[str]:

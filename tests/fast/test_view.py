@@ -264,6 +264,16 @@ def test_operations_in_flight_at_once_stand_below_each_other():
     assert where["bucket 0"] == where["bucket 2"]
 
 
+def test_messages_alone_need_no_line_for_compute():
+    spans = [Span(rank, "recv", 0.0, 0.01, axis="world", label="turn 1") for rank in range(2)]
+    for source, lanes in ((spans, ["rank 0", "rank 1"]), ([*spans, Span(1, "F", 0.0, 0.01)], None)):
+        picture = timeline(source)
+        assert texts(picture, "lane") == (lanes or ["rank 0", "world", "rank 1", "world"])
+        assert ("idle 50.0%" in picture.caption) == (lanes is None)
+    assert timeline(spans).caption.startswith("10 ms in all; communication 10 ms a rank, its")
+    assert terminal_timeline(spans).startswith("rank 0  turn_1~~~")
+
+
 def crowded() -> Picture:
     """Every operation that there is, on two axes."""
     spans = [
