@@ -6,6 +6,7 @@ Sliders need ipywidgets and are imported on their own: ``course_lib.view.sliders
 
 from course_lib.view.code import code_lines, show_source
 from course_lib.view.export import perfetto
+from course_lib.view.fit_plot import fit_plot
 from course_lib.view.gantt import timeline
 from course_lib.view.memory import live_plot, memory_plot
 from course_lib.view.schedules import schedule_picture
@@ -16,6 +17,7 @@ from course_lib.view.traffic import ledger_plot
 __all__ = [
     "Picture",
     "code_lines",
+    "fit_plot",
     "ledger_plot",
     "live_plot",
     "memory_plot",

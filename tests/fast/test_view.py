@@ -16,6 +16,7 @@ from course_lib.schedule import Span
 from course_lib.trace import Sleep, StateBytes, Trace
 from course_lib.view import (
     Picture,
+    fit_plot,
     ledger_plot,
     live_plot,
     memory_plot,
@@ -307,8 +308,9 @@ def drawn_texts(picture: Picture) -> list[Text]:
         lambda: ledger_plot([ledger(0)], formula={"dp": 7e5, "tp": 2e5}),
         lambda: memory_plot({"serial": StateBytes(4, 4, 8), "a long name": StateBytes(1, 1, 2)}),
         lambda: live_plot({"a": [(0.0, 0), (0.1, 900), (0.2, 0)], "b": [(5.0, 100), (5.3, 0)]}),
+        lambda: fit_plot({"ring": RING, "tree": RING}, {"ring": LINE}),
     ],
-    ids=["overlay", "8 ranks", "16 ranks", "crowded", "ledger", "memory", "live"],
+    ids=["overlay", "8 ranks", "16 ranks", "crowded", "ledger", "memory", "live", "fit"],
 )
 def test_no_text_lies_on_another_or_outside(draw):
     picture = draw()
@@ -446,6 +448,37 @@ def test_live_plot_refuses_what_it_cannot_show():
         live_plot({"a": []})
     with pytest.raises(ValueError, match="5 lines"):
         live_plot({str(number): [(0.0, 1)] for number in range(5)})
+
+
+# --- time against bytes ---------------------------------------------------------------------
+
+RING = {1_000: 0.0011, 100_000: 0.0021, 10_000_000: 0.05}
+
+
+def LINE(size: float) -> float:
+    return 0.001 + size / 1e8
+
+
+def test_fit_plot_has_points_and_lines_and_says_which_point_is_farthest():
+    picture = fit_plot({"ring": RING, "tree": {1_000: 0.002}}, {"ring": LINE}, note="On 2 cores.")
+    points, line, alone = picture.axes[0].lines
+    assert list(points.get_xdata()) == list(RING)
+    assert list(points.get_ydata()) == list(RING.values())
+    assert [line.get_xdata()[at] for at in (0, -1)] == pytest.approx([1_000, 10_000_000])
+    assert line.get_ydata()[-1] == pytest.approx(LINE(10_000_000))
+    assert list(alone.get_xdata()) == [1_000]
+    assert "farthest from its line is ring at 10 MB: 0.5 times as long. On 2" in picture.caption
+    legend = [text.get_text() for text in picture.legends[0].get_texts()]
+    assert legend == ["ring", "tree"]
+
+
+def test_fit_plot_refuses_what_it_cannot_show():
+    with pytest.raises(ValueError, match=r"no points for \['ring'\]"):
+        fit_plot({"ring": {}}, {})
+    with pytest.raises(ValueError, match=r"lines for \['tree'\]"):
+        fit_plot({"ring": RING}, {"tree": LINE})
+    with pytest.raises(ValueError, match="5 names"):
+        fit_plot({str(number): RING for number in range(5)}, {})
 
 
 # --- Perfetto and the terminal --------------------------------------------------------------
