@@ -1,0 +1,154 @@
+"""Sequence parallelism (Megatron): outside the regions of tensor parallelism the ranks share rows.
+
+Korthikanti et al. 2022, arXiv:2205.05198. Tensor parallelism leaves norms, dropout and residuals
+whole on every rank. Here each rank holds S/t of the positions there, x_BScD. Where x enters a
+region it is gathered, where it leaves, the partial sums are scattered:
+
+========  ========================  ========================
+          forward                   backward
+========  ========================  ========================
+enter     all-gather over S         reduce-scatter over S
+leave     reduce-scatter over S     all-gather over S
+========  ========================  ========================
+
+An all-reduce is a reduce-scatter and an all-gather, so the bytes are those of tensor parallelism.
+What is new: parameters that are used on rows (norms, biases after a sum, positions) have on each
+rank the gradient of its rows only: :func:`sum_gradients`.
+
+Two variants. Plain, autograd keeps the gathered input of each region, whole on every rank. With
+:func:`gather_again` it keeps this rank's rows and gathers them once more in backward: less memory,
+1.25 times the bytes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from fractions import Fraction
+from typing import Any
+
+from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
+
+from course_lib import comm
+from course_lib.comm.operators import Region
+from course_lib.ledger import wire
+from course_lib.mesh import Axis
+from course_lib.model import Decoder, ModelConfig
+
+S = 1  # the dim of x_BSD that is cut
+
+
+def wire_bytes(
+    config: ModelConfig, sequences: int, seq_len: int, n: int, *, again: bool = False
+) -> Fraction:
+    """Bytes a rank sends for activations and for what is not cut, per optimizer step.
+
+    A layer has 4 all-gathers and 4 reduce-scatters of x_BSD, 6 and 4 with ``again``; embedding and
+    head have 2 and 2, one gather more with ``again``. Then one all-reduce of the gradients of what
+    is not cut. Loss and shared key and value heads are tensor parallelism's own.
+    """
+    size = sequences * seq_len * config.hidden * config.dtype.itemsize
+    gathers, scatters = (
+        config.layers * (6 if again else 4) + (3 if again else 2),
+        4 * config.layers + 2,
+    )
+    return (
+        gathers * wire("all_gather", size // n, n)
+        + scatters * wire("reduce_scatter", size, n)
+        + wire("all_reduce", whole_parameters(config) * config.dtype.itemsize, n)
+    )
+
+
+def whole_parameters(config: ModelConfig) -> int:
+    """Parameters that every rank of the axis holds: norms; gpt: biases after a sum, positions."""
+    if config.family == "llama":
+        return (2 * config.layers + 1) * config.hidden
+    norms, row_biases = 2 * (2 * config.layers + 1), 2 * config.layers
+    return (norms + row_biases + config.max_seq_len) * config.hidden
+
+
+def enter(x_BScD: Tensor, axis: Axis) -> Tensor:
+    """All-gather; backward adds up what the ranks' different uses give, each rank for its rows."""
+    return comm.unshard(x_BScD, axis, S)
+
+
+def leave(x_BSD: Tensor, axis: Axis) -> Tensor:
+    """Reduce-scatter of partial sums; backward gathers."""
+    return comm.reshard(x_BSD, axis, S)
+
+
+def own_rows(positions_S: Tensor, axis: Axis) -> Tensor:
+    """The positions of this rank's rows."""
+    return comm.own_shard(positions_S, axis)
+
+
+REGION = Region(enter, leave, own_rows)
+
+
+def sum_gradients(parameters: Iterable[Tensor], axis: Axis) -> None:
+    """Add up the gradients of what is not cut: each rank has them for its own rows only.
+
+    One flat all-reduce; call it once a step, after the last backward. Forgetting it is the classic
+    mistake: the ranks' norms drift apart and the loss still falls.
+    """
+    whole = [p for p in dict.fromkeys(parameters) if getattr(p, "tp_dim", None) is None]
+    comm.sum_gradients(whole, axis)
+
+
+def gather_again(model: Decoder, axis: Axis) -> None:
+    """Keep a rank's rows of what enters attention, MLP and head, and gather them in backward.
+
+    Call it after tensor parallelism has been applied with :data:`REGION`.
+    """
+    entrances: list[Any] = [module for block in model.blocks for module in (block.attn, block.ffn)]
+    for module in entrances if model.head is None else [*entrances, model.head]:
+        _GatherAgain(axis).watch(module)
+
+
+class _GatherAgain:
+    """While the module runs forward, what autograd would save of its input is replaced."""
+
+    def __init__(self, axis: Axis) -> None:
+        self.axis = axis
+        self.open: list[saved_tensors_hooks] = []
+
+    def watch(self, module: nn.Module) -> None:
+        module.register_forward_pre_hook(self._before)
+        module.register_forward_hook(self._after, always_call=True)
+
+    def _before(self, _: nn.Module, args: tuple[Any, ...]) -> None:
+        saved = _Rows(args[0], self.axis)
+        self.open.append(saved_tensors_hooks(saved.pack, saved.unpack))
+        self.open[-1].__enter__()
+
+    def _after(self, *_: Any) -> None:
+        if self.open:  # nothing is, where the module failed before it began
+            self.open.pop().__exit__(None, None, None)
+
+
+class _Rows:
+    """One gathered input: a rank's rows of it, gathered again when backward first asks for it."""
+
+    def __init__(self, full: Tensor, axis: Axis) -> None:
+        self.axis = axis
+        self.storage = full.untyped_storage().data_ptr()
+        self.rows = comm.own_shard(full, axis, S)
+        self.full: Tensor | None = None
+        self.asked = self.kept = 0
+
+    def pack(self, tensor: Tensor) -> Any:
+        if self.axis.size == 1 or tensor.untyped_storage().data_ptr() != self.storage:
+            return tensor
+        self.kept += 1
+        return tensor.shape, tensor.stride(), tensor.storage_offset()
+
+    def unpack(self, packed: Any) -> Tensor:
+        if isinstance(packed, Tensor):
+            return packed
+        if self.full is None:
+            self.full = comm.all_gather(self.rows, self.axis, S)
+        view = self.full.as_strided(*packed)
+        self.asked += 1
+        if self.asked == self.kept:  # the last of the linears that read it
+            self.full, self.asked = None, 0
+        return view

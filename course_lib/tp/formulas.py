@@ -1,0 +1,57 @@
+"""What tensor parallelism costs, from shapes alone. n is the size of the axis, x an activation."""
+
+from __future__ import annotations
+
+from fractions import Fraction
+
+import torch
+
+from course_lib.ledger import wire
+from course_lib.model import ModelConfig
+from course_lib.tp.vocabulary import padded_rows
+
+
+def wire_bytes(config: ModelConfig, sequences: int, seq_len: int, n: int) -> Fraction:
+    """Bytes a rank sends per optimizer step on ``sequences``: activations, loss, shared heads."""
+    return (
+        activation_bytes(config, sequences, seq_len, n)
+        + loss_bytes(config, sequences * seq_len, n)
+        + shared_head_bytes(config, n)
+    )
+
+
+def activation_bytes(config: ModelConfig, sequences: int, seq_len: int, n: int) -> Fraction:
+    """Four all-reduces of x_BSD a layer, one where the embedding leaves, one where the head enters.
+
+    Together (8 layers + 4) (n-1)/n B S D b.
+    """
+    x_bytes = sequences * seq_len * config.hidden * config.dtype.itemsize
+    return (4 * config.layers + 2) * wire("all_reduce", x_bytes, n)
+
+
+def loss_bytes(config: ModelConfig, tokens: int, n: int) -> Fraction:
+    """Three all-reduces of one number a token, in float32 at least."""
+    itemsize = torch.promote_types(config.dtype, torch.float32).itemsize
+    return 3 * wire("all_reduce", tokens * itemsize, n)
+
+
+def shared_head_bytes(config: ModelConfig, n: int) -> Fraction:
+    """The gradients of one key and one value head a layer, over the ranks that share it."""
+    if config.kv_heads >= n:
+        return Fraction(0)
+    head = config.head_dim * (config.hidden + (config.family == "gpt"))
+    payload = 2 * config.layers * head * config.dtype.itemsize
+    return wire("all_reduce", payload, n // config.kv_heads)
+
+
+def parameters_per_rank(config: ModelConfig, n: int) -> int:
+    """How many a rank holds: its share of matrices and vocabulary, and norms and ends whole."""
+    hidden, gpt = config.hidden, config.family == "gpt"
+    kv_features = max(config.kv_heads // n, 1) * config.head_dim
+    attention = 2 * hidden * hidden // n + 2 * hidden * kv_features
+    ffn = (2 if gpt else 3) * hidden * config.ffn // n
+    biases = hidden // n + 2 * kv_features + config.ffn // n + 2 * hidden if gpt else 0
+    norms = 2 * hidden * (2 if gpt else 1)
+    vocabulary = padded_rows(config.vocab, n) * hidden * (1 if config.tied else 2)
+    ends = norms // 2 + (config.max_seq_len * hidden if gpt else 0)
+    return vocabulary + config.layers * (attention + ffn + biases + norms) + ends
