@@ -17,6 +17,7 @@ from course_lib.comm.door import Handle
 from course_lib.comm.flat import (
     by_dtype_and_size,
     flatten,
+    start_all_gather_flat,
     start_all_reduce_flat,
     sum_gradients,
     unflatten,
@@ -37,8 +38,10 @@ from course_lib.comm.operators import (
     reduce,
     reshard,
     shard,
+    source,
     swap,
     unshard,
+    unshard_again,
 )
 from course_lib.comm.p2p import (
     Exchange,
@@ -78,7 +81,9 @@ __all__ = [
     "ring_reduce_scatter",
     "send",
     "shard",
+    "source",
     "start_all_gather",
+    "start_all_gather_flat",
     "start_all_reduce",
     "start_all_reduce_flat",
     "start_exchange",
@@ -92,4 +97,5 @@ __all__ = [
     "tree_reduce",
     "unflatten",
     "unshard",
+    "unshard_again",
 ]

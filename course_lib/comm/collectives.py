@@ -88,6 +88,19 @@ def start_all_gather(x: Tensor, axis: Axis, dim: int = 0, *, control: bool = Fal
     )
 
 
+def start_all_gather_into(full: Tensor, shard: Tensor, axis: Axis, *, label: str = "") -> Handle:
+    """All-gather 1-D shards into ``full``, which is written: [d] -> [n*d]. n must be above 1.
+
+    ``shard`` may be this rank's own piece of ``full``. ``label`` names it in pictures.
+    """
+    return issue(
+        axis,
+        Call("all_gather", "_allgather_base_", shard, how="dim 0", label=label),
+        lambda: _ALL_GATHER(full, shard, group=axis.group, async_op=True),
+        lambda: full,
+    )
+
+
 def reduce_scatter(x: Tensor, axis: Axis, dim: int = 0) -> Tensor:
     """This rank's piece along ``dim`` of the sum of every rank's ``x``.
 
@@ -96,8 +109,8 @@ def reduce_scatter(x: Tensor, axis: Axis, dim: int = 0) -> Tensor:
     return start_reduce_scatter(x, axis, dim).wait()
 
 
-def start_reduce_scatter(x: Tensor, axis: Axis, dim: int = 0) -> Handle:
-    """Begin :func:`reduce_scatter`; the handle's wait gives the piece.
+def start_reduce_scatter(x: Tensor, axis: Axis, dim: int = 0, *, label: str = "") -> Handle:
+    """Begin :func:`reduce_scatter`; the handle's wait gives the piece. ``label`` is for pictures.
 
     gloo's own reduce-scatter is an all-reduce inside and moves twice the bytes, so on gloo the
     pieces go to their owners by all-to-all and each owner adds them in rank order; that order also
@@ -108,7 +121,7 @@ def start_reduce_scatter(x: Tensor, axis: Axis, dim: int = 0) -> Handle:
         return Done(x.detach())
     pieces = _pieces(x, axis, dim)
     if dist.get_backend(axis.group) == "nccl":
-        return _native_reduce_scatter(x, pieces, axis, dim)
+        return _native_reduce_scatter(x, pieces, axis, dim, label)
     received = torch.empty_like(pieces)
 
     def summed() -> Tensor:
@@ -117,15 +130,15 @@ def start_reduce_scatter(x: Tensor, axis: Axis, dim: int = 0) -> Handle:
             total += piece
         return total
 
-    call = Call("reduce_scatter", "alltoall_base_", x, how=f"dim {dim}")
+    call = Call("reduce_scatter", "alltoall_base_", x, how=f"dim {dim}", label=label)
     return issue(axis, call, lambda: _swap(received, pieces, axis), summed)
 
 
-def _native_reduce_scatter(x: Tensor, pieces: Tensor, axis: Axis, dim: int) -> Handle:
+def _native_reduce_scatter(x: Tensor, pieces: Tensor, axis: Axis, dim: int, label: str) -> Handle:
     mine = pieces.new_empty(pieces.shape[1:])
     return issue(
         axis,
-        Call("reduce_scatter", "_reduce_scatter_base_", x, how=f"dim {dim}"),
+        Call("reduce_scatter", "_reduce_scatter_base_", x, how=f"dim {dim}", label=label),
         lambda: _REDUCE_SCATTER(mine.view(-1), pieces.view(-1), group=axis.group, async_op=True),
         lambda: mine,
     )

@@ -11,7 +11,7 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
-from course_lib.comm.collectives import start_in_place_all_reduce
+from course_lib.comm.collectives import start_all_gather_into, start_in_place_all_reduce
 from course_lib.comm.door import Done, Handle
 from course_lib.mesh import Axis
 
@@ -60,6 +60,22 @@ def sum_gradients(parameters: Iterable[Tensor], axis: Axis) -> None:
         flat = start_all_reduce_flat(gradients, axis, label="partial gradients").wait()
         for parameter, gradient in zip(bucket, unflatten(flat, bucket), strict=True):
             parameter.grad = gradient
+
+
+def start_all_gather_flat(full: Tensor, shard: Tensor, axis: Axis, label: str = "") -> Handle:
+    """Begin to fill ``full`` [n*d] with every rank's ``shard`` [d]; wait gives ``full``.
+
+    Unlike :func:`~course_lib.comm.all_gather` it writes memory that the caller has: parameters
+    that are views into ``full`` stay so. ``shard`` may be this rank's own piece of ``full``.
+    """
+    if full.dim() != 1 or shard.shape != (len(full) // axis.size,) or len(full) % axis.size:
+        raise ValueError(
+            f"flat all_gather on axis {axis.name} of {axis.size} ranks: full of shape "
+            f"{list(full.shape)} is wanted to be {axis.size} times the shard {list(shard.shape)}"
+        )
+    if axis.size == 1:
+        return Done(full.copy_(shard))
+    return start_all_gather_into(full, shard, axis, label=label)
 
 
 def by_dtype_and_size(tensors: Iterable[T], limit: int) -> list[list[T]]:

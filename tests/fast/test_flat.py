@@ -8,6 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from course_lib import comm
+from course_lib.mesh import make_mesh
 
 
 def test_flatten_copies_and_unflatten_does_not():
@@ -47,3 +48,13 @@ def test_buckets_hold_every_tensor_once_in_order(sizes, limit):
 def test_a_bucket_needs_a_size():
     with pytest.raises(ValueError, match="0 bytes"):
         comm.by_dtype_and_size([], 0)
+
+
+def test_a_flat_gather_on_one_rank_copies_and_names_shapes_that_do_not_fit():
+    axis, full = make_mesh().dp, torch.zeros(4)
+    view = full[:2]
+    assert comm.start_all_gather_flat(full, torch.arange(4.0), axis).wait() is full
+    assert view.tolist() == [0, 1]
+    for shape in [(2,), (4, 1)]:
+        with pytest.raises(ValueError, match=r"dp of 1 ranks.*1 times the shard"):
+            comm.start_all_gather_flat(full, torch.zeros(shape), axis)

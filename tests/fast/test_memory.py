@@ -288,6 +288,25 @@ def test_a_storage_freed_by_resizing_is_free():
     assert (live.peak, live.now) == (440, 400)
 
 
+def test_state_counts_by_what_it_has_grown():
+    """Parameters that are gathered before use and freed after lie in storages made long before."""
+    flat = torch.zeros(1000)
+    weight = nn.Parameter(flat[:10])
+    flat.untyped_storage().resize_(400)
+    with PeakLiveBytes(weight) as live:
+        other = torch.ones(10)
+        flat.untyped_storage().resize_(4000)
+        flat.fill_(1.0)
+        assert live.now == 40 + 3600
+        flat.untyped_storage().resize_(400)
+        torch.ones(20)
+    assert (live.peak, live.now) == (40 + 3600, 40)
+    del other, flat, weight
+    assert live.now == 0
+    sizes = [size for _, size in live.timeline]
+    assert sizes == [0, 40, 3640, 40, 120, 40, 0]
+
+
 def tracked_peak(step) -> int:
     tracker = MemTracker()
     with tracker:

@@ -526,3 +526,26 @@ def test_a_shard_is_a_copy_so_that_the_whole_can_be_freed(worlds):
         return comm.own_shard(torch.ones(8), axis).untyped_storage().nbytes()
 
     assert worlds(4).run(storage) == [2 * 4] * 4
+
+
+@pytest.mark.parametrize("n", [2, 3, 4])
+def test_a_flat_gather_fills_what_the_caller_has(worlds, n):
+    """From a shard of its own, and from the very piece of the full tensor that is this rank's."""
+
+    def gathered():
+        mesh = make_mesh()
+        full = torch.zeros(2 * n, dtype=torch.bfloat16)
+        view, mine = full.view(2, n), full.chunk(n)[mesh.rank]
+        comm.start_all_gather_flat(full, torch.full_like(mine, mesh.rank), mesh.dp).wait()
+        first = view.clone()
+        mine.add_(10)
+        handle = comm.start_all_gather_flat(full, mine, mesh.dp, label="again")
+        assert handle.wait() is full
+        return first, view, mesh.ledger.wire_bytes("dp"), mesh.trace.spans[-1].label
+
+    want = torch.arange(n).repeat_interleave(2).view(2, n).bfloat16()
+    for first, second, sent, label in worlds(n).run(gathered):
+        assert torch.equal(first, want)
+        assert torch.equal(second, want + 10)
+        assert sent == 2 * (n - 1) * 4
+        assert label == "again"
