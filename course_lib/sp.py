@@ -15,25 +15,24 @@ An all-reduce is a reduce-scatter and an all-gather, so the bytes are those of t
 What is new: parameters that are used on rows (norms, biases after a sum, positions) have on each
 rank the gradient of its rows only: :func:`sum_gradients`.
 
-Two variants. Plain, autograd keeps the gathered input of each region, whole on every rank. With
-:func:`gather_again` it keeps this rank's rows and gathers them once more in backward: less memory,
-1.25 times the bytes.
+Two variants. With :data:`REGION` autograd keeps the gathered input of each region, whole on every
+rank. With :data:`GATHER_AGAIN` it keeps this rank's rows and gathers them once more in backward:
+less memory, 1.25 times the bytes.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable
 from fractions import Fraction
-from typing import Any
 
-from torch import Tensor, nn
-from torch.autograd.graph import saved_tensors_hooks
+from torch import Tensor
 
 from course_lib import comm
 from course_lib.comm.operators import Region
 from course_lib.ledger import wire
 from course_lib.mesh import Axis
-from course_lib.model import Decoder, ModelConfig
+from course_lib.model import ModelConfig
+from course_lib.recompute import kept_by_block
 
 S = 1  # the dim of x_BSD that is cut
 
@@ -67,6 +66,20 @@ def whole_parameters(config: ModelConfig) -> int:
     return (norms + row_biases + config.max_seq_len) * config.hidden
 
 
+def kept_per_block(
+    config: ModelConfig, sequences: int, seq_len: int, n: int, *, again: bool = False
+) -> int:
+    """Bytes that a rank keeps of one block: a share of everything, what has entered whole.
+
+    With ``again`` a share of that too. A mask takes one byte here: see tp.RankDropout.
+    """
+    kept = kept_by_block(config, sequences, seq_len)
+    keys_values = kept.keys_values // min(n, config.kv_heads)
+    entered = kept.entered // n if again else kept.entered
+    shared = kept.outside + kept.inside + kept.masks // config.dtype.itemsize
+    return shared // n + entered + keys_values + kept.tables
+
+
 def enter(x_BScD: Tensor, axis: Axis) -> Tensor:
     """All-gather; backward adds up what the ranks' different uses give, each rank for its rows."""
     return comm.unshard(x_BScD, axis, S)
@@ -82,7 +95,13 @@ def own_rows(positions_S: Tensor, axis: Axis) -> Tensor:
     return comm.own_shard(positions_S, axis)
 
 
+def enter_again(x_BScD: Tensor, axis: Axis) -> Tensor:
+    """:func:`enter`, but the linears keep this rank's rows and gather them again in backward."""
+    return comm.unshard_again(x_BScD, axis, S)
+
+
 REGION = Region(enter, leave, own_rows)
+GATHER_AGAIN = Region(enter_again, leave, own_rows)
 
 
 def sum_gradients(parameters: Iterable[Tensor], axis: Axis) -> None:
@@ -93,62 +112,3 @@ def sum_gradients(parameters: Iterable[Tensor], axis: Axis) -> None:
     """
     whole = [p for p in dict.fromkeys(parameters) if getattr(p, "tp_dim", None) is None]
     comm.sum_gradients(whole, axis)
-
-
-def gather_again(model: Decoder, axis: Axis) -> None:
-    """Keep a rank's rows of what enters attention, MLP and head, and gather them in backward.
-
-    Call it after tensor parallelism has been applied with :data:`REGION`.
-    """
-    entrances: list[Any] = [module for block in model.blocks for module in (block.attn, block.ffn)]
-    for module in entrances if model.head is None else [*entrances, model.head]:
-        _GatherAgain(axis).watch(module)
-
-
-class _GatherAgain:
-    """While the module runs forward, what autograd would save of its input is replaced."""
-
-    def __init__(self, axis: Axis) -> None:
-        self.axis = axis
-        self.open: list[saved_tensors_hooks] = []
-
-    def watch(self, module: nn.Module) -> None:
-        module.register_forward_pre_hook(self._before)
-        module.register_forward_hook(self._after, always_call=True)
-
-    def _before(self, _: nn.Module, args: tuple[Any, ...]) -> None:
-        saved = _Rows(args[0], self.axis)
-        self.open.append(saved_tensors_hooks(saved.pack, saved.unpack))
-        self.open[-1].__enter__()
-
-    def _after(self, *_: Any) -> None:
-        if self.open:  # nothing is, where the module failed before it began
-            self.open.pop().__exit__(None, None, None)
-
-
-class _Rows:
-    """One gathered input: a rank's rows of it, gathered again when backward first asks for it."""
-
-    def __init__(self, full: Tensor, axis: Axis) -> None:
-        self.axis = axis
-        self.storage = full.untyped_storage().data_ptr()
-        self.rows = comm.own_shard(full, axis, S)
-        self.full: Tensor | None = None
-        self.asked = self.kept = 0
-
-    def pack(self, tensor: Tensor) -> Any:
-        if self.axis.size == 1 or tensor.untyped_storage().data_ptr() != self.storage:
-            return tensor
-        self.kept += 1
-        return tensor.shape, tensor.stride(), tensor.storage_offset()
-
-    def unpack(self, packed: Any) -> Tensor:
-        if isinstance(packed, Tensor):
-            return packed
-        if self.full is None:
-            self.full = comm.all_gather(self.rows, self.axis, S)
-        view = self.full.as_strided(*packed)
-        self.asked += 1
-        if self.asked == self.kept:  # the last of the linears that read it
-            self.full, self.asked = None, 0
-        return view

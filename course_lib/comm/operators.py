@@ -95,6 +95,40 @@ def unshard(x: Tensor, axis: Axis, dim: int = 0) -> Tensor:
     return _Pair.apply(x, axis, _along(all_gather, dim), _along(reduce_scatter, dim))
 
 
+class Source:
+    """The shard that a gathered tensor came from, for whoever would rather gather it again.
+
+    ``readers`` is how many will call :meth:`read` in backward: the tensor is gathered for the
+    first of them and let go after the last.
+    """
+
+    def __init__(self, shard: Tensor, axis: Axis, dim: int) -> None:
+        self.shard, self.axis, self.dim = shard, axis, dim
+        self.readers = self._reads = 0
+        self._full: Tensor | None = None
+
+    def read(self) -> Tensor:
+        """The gathered tensor."""
+        full = all_gather(self.shard, self.axis, self.dim) if self._full is None else self._full
+        self._reads += 1
+        last = self._reads == self.readers
+        self._full, self._reads = (None, 0) if last else (full, self._reads)
+        return full
+
+
+def source(x: Tensor) -> Source | None:
+    """Where ``x`` came from, if :func:`unshard_again` made it."""
+    return getattr(x, "source", None)
+
+
+def unshard_again(x: Tensor, axis: Axis, dim: int = 0) -> Tensor:
+    """:func:`unshard`, with a note on the result: see :func:`source`."""
+    full = unshard(x, axis, dim)
+    if axis.size > 1:
+        full.source = Source(x.detach(), axis, dim)  # type: ignore[attr-defined]
+    return full
+
+
 def reshard(x: Tensor, axis: Axis, dim: int = 0) -> Tensor:
     """Partial sums of a full tensor become this rank's shard of their sum."""
     return _Pair.apply(x, axis, _along(reduce_scatter, dim), _along(all_gather, dim))

@@ -30,7 +30,7 @@ def send(x: Tensor, axis: Axis, to: int, *, control: bool = False) -> None:
 def start_send(x: Tensor, axis: Axis, to: int, *, control: bool = False) -> Handle:
     """Begin :func:`send`. ``x`` must not be written before the handle's wait: it is not copied."""
     peer = _other(to, axis, "to")
-    message = x.detach().contiguous()
+    message = _message(x, axis)
     call = Call("send", "send", message, peer=to, control=control)
     return issue(axis, call, lambda: dist.isend(message, peer, group=axis.group), lambda: None)
 
@@ -74,7 +74,7 @@ def start_exchange(
     and what makes the order of the halves on the two sides irrelevant. No tensor that is sent may
     be written before the wait.
     """
-    out = [(x.detach().contiguous(), to) for x, to in sends]
+    out = [(_message(x, axis), to) for x, to in sends]
     into = [(_buffer(like), source) for like, source in receives]
     operations = [dist.P2POp(dist.isend, x, _other(to, axis, "to"), axis.group) for x, to in out]
     operations += [
@@ -121,6 +121,16 @@ def ring(x: Tensor, axis: Axis) -> Iterator[tuple[int, Tensor]]:
         yield (axis.rank - turn) % axis.size, block
         if travelling is not None:
             block = travelling.wait()[0]
+
+
+def _message(x: Tensor, axis: Axis) -> Tensor:
+    """What is sent of ``x``; TypeError if it is no tensor, such as a gradient that nobody made."""
+    if not isinstance(x, Tensor):
+        raise TypeError(
+            f"send on axis {axis.name}: x is {x!r}; a tensor is wanted (x.grad is None unless x "
+            "is a leaf that requires_grad and a backward has come to it)"
+        )
+    return x.detach().contiguous()
 
 
 def _buffer(like: Tensor) -> Tensor:

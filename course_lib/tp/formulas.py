@@ -8,6 +8,7 @@ import torch
 
 from course_lib.ledger import wire
 from course_lib.model import ModelConfig
+from course_lib.recompute import kept_by_block
 from course_lib.tp.vocabulary import padded_rows
 
 
@@ -55,3 +56,11 @@ def parameters_per_rank(config: ModelConfig, n: int) -> int:
     vocabulary = padded_rows(config.vocab, n) * hidden * (1 if config.tied else 2)
     ends = norms // 2 + (config.max_seq_len * hidden if gpt else 0)
     return vocabulary + config.layers * (attention + ffn + biases + norms) + ends
+
+
+def kept_per_block(config: ModelConfig, sequences: int, seq_len: int, n: int) -> int:
+    """Bytes that a rank keeps of one block for backward: whole outside, a share inside."""
+    kept = kept_by_block(config, sequences, seq_len)
+    keys_values = kept.keys_values // min(n, config.kv_heads)
+    whole = kept.outside + kept.masks + kept.entered + kept.tables
+    return whole + kept.inside // n + keys_values

@@ -14,8 +14,10 @@ up), it enters once, at their module, and the linears take it as it is.
 
 from __future__ import annotations
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
 
 from course_lib import comm
 from course_lib.comm.operators import Move
@@ -26,6 +28,38 @@ from course_lib.tp.shards import own_part
 def as_it_is(x: Tensor, axis: Axis) -> Tensor:
     """The operator of an input that has entered already."""
     return x
+
+
+def apply_weight(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """``x weight^T + bias``. Where ``x`` says from which shard it was gathered, backward keeps
+    that shard instead of ``x`` and gathers again for the weight's gradient."""
+    origin = comm.source(x)
+    if origin is None or not torch.is_grad_enabled():
+        return F.linear(x, weight, bias)
+    origin.readers += 1
+    return _GatheringLinear.apply(x, weight, bias, origin.shard, origin)
+
+
+class _GatheringLinear(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x: Tensor, weight: Tensor, bias: Tensor | None, shard: Tensor, origin):
+        ctx.save_for_backward(weight, shard)
+        ctx.origin = origin
+        return F.linear(x, weight, bias)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, dy: Tensor):
+        weight, _ = ctx.saved_tensors
+        x = ctx.origin.read()  # every reader reads, so that all ranks gather
+        rows, (wants_x, wants_weight, wants_bias, *_) = dy.flatten(0, -2), ctx.needs_input_grad
+        return (
+            dy @ weight if wants_x else None,
+            rows.t() @ x.flatten(0, -2) if wants_weight else None,
+            rows.sum(0) if wants_bias else None,
+            None,
+            None,
+        )
 
 
 class ColumnLinear(nn.Module):
@@ -40,7 +74,7 @@ class ColumnLinear(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """x (..., D) to (..., F/t)."""
-        return F.linear(self.enter(x, self.axis), self.weight, self.bias)
+        return apply_weight(self.enter(x, self.axis), self.weight, self.bias)
 
 
 class RowLinear(nn.Module):
@@ -86,7 +120,7 @@ class KeyValueLinear(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """x (..., D), entered already, to (..., heads on this rank * K)."""
-        return F.linear(x, self.weight, self.bias)
+        return apply_weight(x, self.weight, self.bias)
 
 
 def _check_cut(linear: nn.Linear, which: str, axis: Axis) -> None:

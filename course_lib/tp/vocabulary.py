@@ -15,6 +15,7 @@ from course_lib import comm
 from course_lib.comm.operators import Move
 from course_lib.mesh import Axis
 from course_lib.model import IGNORE_INDEX
+from course_lib.tp.linear import apply_weight
 from course_lib.tp.shards import own_part
 
 
@@ -59,7 +60,7 @@ class VocabHead(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """x as it is outside the region, to logits (B, S, V'/t)."""
-        logits_BSVt = F.linear(self.enter(x, self.axis), self.weight)
+        logits_BSVt = apply_weight(self.enter(x, self.axis), self.weight)
         real = min(max(self.vocab - self.axis.rank * len(self.weight), 0), len(self.weight))
         if real == len(self.weight):
             return logits_BSVt

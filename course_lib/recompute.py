@@ -1,0 +1,123 @@
+"""Recomputation: keep the input of a function for backward, and run the function again there.
+
+Chen et al. 2016, arXiv:1604.06174. *Full*: each block keeps its input alone and runs forward twice.
+*Selective* (Korthikanti et al. 2022, arXiv:2205.05198): only the core of attention runs again; it
+keeps q, k and v instead of what grows with the square of the sequence, for little arithmetic.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from course_lib.model import Decoder, ModelConfig
+
+
+class _Recomputed(torch.autograd.Function):
+    """Forward without a graph; backward makes the graph and goes through it at once."""
+
+    @staticmethod
+    def forward(ctx, fn: Callable[..., Tensor], *tensors: Tensor) -> Tensor:
+        ctx.fn, ctx.random = fn, _random_state(tensors[0].device)
+        ctx.save_for_backward(*tensors)
+        with torch.no_grad():
+            return fn(*tensors)
+
+    @staticmethod
+    def backward(ctx, gradient: Tensor):
+        inputs = [saved.detach().requires_grad_(saved.requires_grad) for saved in ctx.saved_tensors]
+        devices = [inputs[0].device] if inputs[0].is_cuda else []
+        with torch.random.fork_rng(devices=devices), torch.enable_grad():
+            _set_random_state(ctx.random)  # dropout must drop the same elements again
+            output = ctx.fn(*inputs)
+        torch.autograd.backward(output, gradient)
+        return None, *(each.grad for each in inputs)
+
+
+def recomputed(fn: Callable[..., Tensor], *tensors: Tensor) -> Tensor:
+    """``fn(*tensors)``, of which backward keeps only ``tensors``.
+
+    One of them must require a gradient; the parameters that ``fn`` uses get theirs in backward.
+    """
+    if not any(each.requires_grad for each in tensors):
+        return fn(*tensors)  # nothing to go back to; parameters inside would get no gradient
+    return _Recomputed.apply(fn, *tensors)
+
+
+def full(model: Decoder) -> None:
+    """Every block keeps its input alone."""
+    for block in model.blocks:
+        block.forward = partial(recomputed, block.forward)
+
+
+def selective(model: Decoder) -> None:
+    """The core of each attention keeps q, k and v alone."""
+    for block in model.blocks:
+        attention: Any = block.attn
+        attention.core = partial(recomputed, attention.core)
+
+
+def _random_state(device: torch.device) -> tuple[Tensor, ...]:
+    states = (torch.get_rng_state(),)
+    return (*states, torch.cuda.get_rng_state(device)) if device.type == "cuda" else states
+
+
+def _set_random_state(states: tuple[Tensor, ...]) -> None:
+    torch.set_rng_state(states[0])
+    if len(states) > 1:
+        torch.cuda.set_rng_state(states[1])
+
+
+@dataclass(frozen=True)
+class Kept:
+    """Bytes that autograd keeps of one block, by where they lie under tensor parallelism.
+
+    ``outside``: inputs of the two norms and what they keep themselves.
+    ``masks``: those of the two dropouts, which lie outside too.
+    ``entered``: the inputs of the column linears, the outputs of the two norms.
+    ``inside``: queries, the output of attention, log-sum-exp, inner features of the MLP.
+    ``keys_values``: keys and values. ``tables``: cosines and sines of RoPE.
+
+    On one process a block keeps the sum. n ranks of tensor parallelism divide ``inside`` and
+    ``keys_values``; sequence parallelism divides ``outside`` too, and ``entered`` where it gathers
+    again. Korthikanti et al. count 34 sbh + 5 a s^2 b bytes for a GPT block of 2-byte numbers with
+    F = 4 D. Their 34: 4 norms' inputs, 2 + 2 entered, 6 q k v, 2 output of attention, 16 inner
+    features, 2 masks of one byte. Ours with the same sizes has 36 (torch's CPU masks take two
+    bytes) and no s^2: the attention kernel keeps one log-sum-exp a row instead of the scores.
+    """
+
+    outside: int
+    masks: int
+    entered: int
+    inside: int
+    keys_values: int
+    tables: int
+
+    @property
+    def total(self) -> int:
+        """On one process."""
+        outside = self.outside + self.masks + self.entered
+        return outside + self.inside + self.keys_values + self.tables
+
+
+def kept_by_block(config: ModelConfig, sequences: int, seq_len: int) -> Kept:
+    """What backward needs of one block, from shapes alone; norms, RoPE as torch keeps them."""
+    rows, width = sequences * seq_len, config.dtype.itemsize
+    wide = max(width, 4)  # statistics and rotations are computed in float32 at least
+    x_bytes, inner_bytes = rows * config.hidden * width, rows * config.ffn * width
+    llama = config.family == "llama"
+    # RMSNorm keeps its input, the normalized input and 1/rms; LayerNorm input, mean and 1/std
+    norm = rows * wide * (2 * config.hidden + 1) if llama else x_bytes + 2 * rows * width
+    return Kept(
+        outside=2 * norm,
+        masks=2 * x_bytes if config.dropout else 0,
+        entered=2 * x_bytes,
+        inside=2 * x_bytes + rows * config.heads * wide + (4 if llama else 2) * inner_bytes,
+        keys_values=2 * x_bytes * config.kv_heads // config.heads,
+        tables=4 * seq_len * config.head_dim // 2 * wide if llama else 0,
+    )
