@@ -25,10 +25,14 @@ LATER = "this counts only once the results are right on two ranks or more"
 
 @dataclass(frozen=True)
 class Trial:
-    """One launch: ``n`` ranks; ``size`` is what the exercise makes of it (elements, layers)."""
+    """One launch: ``n`` ranks; ``size`` is what the exercise makes of it (elements, layers).
+
+    ``hang`` is the mistake to name first where the ranks of this trial wait for ever.
+    """
 
     n: int
     size: int
+    hang: str = ""
 
 
 @dataclass(frozen=True)
@@ -114,7 +118,10 @@ class Ranked(Exercise):
                 found[case] = case.look(seen[case.trial])
             except NotRight as error:  # the run broke: another would break in the same way
                 return self._broken(found, case, str(error))
-        return [CaseResult(case.axis, case.title, found[case]) for case in self.looks]
+        return [
+            CaseResult(case.axis, case.title, found[case], judged=found[case] != LATER)
+            for case in self.looks
+        ]
 
     def _broken(self, found: dict[RankCase, str], case: RankCase, reason: str) -> list[CaseResult]:
         """What was seen before the run broke counts only if it is a result."""
@@ -137,7 +144,8 @@ class Ranked(Exercise):
         except RankError as error:
             if isinstance(error.exception, NotImplementedError):
                 raise NotRight(f"{self.names[0]} is not written yet ({error.exception})") from None
-            raise NotRight(f"on {trial.n} ranks {said(error, deadline)}") from None
+            hint = f". {trial.hang}" if trial.hang and isinstance(error, RankDeadline) else ""
+            raise NotRight(f"on {trial.n} ranks {said(error, deadline)}{hint}") from None
         except TypeError as error:  # an answer that cannot travel
             raise NotRight(str(error)) from None
         return Seen(trial, seed, ranks)
@@ -175,4 +183,6 @@ def _said(error: RankError, deadline: float) -> str:
         return f"the answer had not returned after {deadline:g} s: {places}"
     lines = error.report.splitlines()
     own = [line.strip() for line in lines[1:] if re.match(r"  (cell|line)", line)]
+    if "(SIGABRT)" in lines[0]:  # what the backend does then, and a rank's own words do not say it
+        own.append("a message came that has another size than the receive: compare peer and shape")
     return ", ".join([lines[0], *own[-1:]])

@@ -21,11 +21,15 @@ LONGEST = 600  # characters of a message: a report that scrolls away helps nobod
 
 @dataclass(frozen=True)
 class CaseResult:
-    """How one case ended. ``message`` says what is wrong; it is empty where the case passed."""
+    """How one case ended. ``message`` says what is wrong; it is empty where the case passed.
+
+    ``judged`` is False where the case was not looked at because another one failed.
+    """
 
     axis: str
     title: str
     message: str = ""
+    judged: bool = True
 
     @property
     def passed(self) -> bool:
@@ -66,12 +70,14 @@ class Verdict:
 
     @property
     def message(self) -> str:
-        """What is wrong, of the first axis that fails; empty where all passed."""
-        for axis in AXES:
-            for result in self.results:
-                if result.axis == axis and not result.passed:
-                    return _shortened(result.message)
-        return ""
+        """What is wrong, of the first axis that fails; empty where all passed.
+
+        What was not judged for the sake of another case has nothing to tell while that one has.
+        """
+        bad = [each for axis in AXES for each in self.results
+               if each.axis == axis and not each.passed]  # fmt: skip
+        told = next((each for each in bad if each.judged), bad[0] if bad else None)
+        return _shortened(told.message) if told else ""
 
     @property
     def line(self) -> str:

@@ -156,6 +156,12 @@ def test_the_first_failing_axis_is_told_first():
     assert not Verdict("09-1").ok
 
 
+def test_a_case_that_was_not_looked_at_has_nothing_to_tell():
+    waits = CaseResult("outputs", "one rank", "later", judged=False)
+    assert Verdict("09-1", [waits, CaseResult("gradients", "two", "3 times")]).message == "3 times"
+    assert Verdict("09-1", [waits]).message == "later"
+
+
 def test_the_forms_of_a_verdict():
     verdict = Verdict(
         "09-1", [CaseResult("outputs", "a <b>", "1 < 2\nlines"), CaseResult("wire", "c")]

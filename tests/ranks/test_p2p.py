@@ -106,6 +106,18 @@ def test_two_who_both_send_first_wait_for_ever_and_are_reported():
         run(both_send, n=2, timeout=1.5)
 
 
+def test_a_gradient_that_nobody_made_is_said_before_it_is_sent(worlds):
+    def send_no_gradient():
+        axis, x = make_mesh().dp, torch.ones(2)
+        with pytest.raises(TypeError, match=r"axis dp: x is None.*x is a leaf that requires_grad"):
+            comm.start_send(x.grad, axis, to=1 - axis.rank)
+        with pytest.raises(TypeError, match="axis dp: x is None"):
+            comm.start_exchange(axis, [(x.grad, 1 - axis.rank)], [])
+        return True
+
+    assert all(worlds(2).run(send_no_gradient))
+
+
 @given(
     shape=st.lists(st.integers(0, 4), max_size=3),
     dtype=st.sampled_from([torch.float64, torch.bfloat16, torch.int64, torch.bool]),
