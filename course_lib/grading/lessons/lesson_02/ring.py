@@ -1,4 +1,4 @@
-"""Lesson 02: collectives from send and recv."""
+"""02-4: the ring all-reduce, the mechanism of the lesson."""
 
 from __future__ import annotations
 
@@ -7,15 +7,21 @@ from fractions import Fraction
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from course_lib import comm
 from course_lib.grading.compare import difference
 from course_lib.grading.exercise import Answer, Wrong
+from course_lib.grading.lessons.lesson_02.messages import (
+    REFUSAL,
+    left_alone,
+    made_of_messages,
+    sent_to,
+)
 from course_lib.grading.ranked import RankCase, Ranked, Seen, Trial
 from course_lib.mesh import Axis, Mesh
 
-REFUSAL = "raised PermissionError: this is what you are asked to write"
 TWO, FOUR, UNEVEN, ONE = range(4)
 TRIALS = (Trial(2, 8), Trial(4, 4096), Trial(3, 7), Trial(1, 5))
 
@@ -33,8 +39,9 @@ def _given(seen: Seen) -> list[Tensor]:
     return [_inputs(seen.trial, rank, seen.seed)[0] for rank in range(seen.trial.n)]
 
 
+@made_of_messages
 def _sums(seen: Seen) -> str:
-    """Every rank holds the sum over all ranks."""
+    """Every rank holds the sum over all ranks, and messages alone have brought it there."""
     given, n = _given(seen), seen.trial.n
     total = torch.stack(given).sum(0)
     says = difference("outputs", seen.values, [total] * n)
@@ -64,22 +71,12 @@ def _only_own_piece(seen: Seen, total: Tensor) -> str:
     return ""
 
 
-def _left_alone(seen: Seen) -> str:
-    after = [rank.inputs[0] for rank in seen.ranks]
-    if difference("inputs", after, _given(seen)):
-        return "x was written: a collective of the course leaves the caller's tensor as it is"
-    return ""
-
-
 def _ring_messages(seen: Seen) -> str:
-    """2(n-1) messages to one neighbour, as many from the other, and no collective of torch."""
+    """2(n-1) messages to one neighbour."""
     n = seen.trial.n
     for rank, observed in enumerate(seen.ranks):
-        others = sorted({call.op for call in observed.calls} - {"send", "recv"})
-        if others:
-            return f"rank {rank} called {', '.join(others)}: use send and recv alone"
-        sends = [call.peer for call in observed.calls if call.op == "send"]
-        peers = {peer for peer in sends if peer is not None}
+        sends = sent_to(observed)
+        peers = set(sends)
         if not peers <= {(rank + 1) % n} and not peers <= {(rank - 1) % n}:
             names = ", ".join(map(str, sorted(peers)))
             return f"rank {rank} sent to ranks {names}: in a ring it sends to one neighbour"
@@ -141,6 +138,39 @@ def _gather_all(x: Tensor, axis: Axis) -> Tensor:
     return torch.stack([block for _, block in comm.ring(x, axis)]).sum(0)
 
 
+def _two_halves(x: Tensor, axis: Axis) -> Tensor:
+    return torch.cat(comm.ring_all_gather(comm.ring_reduce_scatter(x, axis), axis))
+
+
+def _up_and_down(x: Tensor, axis: Axis) -> Tensor:
+    return comm.tree_broadcast(comm.tree_reduce(x, axis), axis)
+
+
+def _raw_all_reduce(x: Tensor, axis: Axis) -> Tensor:
+    total = x.clone()
+    dist.all_reduce(total)
+    return total
+
+
+def _one_piece_behind(x: Tensor, axis: Axis) -> Tensor:
+    """Sends the piece before the one that it has just added to: partial sums get lost."""
+    pieces = [piece.clone() for piece in x.tensor_split(axis.size)]
+    for turn in range(2 * (axis.size - 1)):
+        leaving, arriving = (axis.rank - turn) % axis.size, (axis.rank - turn + 1) % axis.size
+        got = comm.exchange(pieces[leaving], axis, axis.next, axis.previous, like=pieces[arriving])
+        pieces[arriving] = pieces[arriving] + got if turn < axis.size - 1 else got
+    return torch.cat(pieces)
+
+
+def _listens_to_next(x: Tensor, axis: Axis) -> Tensor:
+    """Sends to the next rank and waits for it, too: right on two ranks, for ever on three."""
+    total = travelling = x
+    for _ in range(axis.size - 1):
+        travelling = comm.exchange(travelling, axis, axis.next, axis.next)
+        total = total + travelling
+    return total
+
+
 def _doubling(x: Tensor, axis: Axis) -> Tensor:
     """Adds a total that already holds this rank's own share."""
     return _by_ring(x, axis) * axis.size
@@ -170,7 +200,7 @@ def _right_backwards(x: Tensor, axis: Axis) -> Tensor:
 
 
 RING = Ranked(
-    id="02-1",
+    id="02-4",
     title="a ring all-reduce from send and recv",
     names=("ring_all_reduce",),
     hints=(
@@ -188,9 +218,15 @@ RING = Ranked(
         Wrong(lambda x, axis: _by_ring(x, axis, gather=False), words="the all-gather half"),
         Wrong(lambda x, axis: _by_ring(x, axis) / axis.size, words="this is the mean"),
         Wrong(_doubling, words="your outputs are exactly 2 times too large"),
-        Wrong(lambda x, axis: comm.broadcast(x, axis, 0), words="that is a broadcast"),
+        Wrong(lambda x, axis: dict(comm.ring(x, axis))[0], words="that is a broadcast"),
         Wrong(lambda x, axis: comm.all_reduce(x, axis), words="use send and recv alone"),
+        Wrong(_raw_all_reduce, words="called all_reduce: use send and recv alone"),
         Wrong(lambda x, axis: comm.ring_all_reduce(x, axis), words=REFUSAL),
+        Wrong(_two_halves, words=REFUSAL),
+        Wrong(_up_and_down, words=REFUSAL),
+        Wrong(lambda x, axis: _by_ring(x, axis, adding=False), words="outputs are wrong on every"),
+        Wrong(_one_piece_behind, words="outputs are wrong on every rank"),
+        Wrong(_listens_to_next, words="on 4 ranks the answer had not returned"),
         Wrong(lambda x, axis: comm.tree_all_reduce(x, axis), words=REFUSAL),
         Wrong(_whole_tensors, words="a ring of 4 sends 6"),
         Wrong(_gather_all, words="a ring of 4 sends 6"),
@@ -207,16 +243,18 @@ RING = Ranked(
         RankCase("outputs", "two ranks", TWO, _sums),
         RankCase("outputs", "four ranks", FOUR, _sums),
         RankCase("outputs", "three ranks, uneven pieces", UNEVEN, _sums),
-        RankCase("outputs", "x is left as it is", TWO, _left_alone, later=True),
+        RankCase("outputs", "x is left as it is", TWO, left_alone(_given), later=True),
         RankCase("outputs", "one rank", ONE, _sums),
         RankCase("wire", "messages and peers", FOUR, _ring_messages),
         RankCase("wire", "bytes", FOUR, _ring_bytes),
         RankCase("peak", "memory", FOUR, _peak),
     ),
-    refused=(
-        "course_lib.comm.from_messages:ring_all_reduce",
-        "course_lib.comm.from_messages:tree_all_reduce",
+    refused=tuple(
+        f"course_lib.comm.from_messages:{half}_{name}"
+        for half, names in (
+            ("ring", ("reduce_scatter", "all_gather", "all_reduce")),
+            ("tree", ("reduce", "broadcast", "all_reduce")),
+        )
+        for name in names
     ),
 )
-
-EXERCISES = (RING,)
