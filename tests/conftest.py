@@ -22,7 +22,7 @@ def one_thread() -> None:
     torch.set_num_threads(1)
 
 
-@pytest.fixture
+@pytest.fixture(scope="session")
 def need() -> Callable[[object, str], None]:
     """``need(condition, reason)`` skips here and fails in CI, where everything is installed."""
 

@@ -9,13 +9,21 @@ from __future__ import annotations
 import html
 from typing import Any
 
-from ipywidgets import HTML, Checkbox, Dropdown, FloatSlider, HBox, Image, IntSlider, VBox
+from ipywidgets import HTML, Checkbox, Dropdown, FloatSlider, GridBox, Image, IntSlider, VBox
 
 from course_lib.schedule import SCHEDULES, Costs, make, simulate
 from course_lib.view.schedules import schedule_picture
 
 Settings = tuple[tuple[str, int, int, int], Costs]  # name, p, m, chunks
 HIDDEN, SHOWN = "none", ""
+LAYOUT = {"width": "auto", "margin": "2px"}
+LOOK: dict[str, Any] = {"layout": LAYOUT, "style": {"description_width": "8.5em"}}
+GRID = {"grid_template_columns": "repeat(auto-fit, minmax(250px, 1fr))"}  # 3 in a row of Lab
+# The sentence is in the picture for the eye; this is the same for a screen reader.
+HEARD = (
+    "<span role='status' style='position:absolute;width:1px;height:1px;overflow:hidden;"
+    "clip-path:inset(50%)'>{}</span>"
+)
 
 
 def schedule_sliders(
@@ -38,7 +46,10 @@ def schedule_sliders(
 
 
 class ScheduleSliders(VBox):
-    """The controls by name in ``controls``, the picture in ``image``, the reason in ``message``."""
+    """The controls by name in ``controls``, the picture in ``image``, its sentence in ``message``.
+
+    Where the settings are impossible there is no picture, and ``message`` has the reason.
+    """
 
     def __init__(
         self,
@@ -51,21 +62,25 @@ class ScheduleSliders(VBox):
         comm: float,
     ) -> None:
         self.controls: dict[str, Any] = {
-            "schedule": Dropdown(options=list(SCHEDULES), value=name, description="schedule"),
+            "schedule": Dropdown(
+                options=list(SCHEDULES), value=name, description="schedule", **LOOK
+            ),
             "p": _whole("ranks p", ranks, 16),
             "m": _whole("micro-batches m", microbatches, 64),
             "chunks": _whole("chunks a rank", chunks, 4),
+            "comm": _cost("hop", comm, 4.0),
+            "split": Checkbox(value=False, description="give I and W", layout=LAYOUT),
             "f": _cost("F", f, 4.0),
-            "split": Checkbox(value=False, description="give I and W", indent=False),
             "b": _cost("B", b, 8.0),
             "i": _cost("I", b / 2, 4.0),
             "w": _cost("W", b / 2, 4.0),
-            "comm": _cost("hop", comm, 4.0),
         }
         self.image = Image(format="png", layout={"max_width": "100%"})
         self.message = HTML()
-        super().__init__([*self._lines(), self.message, self.image])
+        grid = GridBox(list(self.controls.values()), layout=GRID)
+        super().__init__([grid, self.message, self.image])
         self.drawn: Settings | None = None
+        self.sentence = ""
         self.controls["split"].observe(self._keep_b, names="value")
         for control in self.controls.values():
             control.observe(self._changed, names="value")
@@ -74,11 +89,6 @@ class ScheduleSliders(VBox):
     def __repr__(self) -> str:
         """The same in every kernel, so that a stored output can be compared."""
         return f"ScheduleSliders({', '.join(self.controls)})"
-
-    def _lines(self) -> list[HBox]:
-        lines = (("schedule", "p", "m", "chunks"), ("f", "split", "b", "i", "w", "comm"))
-        flow = {"flex_flow": "row wrap"}
-        return [HBox([self.controls[name] for name in line], layout=flow) for line in lines]
 
     def _keep_b(self, change: object) -> None:
         """Changing between B and its halves leaves B what it is."""
@@ -95,11 +105,12 @@ class ScheduleSliders(VBox):
             self.controls[name].layout.display = SHOWN if seen else HIDDEN
         try:
             self._draw(self._settings())
-            said = ""
         except ValueError as error:
-            said = f"<b>Not possible:</b> {html.escape(str(error))}."
-        self.message.value = said
-        self.image.layout.display = HIDDEN if said else SHOWN
+            self.message.value = f"<b>Not possible:</b> {html.escape(str(error))}."
+            self.image.layout.display = HIDDEN
+        else:
+            self.message.value = HEARD.format(html.escape(self.sentence))
+            self.image.layout.display = SHOWN
 
     def _settings(self) -> Settings:
         now = {name: control.value for name, control in self.controls.items()}
@@ -110,26 +121,18 @@ class ScheduleSliders(VBox):
     def _draw(self, settings: Settings) -> None:
         if settings != self.drawn:
             size, costs = settings
-            self.image.value = schedule_picture(simulate(make(*size), costs))._repr_png_()
+            picture = schedule_picture(simulate(make(*size), costs))
+            self.image.value, self.sentence = picture._repr_png_(), picture.caption
             self.drawn = settings
 
 
 def _whole(description: str, value: int, most: int) -> IntSlider:
     """A slider from 1 to ``most``, or to ``value`` where that is more."""
-    return IntSlider(value, 1, max(most, value), description=description, **_look(len(description)))
+    most = max(most, value)
+    return IntSlider(value, 1, most, description=description, continuous_update=False, **LOOK)
 
 
 def _cost(description: str, value: float, most: float) -> FloatSlider:
     """A slider from 0 to ``most``, or to ``value`` where that is more."""
-    return FloatSlider(
-        value, min=0, max=max(most, value), step=0.1, description=description, **_look(4)
-    )
-
-
-def _look(letters: int) -> dict[str, Any]:
-    """The same width for all, room for ``letters``; drawn when the handle is let go."""
-    return {
-        "continuous_update": False,
-        "layout": {"width": "260px"},
-        "style": {"description_width": f"{letters * 0.6:.1f}em"},
-    }
+    sizes = {"min": 0, "max": max(most, value), "step": 0.1}
+    return FloatSlider(value, **sizes, description=description, continuous_update=False, **LOOK)
