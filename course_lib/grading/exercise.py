@@ -163,7 +163,8 @@ class Function(Exercise):
             return _Call(args, got, f"{call}: {got.reason}")
         if _equal(got, wanted):
             return _Call(args, got)
-        return _Call(args, got, f"{call} gave {shown(got)}; right is {shown(wanted)}")
+        said = f"    {call}\n    gave {shown(got)};\n    right is {shown(wanted)}"
+        return _Call(args, got, said)
 
     def _read(self, value: Any) -> Any:
         """``value`` in the form in which it is compared, or why it has none."""
@@ -176,7 +177,7 @@ class Function(Exercise):
         """The classic mistake that gives the results of all ``calls``, if there is one."""
         for wrong in self.wrong:
             if wrong.message and all(self._same(each(wrong.answer)[0], call) for call in calls):
-                return f"{wrong.message} "
+                return f"{wrong.message}\n"
         return ""
 
     def _same(self, answer: Answer, call: _Call) -> bool:

@@ -16,6 +16,7 @@ TITLES = {
     "peak": "peak live bytes",
 }
 MIME = "application/vnd.course.verdict+json"
+GOOD, BAD = "#009E73", "#D55E00"  # green and vermillion that every eye tells apart
 LONGEST = 600  # characters of a message: a report that scrolls away helps nobody
 
 
@@ -23,6 +24,7 @@ LONGEST = 600  # characters of a message: a report that scrolls away helps nobod
 class CaseResult:
     """How one case ended. ``message`` says what is wrong; it is empty where the case passed.
 
+    A message may have several lines; those that are indented are code.
     ``judged`` is False where the case was not looked at because another one failed.
     """
 
@@ -74,10 +76,14 @@ class Verdict:
 
         What was not judged for the sake of another case has nothing to tell while that one has.
         """
+        return _shortened(self._told)
+
+    @property
+    def _told(self) -> str:
         bad = [each for axis in AXES for each in self.results
                if each.axis == axis and not each.passed]  # fmt: skip
         told = next((each for each in bad if each.judged), bad[0] if bad else None)
-        return _shortened(told.message) if told else ""
+        return told.message if told else ""
 
     @property
     def line(self) -> str:
@@ -98,11 +104,12 @@ class Verdict:
         return self.line
 
     def _repr_html_(self) -> str:
-        rows = "".join(_row(result) for result in self.results)
-        colour = "#009E73" if self.ok else "#D55E00"
-        head = f"<b style='color:{colour}'>{escape(self.ex)}: {self.passed} of {self.total}</b>"
-        message = f"<p>{escape(self.message)}</p>" if self.message else ""
-        return f"<div>{head}{message}<table>{rows}</table></div>"
+        """Ink and ground are those of the theme; only the marks and the bar have a colour."""
+        bar = f"border-left:4px solid {GOOD if self.ok else BAD};padding-left:12px"
+        head = f"<b>{escape(self.ex)}: {self.passed} of {self.total} passed</b>"
+        said = "".join(map(_said, self._told.splitlines()))
+        rows = "".join(map(_row, self.results))
+        return f"<div style='{bar}'>{head}{said}<table style='margin:8px 0'>{rows}</table></div>"
 
     def _repr_mimebundle_(self, **_: object) -> Mapping[str, Any]:
         return {"text/plain": self.line, "text/html": self._repr_html_(), MIME: self.as_dict()}
@@ -115,9 +122,21 @@ def failed(
     return Verdict(ex, [CaseResult(axis, title, message) for axis, title in cases])
 
 
+def _said(line: str) -> str:
+    """One line of a message; an indented one is code."""
+    text = escape(_shortened(line))
+    code = "font-family:monospace;margin:2px 0;padding-left:2em"
+    return f"<div style='{code if line.startswith(' ') else 'margin:6px 0'}'>{text}</div>"
+
+
 def _row(result: CaseResult) -> str:
-    mark, word = ("&#10003;", "passed") if result.passed else ("&#10007;", "failed")
-    cells = (f"{mark} {word}", TITLES.get(result.axis, result.axis), escape(result.title))
+    mark, colour, word = (
+        ("&#10003;", GOOD, "passed") if result.passed else ("&#10007;", BAD, "failed")
+    )
+    if not result.judged:
+        mark, colour, word = "&ndash;", "inherit", "not judged yet"
+    state = f"<b style='color:{colour}'>{mark}</b> {word}"
+    cells = (state, TITLES.get(result.axis, result.axis), escape(result.title))
     return "<tr>" + "".join(f"<td style='text-align:left'>{cell}</td>" for cell in cells) + "</tr>"
 
 

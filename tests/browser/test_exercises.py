@@ -25,10 +25,12 @@ def answer(learner, ex: str, source: str) -> dict:
     learner.press_run(written)
     (output,) = learner.press_run(check)["outputs"]
     verdict = output["data"][MIME]
-    shown = learner.at(check).locator(".jp-OutputArea-output").inner_text()
-    assert f"{verdict['passed']} of {verdict['total']}" in shown
-    assert verdict["message"] in shown
-    assert shown.count("passed") == verdict["passed"]
+    shown = learner.at(check).locator(".jp-OutputArea-output")
+    text = " ".join(shown.inner_text().split())
+    assert text.startswith(f"{ex}: {verdict['passed']} of {verdict['total']} passed")
+    assert verdict["message"] in text
+    assert shown.locator("tr").count() == verdict["total"]
+    assert shown.locator("tr", has_text="passed").count() == verdict["passed"]
     return verdict
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import random
+import re
 import subprocess
 import sys
 
@@ -177,6 +178,21 @@ def test_the_forms_of_a_verdict():
         "message": "1 < 2 lines",
         "axes": {"outputs": [0, 1], "wire": [1, 1]},
     }
+
+
+def test_a_verdict_on_the_page_has_code_as_code_and_says_what_was_not_judged():
+    cases = [
+        CaseResult("outputs", "a", "Read backwards.\n    f(1) gave 2;\n    right is 1"),
+        CaseResult("wire", "b", "later", judged=False),
+        CaseResult("peak", "c"),
+    ]
+    shown = Verdict("09-1", cases)._repr_mimebundle_()
+    assert shown["text/plain"].endswith("passed. Read backwards. f(1) gave 2; right is 1")
+    assert re.findall(r"monospace[^>]*>([^<]*)<", shown["text/html"]) == [
+        "f(1) gave 2;", "right is 1"
+    ]  # fmt: skip
+    rows = re.findall(r"</b> ([a-z ]+)</td>", shown["text/html"])
+    assert rows == ["failed", "not judged yet", "passed"]
 
 
 def test_grading_loads_no_torch():
