@@ -15,11 +15,33 @@
 # %% [markdown]
 # # 00 Start here: a function on four ranks
 #
-# *15 minutes to read and run, 10 to build.* Training on many GPUs is done by many processes that send each other
+# *20 minutes to read and run, 10 to build.* Training on many GPUs is done by many processes that send each other
 # messages. Each process is a **rank**. Nothing about that needs a GPU: here you start four real ranks from a
 # cell, let them talk, count the bytes they send, and look at what they did and when.
 #
-# Run the cells from top to bottom (Shift+Enter).
+# Run the cells from top to bottom (Shift+Enter). Every lesson begins with a vote. Write `"true"`, `"false"` or
+# `"only if ..."`; `None` means no vote. The last section settles both.
+#
+# 1. *One late rank makes all ranks late.*
+# 2. *With twice as many ranks, each rank sends twice as much in an all-reduce.*
+
+# %%
+vote_1 = None
+vote_2 = None
+
+# %% [markdown]
+# ## Your machine
+# `course doctor` in a terminal asks whether this machine is ready, with a line and, where needed, a fix for each
+# check. This cell shows only what is not well:
+
+# %%
+from course_lib import doctor
+
+report = doctor.examine()
+bad = [each for each in report.checks if each.status != "ok"]
+print(f"{len(report.checks) - len(bad)} of {len(report.checks)} checks are ok")
+for each in bad:
+    print(f"{each.status}: {each.name} {each.value}; {each.fix}")
 
 # %% [markdown]
 # ## One function, four processes
@@ -152,19 +174,68 @@ run(hello, n=2)  # and the next cell works
 # each axis; the ranks that differ in one coordinate only are a *group*, and talk to each other.
 #
 # Which axis varies fastest is a choice, the *order*. Here it is `tp-dp-pp`, the fastest first, for two machines of
-# eight GPUs. Before you run the cell: which ranks does rank 5 average its gradients with (its dp group), and which
-# groups cross from one machine to the other?
+# eight GPUs. Which ranks does rank 5 average its gradients with (its dp group)? And on which axis do groups cross
+# from one machine to the other?
+
+# %%
+predicted_dp_group = None  # the ranks, as [5, ...]
+predicted_axis = None  # "tp", "dp" or "pp"
 
 # %%
 from course_lib.layout import drawing, make_layout
 
-print(drawing(make_layout(16, "tp-dp-pp", tp=2, dp=2, pp=4), per_node=8))
+layout = make_layout(16, "tp-dp-pp", tp=2, dp=2, pp=4)
+print(drawing(layout, per_node=8))
+
+dp_group = next(group for group in layout.groups("dp") if 5 in group)
+crossing = [axis for axis in layout.order for group in layout.groups(axis)[:1] if group[-1] >= 8]
+print(f"\nrank 5 averages with {dp_group}; your prediction {predicted_dp_group}")
+print(f"groups that cross: {', '.join(crossing)}; your prediction {predicted_axis}")
+
+# %% [markdown]
+# The slowest axis crosses. That is why tp, which talks in every layer, is nearly always the fastest one, and why pp
+# and dp, which talk less often, are laid across machines.
+#
+# ## The same in PyTorch
+# Nothing here is magic. `run(..., init=False)` starts the ranks and leaves the rest to you: this is what a training
+# script does when `torchrun` has started it. Two things differ from ours. `dist.all_reduce` *writes into* its
+# tensor, where `comm.all_reduce` returns a new one. And a device mesh names the *slowest* axis first.
+
+# %%
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+
+
+def in_pytorch():
+    dist.init_process_group("gloo")
+    x = torch.full((1024,), dist.get_rank() + 1.0)
+    dist.all_reduce(x)
+    grid = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    groups = {axis: dist.get_process_group_ranks(grid[axis].get_group()) for axis in ("tp", "dp")}
+    dist.destroy_process_group()
+    return x[0].item(), groups
+
+
+ours = make_layout(4, "tp-dp", tp=2, dp=2)
+for rank, (value, groups) in enumerate(run(in_pytorch, n=4, init=False)):
+    assert value == sums[rank]["after"]
+    for axis, group in groups.items():
+        assert group == next(own for own in ours.groups(axis) if rank in own)
+    print(f"rank {rank}: sum {value:g}, groups {groups}: as ours")
 
 # %% [markdown]
 # ## Your turn
 # [The exercises](../exercises/00_start_here.ipynb) of this lesson take ten minutes and start no rank: you write the
 # two functions behind that drawing. They are what every launcher of a large run computes first, and a mistake in
 # them is silent: each rank then averages with the wrong ones, and the loss still goes down.
+#
+# How it works, here and in every lesson:
+#
+# - `course start 00` in a terminal copies lesson and exercises to `work/`, where they are yours.
+# - Write into the answer cell, run it, run the check below it. The check says how many cases passed, and of the first
+#   thing that is wrong, what and why. It draws new numbers each time.
+# - `course hint 00 1` gives a hint (there are three), `course solution 00 1` the solution once you have tried,
+#   `course grade` with the file's name the official grade: your answers, in a fresh kernel.
 
 # %% [markdown] course={"ex": "00-1"}
 # ## 00-1 From a rank to its coordinates
@@ -245,7 +316,93 @@ from course_lib.grading import check
 check("00-2", groups)
 
 # %% [markdown]
-# ## What next
-# `course groups --world 16 --tp 2 --dp 2 --pp 4 --order tp-dp-pp` in a terminal makes the drawing above for any
+# ## The claims settled
+# **Claim 1: only if they meet.** Look at the step with the late rank again, in numbers:
+
+# %%
+begin = min(span.start for trace in paced.traces for span in trace.spans)
+
+
+def ends(op):
+    """When each rank's last ``op`` ended, in ms since the first rank began."""
+    last = [max(span.end for span in trace.spans if span.op == op) for trace in paced.traces]
+    return [round(1000 * (end - begin)) for end in last]
+
+
+print(f"own work done after     {ends('B')} ms")
+print(f"all-reduce done after   {ends('all_reduce')} ms; your vote: {vote_1}")
+
+# %% [markdown]
+# The own work of ranks 0 to 2 was not late. But nobody leaves an all-reduce before the last one has come, so that all
+# four end together. Training meets in a collective in every step: the slowest rank sets the pace of all.
+#
+# **Claim 2: false.**
+
+# %%
+for n in (2, 4, 8):
+    sends = run(add_up, n=n).ledgers[0].wire_bytes("dp")
+    print(
+        f"{n} ranks: a rank sends {int(sends)} bytes, {float(sends) / 4096:.2f} times what it holds"
+    )
+print(f"your vote: {vote_2}")
+
+# %% [markdown]
+# 2(n-1)/n grows towards 2 and never reaches it. What grows with n is the number of messages, one after the other.
+#
+# ## Exit questions
+# Answer each before you unfold it.
+#
+# **1.** Eight ranks all-reduce a tensor of 1 GB (1e9 bytes) in a ring. How much does each rank send?
+#
+# <details><summary>Answer</summary>
+#
+# 2 · 7/8 · 1 GB = 1.75 GB.
+#
+# </details>
+#
+# **2.** Three ranks call `all_reduce`, the fourth returns early because it has no data left. What happens?
+#
+# <details><summary>Answer</summary>
+#
+# The three wait for ever, or until a timeout. A collective is called by every rank of the group or by none.
+#
+# </details>
+#
+# **3.** In the table of the ledger, payload was 16,384 bytes and wire 24,576. Whose bytes are these, and which of the
+# two depends on the algorithm?
+#
+# <details><summary>Answer</summary>
+#
+# Those of all four ranks: 4 · 4,096 handed in, 4 · 6,144 sent. The wire bytes: with another algorithm than a ring they
+# may be different.
+#
+# </details>
+#
+# **4.** 64 ranks, order `tp-pp-dp`, tp 8, pp 4, dp 2, machines of eight GPUs. Rank 42: its coordinates? Does its pp
+# group stay inside a machine?
+#
+# <details><summary>Answer</summary>
+#
+# 42 = 2 + 8 · (1 + 4 · 1): tp 2, pp 1, dp 1. The pp group is 34, 42, 50, 58: one rank on each of four machines.
+#
+# </details>
+#
+# **5.** Why was the timeline paced, and what in it is real all the same?
+#
+# <details><summary>Answer</summary>
+#
+# Four ranks on a machine with fewer cores than ranks slow each other down, and the picture would show that fight.
+# Sleeping ranks do not. The processes, the messages, their order and the waiting are real.
+#
+# </details>
+#
+# ## Sources and what next
+# - Patarasuk and Yuan 2009, *Bandwidth optimal all-reduce algorithms for clusters of workstations*, Journal of
+#   Parallel and Distributed Computing 69(2): where 2(n-1)/n comes from, and why no algorithm sends less.
+# - Narayanan et al. 2021, *Efficient Large-Scale Language Model Training*,
+#   [arXiv:2104.04473](https://arxiv.org/abs/2104.04473): which axis to put where, section 3.
+# - [torch.distributed](https://docs.pytorch.org/docs/stable/distributed.html): the calls of the raw cell above.
+#
+# `course groups --world 16 --tp 2 --dp 2 --pp 4 --order tp-dp-pp` in a terminal makes the drawing for any
 # sizes. `course tour` trains a small model on four ranks and holds it to one process. Lesson 02 builds the
 # all-reduce that you just used out of send and receive; lesson 03 trains with it.

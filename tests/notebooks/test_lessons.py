@@ -91,14 +91,23 @@ def lesson_00_shows_what_ranks_did(notebook):
     for rank in range(4):
         assert f"[rank {rank}] hello from rank {rank} of 4" in text
         assert f"rank {rank}: {{'before': {rank + 1:.1f}, 'after': 10.0}}" in text
+        assert re.search(rf"^rank {rank}: sum 10, groups .* as ours$", text, re.MULTILINE)
+    assert re.search(r"^\d+ of \d+ checks are ok$", text, re.MULTILINE)
     assert "[0, 10, 20, 30]" in text
     assert re.search(r"^dp +all_reduce +\w+ +4 +16,384 +24,576$", text, re.MULTILINE)
-    assert "a rank sent 6144 bytes; formula 6144" in text
+    assert "a rank sent 6144 bytes; formula 6144; your prediction None" in text
     assert "rank 2 raised ValueError: rank 2 has bad data" in text
-    assert "rank 0 was at: all_reduce, cell 6 line 8" in text
+    assert "rank 0 was at: all_reduce, cell 8 line 8" in text
     assert "dp  8 groups of 2, each inside one node" in text
-    assert "[0 2] [1 3] [4 6] [5 7]" in text
+    assert "rank 5 averages with [5, 7]; your prediction None" in text
+    assert "groups that cross: pp; your prediction None" in text
+    assert "8 ranks: a rank sends 7168 bytes, 1.75 times" in text
+    assert text.count("your vote: None") == 2
     assert len(pictures(notebook)) == 1
+    own, met = (list(map(int, found.split(", "))) for found in
+                re.findall(r"done after +\[(.*)\] ms", text))  # fmt: skip
+    assert len(own) == 4
+    assert min(met) >= max(own), "nobody leaves before the last has come"
 
 
 def pictures(notebook):
