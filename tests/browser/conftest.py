@@ -65,9 +65,10 @@ def learner(lab, browser):
 def begin(shown, monkeypatch, capsys) -> Callable[[str], Path]:
     """``begin("00")`` is `course start 00`; it returns the learner's exercise file."""
     from course_lib import cli
+    from course_lib.cli import place
 
     def start(lesson: str) -> Path:
-        monkeypatch.setattr(cli, "ROOT", shown)
+        monkeypatch.setattr(place, "ROOT", shown)
         assert cli.main(["start", lesson]) == 0
         (path,) = (shown / "work" / "exercises").glob(f"{lesson}_*.ipynb")
         return path

@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from course_lib import cli
+from course_lib.cli import machine, place
 from course_lib.layout import rank_groups
 
 GROUPS_16 = "groups --world 16 --tp 2 --dp 2 --pp 4 --order tp-dp-pp".split()
@@ -241,12 +242,14 @@ def test_tour_gets_its_options_and_gives_its_exit_code(code, fake_module, tmp_pa
 
 
 def test_lab_starts_jupyterlab_with_this_python():
-    command = cli.lab_command(port=8899, browser=False, rest=["--ServerApp.token=t"])
+    command = machine.lab_command(port=8899, browser=False, rest=["--ServerApp.token=t"])
     assert command[:3] == [sys.executable, "-m", "jupyterlab"]
-    assert f"--notebook-dir={cli.ROOT}" in command
+    assert f"--notebook-dir={place.ROOT}" in command
     assert command[-1] == "--ServerApp.token=t"
     assert {"--ServerApp.port=8899", "--no-browser"} <= set(command)
-    assert not any("port" in word or "browser" in word for word in cli.lab_command(None, True, []))
+    assert not any(
+        "port" in word or "browser" in word for word in machine.lab_command(None, True, [])
+    )
 
 
 def test_lab_becomes_jupyterlab(monkeypatch):

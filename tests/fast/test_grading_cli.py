@@ -12,6 +12,7 @@ from xml.etree import ElementTree
 import pytest
 
 from course_lib import cli
+from course_lib.cli import place
 from course_lib.grading import check as check_answer
 from course_lib.grading import run
 from course_lib.grading.check import _note
@@ -28,7 +29,7 @@ def root(tmp_path, monkeypatch) -> Path:
         (tmp_path / folder).mkdir()
         for file in (ROOT / folder).glob("00_*.ipynb"):
             shutil.copyfile(file, tmp_path / folder / file.name)
-    monkeypatch.setattr(cli, "ROOT", tmp_path)
+    monkeypatch.setattr(place, "ROOT", tmp_path)
     monkeypatch.chdir(tmp_path)
     return tmp_path
 

@@ -1,0 +1,47 @@
+"""bench: ours beside torch's, measured on this machine."""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import Annotated
+
+import typer
+
+from course_lib.cli.app import AsJson, benches
+from course_lib.cli.show import print_json
+
+Rounds = Annotated[int, typer.Option(min=1, max=10_000, help="How often each case is timed.")]
+
+
+@benches.command("launch")
+def bench_launch(rounds: Rounds = 20, as_json: AsJson = False) -> int:
+    """How long it takes to start ranks: cold, warm and fresh, kept."""
+    return _run_bench("launch", rounds, as_json)
+
+
+@benches.command("dp")
+def bench_dp(rounds: Rounds = 20, as_json: AsJson = False) -> int:
+    """A step of data parallelism beside torch's DDP."""
+    return _run_bench("dp", rounds, as_json)
+
+
+@benches.command("pp")
+def bench_pp(rounds: Rounds = 20, as_json: AsJson = False) -> int:
+    """GPipe and 1F1B beside torch's, and paced steps beside simulated ones."""
+    return _run_bench("pp", rounds, as_json)
+
+
+@benches.command("wire")
+def bench_wire(rounds: Rounds = 20, as_json: AsJson = False) -> int:
+    """Bytes that really moved over loopback beside the bytes of the formula."""
+    return _run_bench("wire", rounds, as_json)
+
+
+def _run_bench(name: str, rounds: int, as_json: bool) -> int:
+    benchmark = import_module(f"course_lib.bench.{name}")
+    result = benchmark.measure(rounds)
+    if as_json:
+        print_json(result)
+    else:
+        print(benchmark.text(result))
+    return 0

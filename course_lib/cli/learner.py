@@ -1,0 +1,152 @@
+"""list, start, check, hint, solution and grade: the way of a learner through the exercises."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from course_lib.cli.app import AsJson, app
+from course_lib.cli.errors import FAILED
+from course_lib.cli.place import course_folder
+from course_lib.cli.show import print_json
+
+if TYPE_CHECKING:
+    from course_lib.grading.run import Grade
+
+Number = Annotated[str, typer.Argument(metavar="NN", help="Number of the lesson, such as 03.")]
+ExerciseId = Annotated[str, typer.Argument(metavar="EX", help="Exercise: 03-2, or 2.")]
+
+
+@app.command("list")
+def list_lessons(as_json: AsJson = False) -> int:
+    """The lessons, their exercises, and how far you are."""
+    from course_lib.grading import desk
+
+    found = desk.lessons(course_folder())
+    if as_json:
+        entries = [
+            {
+                "lesson": lesson.number,
+                "title": lesson.title,
+                "exercises": {ex: vars(entry) for ex, entry in lesson.exercises.items()},
+            }
+            for lesson in found
+        ]
+        print_json({"lessons": entries})
+        return 0
+    for lesson in found:
+        done = sum(entry.done for entry in lesson.exercises.values())
+        count = len(lesson.exercises)
+        state = f"{done} of {count} exercises done" if count else "no exercises"
+        print(f"{lesson.number}  {lesson.title}  ({state})")
+    return 0
+
+
+@app.command()
+def start(
+    number: Number,
+    fresh: Annotated[
+        bool, typer.Option("--fresh", help="Set your files aside, begin anew.")
+    ] = False,
+) -> int:
+    """Copy a lesson and its exercises into work/, where they are yours."""
+    from course_lib.grading import desk
+
+    root = course_folder()
+    for path, what in desk.start(root, desk.lesson_number(root, number), fresh):
+        print(f"{what:<6} {path.relative_to(root)}")
+    return 0
+
+
+@app.command()
+def check(
+    number: Number,
+    ex: Annotated[
+        str | None, typer.Argument(metavar="EX", help="Only this one: 03-2, or 2.")
+    ] = None,
+) -> int:
+    """Check your answers in work/exercises; says what is wrong first."""
+    from course_lib.grading import desk, report, run
+
+    root = course_folder()
+    number = desk.lesson_number(root, number)
+    only = desk.exercise_id(root, number, ex).id if ex is not None else None
+    result = run.grade(desk.own_file(root, number), root, only=only)
+    _note_attempts(root, [result])
+    print("\n".join(report.score_lines(result)))
+    return 0 if result.ok else FAILED
+
+
+@app.command()
+def hint(number: Number, ex: ExerciseId) -> int:
+    """The next rung of the hints to an exercise; there are three."""
+    from course_lib.grading import desk
+
+    root = course_folder()
+    exercise = desk.exercise_id(root, desk.lesson_number(root, number), ex)
+    rungs = desk.hint(root, exercise)
+    for rung, text in enumerate(rungs, 1):
+        print(f"hint {rung} of {len(exercise.hints)}: {text}")
+    return 0
+
+
+@app.command()
+def solution(
+    number: Number,
+    ex: ExerciseId,
+    yes: Annotated[bool, typer.Option("--yes", help="Without an attempt.")] = False,
+) -> int:
+    """The solution of an exercise, once you have tried it."""
+    from course_lib.grading import desk
+
+    root = course_folder()
+    exercise = desk.exercise_id(root, desk.lesson_number(root, number), ex)
+    print(desk.solution(root, exercise, yes))
+    return 0
+
+
+@app.command()
+def grade(
+    files: Annotated[list[Path], typer.Argument(metavar="FILE...", help="Notebooks to grade.")],
+    as_json: AsJson = False,
+    as_csv: Annotated[bool, typer.Option("--csv", help="Print a table as CSV.")] = False,
+    as_junit: Annotated[bool, typer.Option("--junit", help="Print JUnit XML.")] = False,
+    seed: Annotated[int | None, typer.Option(min=0, help="Draw the same parameters again.")] = None,
+) -> int:
+    """The official grade: your answers in a pristine notebook and a fresh kernel."""
+    from course_lib.grading import report, run
+
+    if as_json + as_csv + as_junit > 1:
+        raise ValueError("give one of --json, --csv and --junit")
+    root = course_folder()
+    grades, bad = [], []
+    for file in files:
+        try:
+            grades.append(run.grade(file, root, seed=seed))
+        except ValueError as error:  # the other files are still graded
+            bad.append(str(error))
+    _note_attempts(root, grades)
+    if as_json and grades:
+        print_json(report.as_json(grades, several=len(files) > 1))
+    elif as_csv or as_junit:
+        print((report.as_csv if as_csv else report.as_junit)(grades), end="")
+    else:
+        print("\n\n".join(map(report.as_text, grades)), end="\n" if grades else "")
+    if bad:
+        raise ValueError("; ".join(bad))
+    return 0 if all(each.ok for each in grades) else FAILED
+
+
+def _note_attempts(root: Path, grades: list[Grade]) -> None:
+    """Grades of the learner's own files in work/ are attempts; those of others are not."""
+    from course_lib.grading.progress import Progress, in_work
+
+    own = [each for each in grades if in_work(Path(each.file), root)]
+    if own:
+        progress = Progress(root)
+        for each in own:
+            for ex, score in each.scores.items():
+                progress.attempt(ex, score.passed, score.total)
+        progress.save()

@@ -1,0 +1,78 @@
+"""doctor, tour and lab: what the course does with this machine."""
+
+from __future__ import annotations
+
+import os
+import sys
+from importlib import import_module
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from course_lib.cli import place
+from course_lib.cli.app import AsJson, app
+from course_lib.cli.errors import ENVIRONMENT
+from course_lib.cli.show import console, print_json
+
+
+@app.command()
+def doctor(as_json: AsJson = False) -> int:
+    """Is this machine ready? Every check with its fix."""
+    from course_lib import doctor as examination
+
+    report = examination.examine()
+    if as_json:
+        print_json(report.as_dict())
+    else:
+        examination.show(report, console())
+    return 0 if report.ok else ENVIRONMENT
+
+
+@app.command()
+def tour(
+    out: Annotated[str, typer.Option(help="Folder for the pictures and tour.json.")] = "out/tour",
+    as_json: AsJson = False,
+) -> int:
+    """The main job: train on 4 ranks with each technique, and compare with one process."""
+    if not out.strip():
+        raise ValueError("--out is empty: give a folder, such as --out out/tour")
+    place.make_folder(Path(out), "--out")
+    return import_module("course_lib.tour.job").run_tour(out=Path(out), as_json=as_json)
+
+
+@app.command()
+def lab(
+    port: Annotated[int | None, typer.Option(min=1, max=65535, help="Port of the server.")] = None,
+    browser: Annotated[bool, typer.Option(help="Open a browser window.")] = True,
+    rest: Annotated[
+        list[str] | None, typer.Argument(help="A notebook, or after -- options of JupyterLab.")
+    ] = None,
+) -> int:
+    """Open JupyterLab on the course, with the kernel of this very Python."""
+    command = lab_command(port, browser, rest or [])
+    os.environ["JUPYTER_PREFER_ENV_PATH"] = "1"  # this Python's kernel before one of the user's
+    sys.stdout.flush()
+    os.execv(command[0], command)
+
+
+# JupyterLab would ask the internet for news and updates, and the learner whether it may.
+LAB_STAYS_HOME = (
+    "--LabApp.news_url=None",
+    "--LabApp.check_for_updates_class=jupyterlab.NeverCheckForUpdate",
+)
+
+
+def lab_command(port: int | None, browser: bool, rest: list[str]) -> list[str]:
+    """The command that ``course lab`` becomes. Raises ValueError when ``rest`` names no file."""
+    place.course_folder()
+    if rest and not rest[0].startswith("-") and not Path(rest[0]).exists():
+        raise ValueError(f"there is no notebook {rest[0]!r}; options of JupyterLab go after --")
+    command = [sys.executable, "-m", "jupyterlab", f"--notebook-dir={place.ROOT}", *LAB_STAYS_HOME]
+    if port is not None:
+        command.append(f"--ServerApp.port={port}")
+    if not browser:
+        command.append("--no-browser")
+    if hasattr(os, "geteuid") and os.geteuid() == 0:  # containers; Jupyter refuses root otherwise
+        command.append("--allow-root")
+    return command + rest

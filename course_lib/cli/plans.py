@@ -1,0 +1,156 @@
+"""groups and schedule: what can be known before any rank starts."""
+
+from __future__ import annotations
+
+import re
+import shutil
+from importlib import import_module
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from course_lib.cli.app import AsJson, app
+from course_lib.cli.show import console, print_json
+from course_lib.layout import DEFAULT_ORDER
+
+if TYPE_CHECKING:
+    from rich.text import Text
+
+    from course_lib.schedule import Schedule
+    from course_lib.view import Picture
+
+COLOURS = ("default", "cyan", "yellow", "magenta", "green", "blue", "red", "bright_black")
+MOST_PAIRS = 2**18  # of `course schedule`: seconds and some hundred MB
+MOST_RANKS = 2**20  # of `course groups`: more would fill the memory with lists
+
+Size = Annotated[int, typer.Option(min=1, help="Ranks on this axis.")]
+
+
+@app.command()
+def groups(
+    world: Annotated[int | None, typer.Option(min=1, help="Ranks; default: the product.")] = None,
+    tp: Size = 1,
+    cp: Size = 1,
+    dp: Annotated[int | None, typer.Option(min=1, help="Default: what is left.")] = None,
+    pp: Size = 1,
+    ep: Annotated[int, typer.Option(min=1, help="Expert parallel, a divisor of dp x cp.")] = 1,
+    order: Annotated[str, typer.Option(help="Axes, the fastest first.")] = DEFAULT_ORDER,
+    per_node: Annotated[int, typer.Option(min=1, help="Ranks a node, for the drawing.")] = 8,
+    as_json: AsJson = False,
+) -> int:
+    """Which ranks form the groups of each axis, without starting any."""
+    from course_lib.layout import drawing, make_layout, rank_groups
+
+    layout = make_layout(world, order, tp=tp, cp=cp, dp=dp, pp=pp, ep=ep)
+    if layout.world > MOST_RANKS:
+        raise ValueError(f"{layout.world:,} ranks are more than the {MOST_RANKS:,} listed here")
+    if as_json:
+        sizes = {axis: layout.sizes[axis] for axis in layout.order}
+        members = rank_groups(order, layout.world, tp=tp, cp=cp, dp=dp, pp=pp, ep=ep)
+        print_json({"order": order, "world": layout.world, "sizes": sizes, **members})
+    else:
+        console().print(_coloured(drawing(layout, per_node)), soft_wrap=True)
+    return 0
+
+
+def _coloured(text: str) -> Text:
+    """The coordinates in the drawing in colours, so that groups show; the text is the same."""
+    from rich.text import Text
+
+    result = Text(text)
+    for line in re.finditer(r"^ {6}(?:tp|cp|dp|pp)( .*)$", text, re.MULTILINE):
+        for number in re.finditer(r"\d+", line[1]):
+            colour = COLOURS[int(number[0]) % len(COLOURS)]
+            result.stylize(colour, line.start(1) + number.start(), line.start(1) + number.end())
+    return result
+
+
+@app.command()
+def schedule(
+    name: Annotated[str | None, typer.Argument(help="1f1b, say; a wrong one lists all.")] = None,
+    stages: Annotated[int | None, typer.Option(help="Pipeline ranks p; default: 4.")] = None,
+    microbatches: Annotated[int | None, typer.Option(help="Default: 8.")] = None,
+    chunks: Annotated[int | None, typer.Option(help="Stages a rank holds; default: 1.")] = None,
+    f: Annotated[float, typer.Option("--f", help="Cost of a forward, on one stage.")] = 1.0,
+    b: Annotated[float | None, typer.Option("--b", help="Of a backward; default: 2 F.")] = None,
+    i: Annotated[float | None, typer.Option("--i", help="Of its half for the input.")] = None,
+    w: Annotated[float | None, typer.Option("--w", help="Of its half for the weights.")] = None,
+    comm: Annotated[float, typer.Option(help="Delay of a hop between ranks.")] = 0.0,
+    png: Annotated[Path | None, typer.Option(help="Draw the picture into this file.")] = None,
+    file: Annotated[
+        Path | None, typer.Option(help="A schedule of your own: CSV, a row a rank, cells as 0F0.")
+    ] = None,
+    as_json: AsJson = False,
+) -> int:
+    """Simulate a pipeline schedule: when each rank works, the bubble, what is in flight."""
+    from course_lib.schedule import Costs, drawing, simulate
+
+    costs = Costs.make(f, b, i, w, comm)
+    sizes = {"stages": stages, "microbatches": microbatches, "chunks": chunks}
+    simulation = simulate(_schedule(name, file, sizes), costs)
+    if png is not None:
+        _save_png(import_module("course_lib.view").schedule_picture(simulation), png)
+    if as_json:
+        print_json(simulation.as_dict())
+        return 0
+    print(drawing(simulation, max(60, shutil.get_terminal_size((80, 24)).columns)))
+    if png is not None:
+        print(f"The picture is in {png}.")
+    return 0
+
+
+def _schedule(name: str | None, file: Path | None, sizes: dict[str, int | None]) -> Schedule:
+    """The schedule called ``name``, or the legal one in ``file``; never one too large to hold."""
+    from course_lib.schedule import SCHEDULES, check_sizes, make
+
+    given = {key: size for key, size in sizes.items() if size is not None}
+    check_sizes(**given)
+    if (name is None) == (file is None):
+        raise ValueError(
+            f"give either the name of a schedule ({', '.join(SCHEDULES)}) or --file with your own"
+        )
+    if file is not None:
+        return _schedule_in(file, given)
+    assert name is not None
+    ranks, microbatches, chunks = ({"stages": 4, "microbatches": 8, "chunks": 1} | given).values()
+    if ranks * chunks * microbatches > MOST_PAIRS:
+        raise ValueError(
+            f"{ranks} ranks x {chunks} chunks x {microbatches} micro-batches are more than the "
+            f"{MOST_PAIRS:,} (stage, micro-batch) pairs simulated here"
+        )
+    return make(name.lower(), ranks, microbatches, chunks)
+
+
+def _schedule_in(file: Path, given: dict[str, int]) -> Schedule:
+    """The legal schedule in ``file``; sizes that were given must be its own."""
+    from course_lib.schedule import ScheduleError, read_csv, validate
+
+    try:
+        text = file.read_text(encoding="utf-8-sig")
+    except UnicodeDecodeError:
+        raise ValueError(f"--file {file}: this is no text file") from None
+    except OSError as error:
+        raise ValueError(f"--file {file}: cannot be read ({error.strerror})") from None
+    try:
+        schedule = read_csv(text, file.stem)
+        validate(schedule)
+    except ScheduleError as error:
+        raise ValueError(f"{file.name}: {error}") from None
+    own = {
+        "stages": schedule.ranks,
+        "microbatches": schedule.microbatches,
+        "chunks": schedule.stages // schedule.ranks,
+    }
+    for key, size in given.items():
+        if own[key] != size:
+            raise ValueError(f"--{key} {size}: {file.name} has {own[key]}; leave the option out")
+    return schedule
+
+
+def _save_png(picture: Picture, path: Path) -> None:
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        picture.savefig(path, format="png", dpi=150)
+    except OSError as error:
+        raise ValueError(f"--png {path}: cannot be written ({error.strerror})") from None

@@ -1,0 +1,21 @@
+"""What the verbs print: JSON for programs, colours for a terminal."""
+
+from __future__ import annotations
+
+import json
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+
+def print_json(data: object) -> None:
+    """The data alone, on stdout."""
+    print(json.dumps(data))
+
+
+def console() -> Console:
+    """Colours where a terminal wants them."""
+    from rich.console import Console
+
+    return Console(highlight=False)  # honours NO_COLOR, and is plain where stdout is no terminal
