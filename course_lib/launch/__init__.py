@@ -14,6 +14,7 @@ if surroundings.in_kernel():
 from course_lib.launch.api import Results, World, run
 from course_lib.launch.faults import RankDeadline, RankError, RankInterrupted
 from course_lib.launch.joined import available_ranks, is_reporter
+from course_lib.launch.local import warm_up
 from course_lib.launch.rank import inside_rank
 
 __all__ = [
@@ -26,4 +27,5 @@ __all__ = [
     "inside_rank",
     "is_reporter",
     "run",
+    "warm_up",
 ]

@@ -126,6 +126,14 @@ def fork_server() -> ForkServer:
         return _server[0]
 
 
+def warm_up() -> None:
+    """Wait until ranks can start at once: the next ``run`` then takes its own time alone."""
+    if hasattr(os, "fork"):
+        server = fork_server()
+        with server.lock:
+            server.wait_ready()
+
+
 def _forget(server: ForkServer) -> None:
     with _starting:
         if server in _server:

@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 
 from course_lib.launch import RankDeadline, RankError, World, api, arguments, run
-from course_lib.launch.local import fork_server
+from course_lib.launch.local import fork_server, warm_up
 from course_lib.launch.output import KEEP, RankOutput
 from course_lib.launch.rundir import PREFIX, make_run_dir, sweep
 from course_lib.launch.spawned import SpawnedRanks
@@ -218,6 +218,13 @@ def test_the_chain_of_causes_is_reported():
         run(work, n=1)
     assert "from KeyError: 'missing'" in caught.value.report
     assert '{}["missing"]' in caught.value.report
+
+
+def test_warm_up_waits_for_the_imports_and_may_be_called_again():
+    warm_up()
+    assert fork_server().ready
+    warm_up()
+    assert run(abs, -3, n=1) == [3]
 
 
 def test_the_run_directory_holds_nothing_new_after_a_run():
