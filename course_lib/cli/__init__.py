@@ -8,7 +8,8 @@ from __future__ import annotations
 
 from course_lib.cli.app import main
 
-# isort: off  (--help lists the verbs in the order in which these modules add them)
+# Not sorted: --help lists the verbs in the order in which these modules add them.
+# isort: off
 from course_lib.cli import machine, plans, learner, benches  # noqa: F401
 # isort: on
 
