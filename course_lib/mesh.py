@@ -118,7 +118,8 @@ class Axis:
     """One axis of the mesh as one rank sees it.
 
     ``rank`` is the coordinate on this axis, ``ranks`` the global ranks of the group by
-    coordinate. ``group`` is None when the axis has size 1.
+    coordinate. ``group`` is None when the axis has size 1. ``all_ranks`` are the ranks of every
+    group of this axis in the world.
     """
 
     name: str
@@ -127,6 +128,7 @@ class Axis:
     ranks: tuple[int, ...]
     group: Any = field(default=None, repr=False, compare=False)
     context: RankContext = field(default_factory=RankContext, repr=False, compare=False)
+    all_ranks: list[list[int]] = field(default_factory=list, repr=False, compare=False)
 
     @property
     def ledger(self) -> Ledger:
@@ -235,7 +237,7 @@ def make_mesh(
         ep_axis, edp_axis = axis("ep", ep_groups), axis("edp", edp_groups)
     everyone = tuple(range(world))
     group = dist.group.WORLD if world > 1 else None
-    whole = Axis("world", rank, world, everyone, group, context)
+    whole = Axis("world", rank, world, everyone, group, context, [list(everyone)])
     return Mesh(
         layout, rank, **axes, dp_cp=dp_cp, ep=ep_axis, edp=edp_axis, world=whole, context=context
     )
@@ -247,7 +249,7 @@ def _make_axis(name: str, groups: list[list[int]], rank: int, context: RankConte
     for ranks in groups:
         group = dist.new_group(ranks) if len(ranks) > 1 else None
         if rank in ranks:
-            mine = Axis(name, ranks.index(rank), len(ranks), tuple(ranks), group, context)
+            mine = Axis(name, ranks.index(rank), len(ranks), tuple(ranks), group, context, groups)
     assert mine is not None, f"rank {rank} is in no group of axis {name}"
     return mine
 
@@ -255,15 +257,14 @@ def _make_axis(name: str, groups: list[list[int]], rank: int, context: RankConte
 def sub_axis(axis: Axis, size: int, name: str) -> Axis:
     """``axis`` cut into runs of ``size`` neighbours: the run that this rank is in, as an axis.
 
-    Call it on every rank of the axis. Only the members of a run meet to make its group, so that
-    the rest of the world need not take part. Raises ValueError when ``size`` does not divide.
+    It makes groups, as :func:`make_mesh` does: call it on every rank of the world, once.
+    Raises ValueError when ``size`` does not divide.
     """
     if size < 1 or axis.size % size:
         raise ValueError(
             f"runs of {size} ranks on axis {axis.name} of {axis.size}: choose a divisor of "
             f"{axis.size}"
         )
-    first = axis.rank // size * size
-    ranks = axis.ranks[first : first + size]
-    group = dist.new_group(list(ranks), use_local_synchronization=True) if size > 1 else None
-    return Axis(name, axis.rank - first, size, ranks, group, axis.context)
+    starts = range(0, axis.size, size)
+    runs = [ranks[start : start + size] for ranks in axis.all_ranks for start in starts]
+    return _make_axis(name, runs, axis.ranks[axis.rank], axis.context)

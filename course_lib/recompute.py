@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 from course_lib.model import Decoder, ModelConfig
 
@@ -29,6 +30,7 @@ class _Recomputed(torch.autograd.Function):
             return fn(*tensors)
 
     @staticmethod
+    @once_differentiable
     def backward(ctx, gradient: Tensor):
         inputs = [saved.detach().requires_grad_(saved.requires_grad) for saved in ctx.saved_tensors]
         devices = [inputs[0].device] if inputs[0].is_cuda else []

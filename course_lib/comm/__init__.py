@@ -38,10 +38,9 @@ from course_lib.comm.operators import (
     reduce,
     reshard,
     shard,
-    source,
     swap,
+    swap_rows,
     unshard,
-    unshard_again,
 )
 from course_lib.comm.p2p import (
     Exchange,
@@ -81,7 +80,6 @@ __all__ = [
     "ring_reduce_scatter",
     "send",
     "shard",
-    "source",
     "start_all_gather",
     "start_all_gather_flat",
     "start_all_reduce",
@@ -92,10 +90,10 @@ __all__ = [
     "start_send",
     "sum_gradients",
     "swap",
+    "swap_rows",
     "tree_all_reduce",
     "tree_broadcast",
     "tree_reduce",
     "unflatten",
     "unshard",
-    "unshard_again",
 ]

@@ -22,7 +22,7 @@ tensor differently is the classic mistake: outputs are right and gradients are w
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -30,7 +30,13 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from course_lib.comm.call import checked_piece
-from course_lib.comm.collectives import all_gather, all_reduce, all_to_all, reduce_scatter
+from course_lib.comm.collectives import (
+    all_gather,
+    all_reduce,
+    all_to_all,
+    all_to_all_uneven,
+    reduce_scatter,
+)
 from course_lib.mesh import Axis
 
 Move = Callable[[Tensor, Axis], Tensor]
@@ -95,40 +101,6 @@ def unshard(x: Tensor, axis: Axis, dim: int = 0) -> Tensor:
     return _Pair.apply(x, axis, _along(all_gather, dim), _along(reduce_scatter, dim))
 
 
-class Source:
-    """The shard that a gathered tensor came from, for whoever would rather gather it again.
-
-    ``readers`` is how many will call :meth:`read` in backward: the tensor is gathered for the
-    first of them and let go after the last.
-    """
-
-    def __init__(self, shard: Tensor, axis: Axis, dim: int) -> None:
-        self.shard, self.axis, self.dim = shard, axis, dim
-        self.readers = self._reads = 0
-        self._full: Tensor | None = None
-
-    def read(self) -> Tensor:
-        """The gathered tensor."""
-        full = all_gather(self.shard, self.axis, self.dim) if self._full is None else self._full
-        self._reads += 1
-        last = self._reads == self.readers
-        self._full, self._reads = (None, 0) if last else (full, self._reads)
-        return full
-
-
-def source(x: Tensor) -> Source | None:
-    """Where ``x`` came from, if :func:`unshard_again` made it."""
-    return getattr(x, "source", None)
-
-
-def unshard_again(x: Tensor, axis: Axis, dim: int = 0) -> Tensor:
-    """:func:`unshard`, with a note on the result: see :func:`source`."""
-    full = unshard(x, axis, dim)
-    if axis.size > 1:
-        full.source = Source(x.detach(), axis, dim)  # type: ignore[attr-defined]
-    return full
-
-
 def reshard(x: Tensor, axis: Axis, dim: int = 0) -> Tensor:
     """Partial sums of a full tensor become this rank's shard of their sum."""
     return _Pair.apply(x, axis, _along(reduce_scatter, dim), _along(all_gather, dim))
@@ -144,12 +116,27 @@ def swap(x: Tensor, axis: Axis, split_dim: int, join_dim: int) -> Tensor:
     )
 
 
+def swap_rows(
+    x: Tensor, axis: Axis, send_counts: Sequence[int], receive_counts: Sequence[int]
+) -> Tensor:
+    """all_to_all_uneven; backward takes each row's gradient back to where the row came from."""
+    return _Pair.apply(
+        x,
+        axis,
+        lambda t, a: all_to_all_uneven(t, a, send_counts, receive_counts),
+        lambda t, a: all_to_all_uneven(t, a, receive_counts, send_counts),
+    )
+
+
 @dataclass(frozen=True)
 class Region:
     """How an activation x_BSD enters and leaves a region in which the ranks divide the work.
 
     Inside, every rank has all positions and computes its own part; what leaves is a partial sum.
     ``rows`` takes from a tensor whose first dim is S the rows that a rank holds outside.
+
+    What ``enter`` returns may carry a ``product``, which the linears inside then call instead of
+    ``F.linear``, with the same arguments.
     """
 
     enter: Move

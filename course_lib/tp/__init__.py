@@ -7,7 +7,7 @@ columns by heads, o row) and the MLP (up columns, down row) each cost one all-re
 they leave, and one backward, where they enter: four a layer.
 
 =============  ===========================================================
-linear         ColumnLinear, RowLinear, KeyValueLinear
+linear         ColumnLinear, RowLinear
 vocabulary     VocabEmbedding, VocabHead, loss_sum (never gathers logits)
 plan           parallelize: a plan as data, applied to the serial model
 dropout        RankDropout: other masks on other ranks
@@ -20,8 +20,9 @@ holds F/t rows. B, S, D, V, H, G, K, F as in :mod:`course_lib.model`.
 """
 
 from course_lib.tp.dropout import RankDropout
-from course_lib.tp.linear import ColumnLinear, KeyValueLinear, RowLinear
-from course_lib.tp.plan import GPT, LLAMA, REGION, parallelize
+from course_lib.tp.linear import ColumnLinear, RowLinear, key_value_sharers
+from course_lib.tp.overlap import overlapped
+from course_lib.tp.plan import GPT, LLAMA, REGION, parallelize, plan_for
 from course_lib.tp.shards import clip_gradients, gradient_norm, sum_shared_gradients
 from course_lib.tp.vocabulary import VocabEmbedding, VocabHead, loss_sum
 
@@ -30,14 +31,16 @@ __all__ = [
     "LLAMA",
     "REGION",
     "ColumnLinear",
-    "KeyValueLinear",
     "RankDropout",
     "RowLinear",
     "VocabEmbedding",
     "VocabHead",
     "clip_gradients",
     "gradient_norm",
+    "key_value_sharers",
     "loss_sum",
+    "overlapped",
     "parallelize",
+    "plan_for",
     "sum_shared_gradients",
 ]

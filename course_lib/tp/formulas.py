@@ -12,22 +12,22 @@ from course_lib.recompute import kept_by_block
 from course_lib.tp.vocabulary import padded_rows
 
 
-def wire_bytes(config: ModelConfig, sequences: int, seq_len: int, n: int) -> Fraction:
-    """Bytes a rank sends per optimizer step on ``sequences``: activations, loss, shared heads."""
+def wire_bytes(
+    config: ModelConfig, sequences: int, seq_len: int, n: int, *, forwards: int = 1
+) -> Fraction:
+    """Bytes a rank sends per optimizer step on ``sequences``: activations, loss, shared heads.
+
+    Two all-reduces of x_BSD a layer in every forward (``forwards=2`` with full recomputation) and
+    two in backward, one where the embedding leaves, one where the head enters. With one forward
+    (8 layers + 4) (n-1)/n B S D b in all.
+    """
+    x_bytes = sequences * seq_len * config.hidden * config.dtype.itemsize
+    moves = 2 * config.layers * (forwards + 1) + 2
     return (
-        activation_bytes(config, sequences, seq_len, n)
+        moves * wire("all_reduce", x_bytes, n)
         + loss_bytes(config, sequences * seq_len, n)
         + shared_head_bytes(config, n)
     )
-
-
-def activation_bytes(config: ModelConfig, sequences: int, seq_len: int, n: int) -> Fraction:
-    """Four all-reduces of x_BSD a layer, one where the embedding leaves, one where the head enters.
-
-    Together (8 layers + 4) (n-1)/n B S D b.
-    """
-    x_bytes = sequences * seq_len * config.hidden * config.dtype.itemsize
-    return (4 * config.layers + 2) * wire("all_reduce", x_bytes, n)
 
 
 def loss_bytes(config: ModelConfig, tokens: int, n: int) -> Fraction:

@@ -14,10 +14,8 @@ up), it enters once, at their module, and the linears take it as it is.
 
 from __future__ import annotations
 
-import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.autograd.function import once_differentiable
 
 from course_lib import comm
 from course_lib.comm.operators import Move
@@ -31,50 +29,49 @@ def as_it_is(x: Tensor, axis: Axis) -> Tensor:
 
 
 def apply_weight(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """``x weight^T + bias``. Where ``x`` says from which shard it was gathered, backward keeps
-    that shard instead of ``x`` and gathers again for the weight's gradient."""
-    origin = comm.source(x)
-    if origin is None or not torch.is_grad_enabled():
-        return F.linear(x, weight, bias)
-    origin.readers += 1
-    return _GatheringLinear.apply(x, weight, bias, origin.shard, origin)
-
-
-class _GatheringLinear(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, x: Tensor, weight: Tensor, bias: Tensor | None, shard: Tensor, origin):
-        ctx.save_for_backward(weight, shard)
-        ctx.origin = origin
-        return F.linear(x, weight, bias)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx, dy: Tensor):
-        weight, _ = ctx.saved_tensors
-        x = ctx.origin.read()  # every reader reads, so that all ranks gather
-        rows, (wants_x, wants_weight, wants_bias, *_) = dy.flatten(0, -2), ctx.needs_input_grad
-        return (
-            dy @ weight if wants_x else None,
-            rows.t() @ x.flatten(0, -2) if wants_weight else None,
-            rows.sum(0) if wants_bias else None,
-            None,
-            None,
-        )
+    """``x weight^T + bias``, by the ``product`` of ``x`` where what let it in has left one."""
+    product = getattr(x, "product", None)
+    return (F.linear if product is None else product)(x, weight, bias)
 
 
 class ColumnLinear(nn.Module):
-    """``linear`` with this rank's share of the output features; its bias is cut with them."""
+    """``linear`` with this rank's share of the output features; its bias is cut with them.
 
-    def __init__(self, linear: nn.Linear, axis: Axis, enter: Move = as_it_is) -> None:
+    ``sharers``, an axis of neighbours, hold the same features: the heads of keys and values where
+    they are fewer than the ranks. Each of them uses the head for its own queries and so has a part
+    of its gradient: :func:`~course_lib.tp.shards.sum_shared_gradients`.
+    """
+
+    def __init__(
+        self,
+        linear: nn.Linear,
+        axis: Axis,
+        enter: Move = as_it_is,
+        sharers: Axis | None = None,
+    ) -> None:
         super().__init__()
-        _check_cut(linear, "out_features", axis)
+        _check_cut(linear, "out_features", axis, axis.size // (sharers.size if sharers else 1))
         self.axis, self.enter = axis, enter
-        self.weight = own_part(linear.weight, axis, dim=0)
-        self.bias = None if linear.bias is None else own_part(linear.bias, axis, dim=0)
+        self.weight = own_part(linear.weight, axis, 0, sharers)
+        self.bias = None if linear.bias is None else own_part(linear.bias, axis, 0, sharers)
 
     def forward(self, x: Tensor) -> Tensor:
         """x (..., D) to (..., F/t)."""
         return apply_weight(self.enter(x, self.axis), self.weight, self.bias)
+
+
+def key_value_sharers(axis: Axis, kv_heads: int) -> Axis:
+    """The ranks of ``axis`` that hold the same head of keys and values; this one alone if there
+    is a head for everyone. Makes groups: call it on every rank of the world, once.
+    """
+    holders = min(kv_heads, axis.size)
+    if kv_heads % holders or axis.size % holders:
+        raise ValueError(
+            f"kv_heads={kv_heads} on axis {axis.name} of {axis.size} ranks: one must divide the "
+            "other, so that each rank has whole heads or shares one; choose another number of "
+            "ranks"
+        )
+    return sub_axis(axis, axis.size // holders, f"{axis.name}_kv")
 
 
 class RowLinear(nn.Module):
@@ -85,7 +82,7 @@ class RowLinear(nn.Module):
 
     def __init__(self, linear: nn.Linear, axis: Axis, leave: Move = comm.reduce) -> None:
         super().__init__()
-        _check_cut(linear, "in_features", axis)
+        _check_cut(linear, "in_features", axis, axis.size)
         self.axis, self.leave = axis, leave
         self.weight = own_part(linear.weight, axis, dim=1)
         self.bias = linear.bias
@@ -96,37 +93,10 @@ class RowLinear(nn.Module):
         return y if self.bias is None else y + self.bias
 
 
-class KeyValueLinear(nn.Module):
-    """The k or v projection of grouped-query attention, cut by its ``heads`` of keys and values.
-
-    With fewer heads than ranks, neighbours hold the same head and use it for their own queries.
-    Each then has a part of its gradient: :func:`~course_lib.tp.shards.sum_shared_gradients`.
-    """
-
-    def __init__(self, linear: nn.Linear, axis: Axis, heads: int) -> None:
-        super().__init__()
-        parts = min(heads, axis.size)
-        if heads % parts or axis.size % parts:
-            raise ValueError(
-                f"kv_heads={heads} on axis {axis.name} of {axis.size} ranks: one must divide the "
-                "other, so that each rank has whole heads or shares one; choose another number "
-                "of ranks"
-            )
-        sharers = sub_axis(axis, axis.size // parts, f"{axis.name}_kv")
-        self.weight = own_part(linear.weight, axis, 0, parts)
-        self.bias = None if linear.bias is None else own_part(linear.bias, axis, 0, parts)
-        for parameter in self.parameters():
-            parameter.tp_sharers = sharers if sharers.size > 1 else None  # type: ignore[attr-defined]
-
-    def forward(self, x: Tensor) -> Tensor:
-        """x (..., D), entered already, to (..., heads on this rank * K)."""
-        return apply_weight(x, self.weight, self.bias)
-
-
-def _check_cut(linear: nn.Linear, which: str, axis: Axis) -> None:
+def _check_cut(linear: nn.Linear, which: str, axis: Axis, parts: int) -> None:
     features = getattr(linear, which)
-    if features % axis.size:
+    if features % parts:
         raise ValueError(
-            f"{which}={features} cannot be cut into {axis.size} equal parts for the ranks of axis "
-            f"{axis.name}: choose sizes that {axis.size} divides, or another number of ranks"
+            f"{which}={features} cannot be cut into {parts} equal parts for the {axis.size} ranks "
+            f"of axis {axis.name}: choose sizes that {parts} divides, or another number of ranks"
         )

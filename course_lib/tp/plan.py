@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from difflib import get_close_matches
 from functools import partial
+from typing import Any
 
 from torch import Tensor, nn
 
@@ -14,7 +15,7 @@ from course_lib.comm.operators import Region
 from course_lib.mesh import Axis
 from course_lib.model import Decoder, ModelConfig
 from course_lib.tp.dropout import RankDropout
-from course_lib.tp.linear import ColumnLinear, KeyValueLinear, RowLinear, as_it_is
+from course_lib.tp.linear import ColumnLinear, RowLinear, as_it_is, key_value_sharers
 from course_lib.tp.vocabulary import VocabEmbedding, VocabHead, loss_sum
 
 REGION = Region(enter=comm.copy, leave=comm.reduce, rows=as_it_is)
@@ -22,29 +23,32 @@ REGION = Region(enter=comm.copy, leave=comm.reduce, rows=as_it_is)
 
 @dataclass(frozen=True)
 class Cut:
-    """All that an entry of a plan may use to make its module."""
+    """All that an entry of a plan may use to make its module.
+
+    ``sharers`` are the ranks that hold the same head of keys and values.
+    """
 
     axis: Axis
     region: Region
-    config: ModelConfig
+    sharers: Axis
 
 
-Entry = Callable[[nn.Module, Cut], nn.Module]
+Entry = Callable[[Any, Cut], nn.Module]  # the serial module, how to cut -> what takes its place
 
 
-def column(linear: nn.Module, cut: Cut) -> nn.Module:
+def column(linear: nn.Linear, cut: Cut) -> nn.Module:
     """Some output features; the input has entered at the module around it."""
-    return ColumnLinear(linear, cut.axis)  # type: ignore[arg-type]
+    return ColumnLinear(linear, cut.axis)
 
 
-def key_value(linear: nn.Module, cut: Cut) -> nn.Module:
-    """Some heads of keys or values."""
-    return KeyValueLinear(linear, cut.axis, cut.config.kv_heads)  # type: ignore[arg-type]
+def key_value(linear: nn.Linear, cut: Cut) -> nn.Module:
+    """Some heads of keys or values, or one that neighbours hold too."""
+    return ColumnLinear(linear, cut.axis, sharers=cut.sharers)
 
 
-def row(linear: nn.Module, cut: Cut) -> nn.Module:
+def row(linear: nn.Linear, cut: Cut) -> nn.Module:
     """Some input features, and the way out of the region."""
-    return RowLinear(linear, cut.axis, cut.region.leave)  # type: ignore[arg-type]
+    return RowLinear(linear, cut.axis, cut.region.leave)
 
 
 def enters(module: nn.Module, cut: Cut) -> nn.Module:
@@ -57,14 +61,14 @@ def enters(module: nn.Module, cut: Cut) -> nn.Module:
     return module
 
 
-def embedding(module: nn.Module, cut: Cut) -> nn.Module:
+def embedding(module: nn.Embedding, cut: Cut) -> nn.Module:
     """Some rows of the vocabulary, and the way out of the region."""
-    return VocabEmbedding(module, cut.axis, cut.region.leave)  # type: ignore[arg-type]
+    return VocabEmbedding(module, cut.axis, cut.region.leave)
 
 
-def head(module: nn.Module, cut: Cut) -> nn.Module:
+def head(linear: nn.Linear, cut: Cut) -> nn.Module:
     """Some rows of the vocabulary, and the way into the region."""
-    return enters(VocabHead(module, cut.axis, as_it_is), cut)  # type: ignore[arg-type]
+    return VocabHead(linear, cut.axis, cut.region.enter)
 
 
 def own_rows(module: nn.Module, cut: Cut) -> nn.Module:
@@ -77,6 +81,16 @@ def own_rows(module: nn.Module, cut: Cut) -> nn.Module:
     return module
 
 
+def dropout(module: nn.Dropout, cut: Cut) -> nn.Module:
+    """Outside the region. Ranks that hold the same there drop the same; other rows, others."""
+    return module if cut.region.rows is as_it_is else RankDropout(module.p, cut.axis)
+
+
+ENDS: Mapping[str, Entry] = {
+    "embedding.token": embedding,
+    "embedding.dropout": dropout,
+    "head": head,
+}
 ATTENTION: Mapping[str, Entry] = {
     "blocks.*.attn": enters,
     "blocks.*.attn.q": column,
@@ -84,7 +98,6 @@ ATTENTION: Mapping[str, Entry] = {
     "blocks.*.attn.v": key_value,
     "blocks.*.attn.o": row,
 }
-ENDS: Mapping[str, Entry] = {"embedding.token": embedding, "head": head}
 LLAMA: Mapping[str, Entry] = {
     **ENDS,
     **ATTENTION,
@@ -92,6 +105,7 @@ LLAMA: Mapping[str, Entry] = {
     "blocks.*.ffn.gate": column,
     "blocks.*.ffn.up": column,
     "blocks.*.ffn.down": row,
+    "blocks.*.dropout": dropout,
 }
 GPT: Mapping[str, Entry] = {
     **ENDS,
@@ -100,8 +114,16 @@ GPT: Mapping[str, Entry] = {
     "blocks.*.ffn": enters,
     "blocks.*.ffn.fc_in": column,
     "blocks.*.ffn.fc_out": row,
+    "blocks.*.dropout": dropout,
 }
-PLANS = {"llama": LLAMA, "gpt": GPT}
+
+
+def plan_for(model: Decoder) -> Mapping[str, Entry]:
+    """The plan of the model's family; of a stage of a pipeline, the part that it has."""
+    plan = LLAMA if model.config.family == "llama" else GPT
+    ends = {"embedding": model.embedding, "head": model.head}
+    absent = tuple(name for name, module in ends.items() if module is None)
+    return {key: entry for key, entry in plan.items() if not key.startswith(absent)}
 
 
 def parallelize(
@@ -109,32 +131,26 @@ def parallelize(
 ) -> Decoder:
     """Cut the serial ``model`` in place: every rank keeps its share of the same weights.
 
-    Without ``plan``, that of the model's family; a stage of a pipeline has only its part of it.
-    Call it before an optimizer takes the parameters, and on every rank of the axis.
+    ``plan`` left out is :func:`plan_for` of the model. Call it before an optimizer takes the
+    parameters, and on every rank of the world (it makes groups, as ``make_mesh`` does).
     Raises ValueError for sizes that the axis does not divide, and for a key that matches nothing.
     """
     check(model.config, axis)
-    if plan is None:
-        absent = {"embedding": model.embedding, "head": model.head}
-        gone = tuple(name for name, module in absent.items() if module is None)
-        plan = {key: entry for key, entry in PLANS[model.config.family].items()
-                if not key.startswith(gone)}  # fmt: skip
-    embedded, headed = model.embedding, model.head
-    tied = bool(embedded and headed and headed.weight is embedded.token.weight)
-    cut = Cut(axis, region, model.config)
+    plan = plan_for(model) if plan is None else plan
+    tied = bool(
+        model.embedding and model.head and model.head.weight is model.embedding.token.weight
+    )
+    if tied and ("head" in plan) != ("embedding.token" in plan):
+        raise ValueError("plan: embedding.token and head share one weight; cut both or neither")
+    cut = Cut(axis, region, key_value_sharers(axis, model.config.kv_heads))
     for key, entry in plan.items():
         for name in _matches(key, model):
-            parent = model.get_submodule(name.rpartition(".")[0])
-            setattr(parent, name.rpartition(".")[2], entry(model.get_submodule(name), cut))
-    if tied:
-        model.head.weight = model.embedding.token.weight  # type: ignore[union-attr]
+            parent, _, own_name = name.rpartition(".")
+            setattr(model.get_submodule(parent), own_name, entry(model.get_submodule(name), cut))
     if isinstance(model.head, VocabHead):
         model.cross_entropy = partial(loss_sum, axis=axis)
-    if region.rows is not as_it_is:  # ranks hold other rows: they must drop other elements
-        for module in list(model.modules()):
-            dropout = getattr(module, "dropout", None)
-            if isinstance(dropout, nn.Dropout):
-                module.dropout = RankDropout(dropout.p, axis)
+        if tied:
+            model.head.weight = model.embedding.token.weight  # type: ignore[union-attr]
     return model
 
 

@@ -11,19 +11,18 @@ from course_lib import comm
 from course_lib.mesh import Axis
 
 
-def own_part(parameter: Tensor, axis: Axis, dim: int, parts: int | None = None) -> nn.Parameter:
+def own_part(parameter: Tensor, axis: Axis, dim: int, sharers: Axis | None = None) -> nn.Parameter:
     """This rank's part of ``parameter`` cut along ``dim``, as a parameter of its own.
 
-    ``parts`` fewer than the ranks: neighbours hold the same part. It leaves two notes on the
-    parameter: ``tp_dim``, along which it is cut, and ``tp_sharers``, the axis of the ranks that
-    hold the same part (None where nobody else does).
+    ``sharers``: neighbours that hold the same part. It leaves two notes on the parameter:
+    ``tp_dim``, along which it is cut, and ``tp_sharers`` (None where nobody else holds it).
     """
-    parts = axis.size if parts is None else parts
-    number = axis.rank * parts // axis.size
-    piece = parameter.detach().chunk(parts, dim)[number]
+    holders = sharers.size if sharers else 1
+    piece = parameter.detach().chunk(axis.size // holders, dim)[axis.rank // holders]
     part = nn.Parameter(piece.clone(memory_format=torch.contiguous_format))
     part.requires_grad_(parameter.requires_grad)
-    part.tp_dim, part.tp_sharers = dim, None  # type: ignore[attr-defined]
+    part.tp_dim = dim  # type: ignore[attr-defined]
+    part.tp_sharers = sharers if holders > 1 else None  # type: ignore[attr-defined]
     return part
 
 
@@ -46,12 +45,12 @@ def sum_shared_gradients(parameters: Iterable[Tensor]) -> None:
     Each of them used the head for its own queries only. Call it once a step, after the last
     backward. Without such ranks it does nothing.
     """
-    by_axis: dict[int, tuple[Axis, list[Tensor]]] = {}
+    by_axis: dict[Axis, list[Tensor]] = {}
     for parameter in dict.fromkeys(parameters):
         sharers: Axis | None = getattr(parameter, "tp_sharers", None)
         if sharers is not None:
-            by_axis.setdefault(id(sharers), (sharers, []))[1].append(parameter)
-    for sharers, shared in by_axis.values():
+            by_axis.setdefault(sharers, []).append(parameter)
+    for sharers, shared in by_axis.items():
         comm.sum_gradients(shared, sharers)
 
 

@@ -1,0 +1,146 @@
+"""Gather and scatter of sequence parallelism as rings between matrix products.
+
+A gather must end before the product that reads it begins, and a product must end before its
+scatter: arithmetic and network take turns. Cut into blocks of S/t rows they need not. Where rows
+enter, each block is multiplied while the next one travels; where partial sums leave, each block's
+product is made while the sum of the block before it travels:
+
+========  ===========================================  ======================================
+          forward                                      backward
+========  ===========================================  ======================================
+columns   y[r] = x[r] W^T as block r comes by          dx[r] = ring sum of dy[r] W
+row       y[r] = ring sum of x[r] W^T                  dx[r] = dy[r] W as block r comes by
+========  ===========================================  ======================================
+
+dW = dy^T x is one product, of what has been gathered by then.
+The bytes are those of the two collectives; a sum goes round in another order, so that results
+equal the plain form up to rounding. It is switched on by a plan:
+``parallelize(model, axis, sp.REGION, overlapped(LLAMA))``.
+Source: Wang et al. 2023, doi:10.1145/3567955.3567959.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+
+from course_lib import comm
+from course_lib.mesh import Axis
+from course_lib.tp.linear import ColumnLinear, RowLinear, as_it_is
+from course_lib.tp.plan import Cut, Entry, enters, row
+
+S = 1  # the dim of x_BSD that is cut
+
+
+def ring_gather(x_BScD: Tensor, weights: Sequence[Tensor], axis: Axis) -> list[Tensor]:
+    """Gathered x_BSD, and its product with each weight, made as the blocks come by."""
+    blocks = {}
+    for whose, block in comm.ring(x_BScD, axis):
+        blocks[whose] = [block, *(block @ weight for weight in weights)]
+    in_order = (blocks[rank] for rank in range(axis.size))
+    return [torch.cat(parts, S) for parts in zip(*in_order, strict=True)]
+
+
+def ring_scatter(xs_BSF: Sequence[Tensor], weights: Sequence[Tensor], axis: Axis) -> Tensor:
+    """This rank's rows of the sum over the ranks, and over pairs, of x weight.
+
+    A sum starts at the rank after its owner and goes once round. Each rank makes its own part of
+    it while the sum is on its way there.
+    """
+
+    def part(number: int) -> Tensor:
+        blocks = (x.chunk(axis.size, S)[number] for x in xs_BSF)
+        first, *others = (block @ weight for block, weight in zip(blocks, weights, strict=True))
+        return sum(others, start=first)
+
+    total = part((axis.rank - 1) % axis.size)
+    for turn in range(2, axis.size + 1):
+        travelling = comm.start_exchange(axis, [(total, axis.next)], [(total, axis.previous)])
+        own = part((axis.rank - turn) % axis.size)
+        total = own + travelling.wait()[0]
+    return total
+
+
+def _weight_gradient(dy_BSF: Tensor, x_BSD: Tensor) -> Tensor:
+    return dy_BSF.flatten(0, 1).t() @ x_BSD.flatten(0, 1)
+
+
+class _Columns(torch.autograd.Function):
+    """x_BScD and any number of weights W_FtD to a product y_BSFt for each."""
+
+    @staticmethod
+    def forward(ctx, axis: Axis, x_BScD: Tensor, *weights_FtD: Tensor):
+        x_BSD, *products = ring_gather(x_BScD, [weight.t() for weight in weights_FtD], axis)
+        ctx.axis = axis
+        ctx.save_for_backward(x_BSD, *weights_FtD)
+        return tuple(products)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, *dys_BSFt: Tensor):
+        x_BSD, *weights_FtD = ctx.saved_tensors
+        wants_x = ctx.needs_input_grad[1]
+        dx_BScD = ring_scatter(dys_BSFt, weights_FtD, ctx.axis) if wants_x else None
+        return None, dx_BScD, *(_weight_gradient(dy_BSFt, x_BSD) for dy_BSFt in dys_BSFt)
+
+
+class _Row(torch.autograd.Function):
+    """x_BSFt and W_DFt to this rank's rows of the sum of products, y_BScD."""
+
+    @staticmethod
+    def forward(ctx, axis: Axis, x_BSFt: Tensor, weight_DFt: Tensor):
+        ctx.axis = axis
+        ctx.save_for_backward(x_BSFt, weight_DFt)
+        return ring_scatter([x_BSFt], [weight_DFt.t()], axis)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, dy_BScD: Tensor):
+        x_BSFt, weight_DFt = ctx.saved_tensors
+        dy_BSD, dx_BSFt = ring_gather(dy_BScD, [weight_DFt], ctx.axis)
+        return None, dx_BSFt, _weight_gradient(dy_BSD, x_BSFt)
+
+
+class RingRowLinear(RowLinear):
+    """:class:`~course_lib.tp.linear.RowLinear` that scatters as it multiplies."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x (B, S, F/t) to this rank's rows, (B, S/t, D)."""
+        y = _Row.apply(self.axis, x, self.weight)
+        return y if self.bias is None else y + self.bias
+
+
+def ring_row(linear: nn.Linear, cut: Cut) -> nn.Module:
+    """:func:`~course_lib.tp.plan.row`, overlapped."""
+    return RingRowLinear(linear, cut.axis)
+
+
+def ring_enters(module: nn.Module, cut: Cut) -> nn.Module:
+    """:func:`~course_lib.tp.plan.enters`, overlapped: all column linears in the module multiply
+    each block as it comes by."""
+    if cut.region.rows is as_it_is:
+        raise ValueError("an overlapped plan gathers rows: give it the region sp.REGION")
+
+    def enter(_: nn.Module, args: tuple) -> tuple:
+        linears = [child for child in module.children() if isinstance(child, ColumnLinear)]
+        weights: list[Tensor] = [linear.weight for linear in linears]
+        products = dict(zip(weights, _Columns.apply(cut.axis, args[0], *weights), strict=True))
+
+        def product(_: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+            return products[weight] if bias is None else products[weight] + bias
+
+        x = args[0].view_as(args[0])  # the note belongs to this call, not to the caller's tensor
+        x.product = product
+        return x, *args[1:]
+
+    module.register_forward_pre_hook(enter)
+    return module
+
+
+def overlapped(plan: Mapping[str, Entry]) -> dict[str, Entry]:
+    """``plan`` with gathers and scatters inside the blocks done as rings between products."""
+    rings: dict[Entry, Entry] = {enters: ring_enters, row: ring_row}
+    return {key: rings.get(entry, entry) for key, entry in plan.items()}
