@@ -15,12 +15,12 @@
 # %% [markdown]
 # # 07 Pipelines I: naive, GPipe, 1F1B
 #
-# *50 minutes to read and run.* A model that is too large for one GPU is cut by layers, and each rank
-# holds one piece. You will write such a schedule down cell by cell, have it refused, correct it, run it on four real
-# ranks, and measure what it wastes in time and what it costs in memory. You need lesson 00 (`run`, ranks, the ledger)
-# and nothing else.
+# *45 minutes to read and run, 55 to build.* A model that is too large for one GPU is cut by layers, and each rank
+# holds one piece. You will write down who does what and in which order, have it refused, correct it, run it on four real
+# ranks, and measure what it costs in time and memory. You need lesson 00 (`run`, ranks, the ledger).
 #
-# Vote first. Write `"true"`, `"false"` or `"only if ..."`; `None` means no vote. The last section settles both.
+# Vote first: `"true"`, `"false"` or `"only if ..."`; the end settles both. GPipe and 1F1B are two such orders, and the
+# *bubble* is the time in which a rank only waits.
 #
 # 1. *1F1B has a smaller bubble than GPipe.*
 # 2. *More micro-batches make a step faster.*
@@ -41,14 +41,14 @@ vote_2 = None
 #                      dL/dx            dL/dx            dL/dx
 # ```
 #
-# Forward, the **activations** x travel, backward the gradient of the loss with respect to them. While rank 3 works,
-# rank 0 has nothing to do. So the batch is cut into m **micro-batches**, and rank 0 begins the second one while
-# rank 1 has the first. In which order should each rank do its forwards and backwards? How long does it wait all the
-# same, and how much must it remember?
+# While rank 3 works, rank 0 has nothing to do. So the batch is cut into m **micro-batches**, and rank 0 begins the
+# second while rank 1 has the first. In which order should a rank do its forwards and backwards? How long must it wait
+# all the same, and how much must it remember?
 
 # %% [markdown]
 # ## Predict
-# p = 4 ranks, m = 8 micro-batches. On every rank a forward takes 20 ms and a backward 40 ms. Fill in what you can.
+# p = 4 ranks, m = 8 micro-batches; a forward takes 20 ms on every rank, a backward 40 ms. Fill in what you can; `None`
+# means no prediction.
 
 # %%
 from statistics import median
@@ -91,10 +91,10 @@ predicted_messages = None  # messages between ranks to serve one token
 
 # %% [markdown]
 # ## One message, live
-# The whole mechanism, on two ranks. Rank 0 sends its output. Rank 1 receives it as a *leaf* that wants a gradient:
-# autograd knows nothing of the network. After its backward, rank 1 sends the gradient of that leaf back, and rank 0
-# continues backward from there. Forward and backward are paced (filled up by sleep to 20 and 40 ms): four ranks on
-# a small machine would otherwise fight for its cores. The processes, the messages and the waiting are real.
+# The whole mechanism, on two ranks. Rank 0 sends its output. Rank 1 receives it as a *leaf* that wants a gradient,
+# for autograd knows nothing of the network. After its backward, rank 1 sends the gradient of that leaf back, and
+# rank 0 continues backward from there. Forward and backward are paced, filled up by sleep, so that ranks do not fight
+# for the cores of a small machine; processes, messages and waiting are real.
 
 # %%
 PACE = {"F": F, "B": B}
@@ -104,7 +104,7 @@ def two_stages():
     mesh = make_mesh(pp=2)
     model = build_model(CONFIG, seed=0)
     tokens, targets = TOKENS[:1], TARGETS[:1]
-    stage = model.stage(0, 2) if mesh.pp.rank == 0 else model.stage(2, 4)
+    stage = model.stage(0, 2) if mesh.pp.rank == 0 else model.stage(2, 4)  # blocks 0, 1 or 2, 3
     comm.barrier(mesh.pp)  # fresh ranks do not start in the same moment
     mesh.trace.clear()
     mesh.ledger.clear()
@@ -118,7 +118,7 @@ def two_stages():
     else:
         x = comm.recv(torch.empty(1, SEQ, CONFIG.hidden), mesh.pp, source=0).requires_grad_()
         with mesh.compute("F", stage=1, mb=0):
-            loss = loss_sum(stage(x), targets)[0] / targets.numel()
+            loss = loss_sum(stage(x), targets)[0] / targets.numel()  # the mean over tokens
         with mesh.compute("B", stage=1, mb=0):
             loss.backward()
         comm.send(x.grad, mesh.pp, to=0)
@@ -137,18 +137,18 @@ print(ledger.table(halves.ledgers))  # of both ranks
 timeline(halves.traces, conditions=Conditions(PACE), title="One micro-batch through two stages")
 
 # %% [markdown]
-# Read the wide `recv` boxes: rank 1 waits for rank 0 during the whole forward of rank 0, and rank 0 waits for forward
-# *and* backward of rank 1. Two ranks, and at any moment only one of them works.
+# Read the wide `recv` boxes: rank 1 waits for the forward of rank 0, rank 0 for forward *and* backward of rank 1. Only
+# one of them works at any moment.
 
 # %% [markdown]
 # ## A schedule is a list of rows
 # Each rank does a row of actions from left to right. The cell `0F3` means stage 0, forward, micro-batch 3. Times are
-# not written down: an action starts when its rank is free and what it needs has arrived. It follows what is needed:
+# not written down: an action starts when its rank is free and what it needs has arrived.
 #
 # - F of stage s needs F of stage s-1 for the same micro-batch;
 # - B of stage s needs F of stage s and, unless s is the last stage, B of stage s+1.
 #
-# Here is a drawing from a study note on model parallelism, titled "naive pipeline", with four micro-batches:
+# Here is a drawing from a study note on model parallelism, titled "naive pipeline":
 #
 # ```
 # time    t1    t2    t3    t4    t5    t6    t7    t8
@@ -179,7 +179,8 @@ except ValueError as error:
     print(f"refused: {error}")
 
 # %% [markdown]
-# The dots hide the backwards of three ranks. Fill them in the order that GPU 0 shows, and the rows are legal:
+# The dots hide the backwards of three ranks. Fill them in as GPU 0 has them, and the rows are legal. (The grey in the
+# picture comes later.)
 
 # %%
 complete = """
@@ -197,15 +198,13 @@ for rank, start in enumerate(first_backward):
 schedule_picture(shown)
 
 # %% [markdown]
-# So the drawing has three mistakes. The backwards of GPU 1 and 2 are missing. GPU 0 begins B3 in column t8, in which
-# GPU 3 begins it too, though three other ranks must do B3 first: the wait is six columns, not three. And this is not
-# the naive way at all: it is GPipe. The formula that the note gives with it, (P-1)/(M+P-1), is right, and fits the
-# corrected picture: 3/7.
+# So the drawing has three mistakes. Backwards are missing. GPU 0 begins B3 in column t8, together with GPU 3, though
+# three other ranks must do B3 first: it waits six columns, not three. And this is not the naive way: it is GPipe.
 
 # %% [markdown]
 # ## Naive
-# Naive is this: a micro-batch goes all the way forward and back before the next one starts. One rank works, p-1 wait.
-# From here on B takes twice as long as F, as it does for matrix products: one product forward, two backward.
+# Naive is this: a micro-batch goes all the way forward and back before the next one starts. From here on B takes twice
+# as long as F, as matrix products do: one forward, two backward.
 
 # %%
 COSTS = Costs.make(f=1, b=2)
@@ -214,29 +213,28 @@ simulated = {name: simulate(schedule, COSTS) for name, schedule in schedules.ite
 schedule_picture(simulated["naive"])
 
 # %% [markdown]
-# The dotted ground is the **bubble**: time in which a rank has nothing to do. The micro-batches have gained nothing.
+# The dotted ground is the **bubble**. The micro-batches have gained nothing.
 
 # %% [markdown]
 # ## GPipe
-# All forwards, then all backwards. As soon as rank 1 has the first micro-batch, rank 0 goes on with the second.
+# All forwards, then all backwards.
 
 # %%
 schedule_picture(simulated["gpipe"])
 
 # %% [markdown]
 # Count on rank 0. It works m(F+B). It waits while its last forward travels to the end, (p-1)F, and until the first
-# backward is back, (p-1)B. Every other rank waits as long, some of it before its first forward. So
+# backward is back, (p-1)B. Every other rank waits as long, some of it at the ends. So
 #
 # $$\text{step} = (m+p-1)(F+B), \qquad \text{bubble} = (p-1)(F+B)$$
 #
-# A share needs a base, and two are in use:
+# A share needs a base, and two are in use. Comparing a number of one kind with one of the other is a common mistake;
+# the second may exceed 100 %.
 #
 # | base | share | who uses it |
 # |---|---|---|
-# | **of total** time, m+p-1 | (p-1)/(m+p-1) | Huang et al. (GPipe), this course's pictures |
-# | **of ideal** time, m | (p-1)/m | Narayanan et al. 2021 (Megatron-LM) |
-#
-# The second may exceed 100 %. Comparing a number of one kind with one of the other is a common mistake.
+# | **of total** time, (m+p-1)(F+B) | (p-1)/(m+p-1) | Huang et al. (GPipe), this course's pictures |
+# | **of ideal** time, m(F+B) | (p-1)/m | Narayanan et al. 2021 (Megatron-LM) |
 
 # %%
 print(f"{'p':>3}{'m':>5}{'of total':>11}{'formula':>9}{'of ideal':>11}{'formula':>9}")
@@ -249,8 +247,8 @@ for p, m in ((4, 1), (4, 4), (4, 8), (4, 32), (8, 8), (8, 32)):
 
 # %% [markdown]
 # ## 1F1B
-# Look at the grey steps under each rank of GPipe. They are what is **in flight**: micro-batches that have had their
-# forward but not yet their backward. Their activations must be kept, and on every rank they grow to m.
+# The grey steps under each rank of GPipe are what is **in flight**: micro-batches that have had their forward but not
+# yet their backward. Their activations must be kept, and they grow to m.
 #
 # One forward, one backward (1F1B) does each backward as early as it can. Rank r starts with p-1-r forwards, then
 # alternates F and B, then does the backwards that are left.
@@ -267,14 +265,12 @@ for name, simulation in simulated.items():
     )
 
 # %% [markdown]
-# Step and bubble are those of GPipe. The idle time has only moved. What changed is the memory: rank r keeps at most
-# p-r micro-batches instead of m. Rank 0 needs p because its first backward cannot come before its first micro-batch has
-# gone to the end and back; a shorter row of first forwards would only make it wait.
+# Step and bubble are those of GPipe: the idle time has only moved. What changed is the memory: rank r keeps at most
+# p-r micro-batches instead of m.
 #
 # ## Try it
-# Sliders are seen in a running notebook; the picture above is their first setting. Three things to try: (1) switch
-# between GPipe and 1F1B with m at 16: which of the numbers in the sentence below changes? (2) Find the smallest m that
-# brings the bubble of 4 ranks under 10 % of total. (3) Let a hop take 1: which schedule suffers more, and why?
+# Sliders live in a running notebook only; the picture above is their first setting. (1) Switch between GPipe and 1F1B
+# with m at 16: which numbers change? (2) Find the smallest m that brings the bubble of 4 ranks under 10 % of total.
 
 # %%
 from course_lib.view.sliders import schedule_sliders
@@ -284,34 +280,25 @@ schedule_sliders("1f1b", P, M)
 # %% [markdown]
 # <details><summary>What you should have seen</summary>
 #
-# (1) Only the peak in flight: 16 becomes 4. (2) m = 27: (p-1)/(m+p-1) = 3/30 is exactly 10 %, so it takes 28.
-# (3) 1F1B: in its alternating part, two neighbours wait for each other's message in turn, so that a hop delays every
-# pair of F and B. In GPipe messages travel one way at a time, and a hop is paid p-1 times each way.
+# (1) Only the peak in flight: 16 becomes 4. (2) m = 28: with 27, 3/30 is exactly 10 %.
 #
 # </details>
 
 # %% [markdown]
 # ## Build: one engine, any rows
-# The engine of the library does not know what GPipe is. It takes the next action of its row, waits for the input,
-# computes, and posts one batch of messages: send this result, receive what I need next.
+# The library's engine does not know what GPipe is. It takes the next action of its row, waits for the input, computes,
+# and posts one batch of messages: send this result, receive what I need next.
 
 # %%
-import inspect
-import textwrap
-
 from course_lib.pp.engine import Engine
+from course_lib.view import code_lines, show_source
 
-
-def show(*functions):
-    for function in functions:
-        print(textwrap.dedent(inspect.getsource(function)))
-
-
-show(Engine._do, Engine._forward, Engine._backward)
+show_source(Engine._do, Engine._forward, Engine._backward)
 
 # %% [markdown]
-# You know every line: `detach().requires_grad_()` makes the leaf, `backward(output, gradient)` continues from a
-# received gradient, and `x.grad` is what travels back. `self.kept` are the micro-batches in flight.
+# You know the lines: `detach().requires_grad_()` makes the leaf, `backward(output, gradient)` continues from a received
+# gradient, `x.grad` travels back. (`get_gradient_edge` keeps the graph of an output without the output.) `self.kept`
+# holds what is in flight.
 #
 # Each micro-batch's loss must be its *share* of the step's loss: the sum over its tokens, divided by the tokens of the
 # whole batch. Then gradients simply add up.
@@ -358,19 +345,18 @@ print(f"{'serial':10}{loss:10.6f}{serial.norm():12.6f}")
 for name, results in runs.items():
     gradients = torch.cat(
         [rank["gradients"] for rank in results]
-    )  # stage after stage: the order of the model
+    )  # stage after stage, as in the model
     difference = (gradients - serial).abs().max().item()
     assert difference < 1e-5
     print(f"{name:10}{results[-1]['loss']:10.6f}{gradients.norm():12.6f}{difference:20.1e}")
 
 # %% [markdown]
-# Equal to one process that takes the batch whole, up to rounding. The order of the work changed; what is computed did
-# not: no weight is touched before the last backward (the *flush*).
+# Equal to one process that takes the batch whole, up to rounding: only the order of the work changed.
 
 # %% [markdown]
 # ## What was sent
 # Each of the p-1 borders is crossed by the activations of all micro-batches forward and by gradients of the same size
-# back: 2(p-1) · batch · sequence · hidden numbers, whatever the schedule, and however deep the stages are.
+# back: 2(p-1) · batch · sequence · hidden numbers, whatever the schedule.
 
 # %%
 activation_bytes = TOKENS.numel() * CONFIG.hidden * 4
@@ -385,8 +371,7 @@ for name, results in runs.items():
 
 # %% [markdown]
 # ## What was kept
-# The same runs, on every rank: how many micro-batches were in flight, and the bytes that autograd had saved for
-# backward at its fullest moment.
+# How many micro-batches were in flight, and the bytes that autograd had saved for backward at the fullest moment:
 
 # %%
 print(f"{'':6}{'in flight at most':^27}   {'bytes saved for backward, peak':^39}")
@@ -411,15 +396,13 @@ print(
 )
 
 # %% [markdown]
-# Naive has one in flight, so its column is what one micro-batch costs a stage. GPipe keeps exactly m times that on
-# every rank, 1F1B exactly p-r times. **This is the difference between GPipe and 1F1B.** Double the batch, and GPipe's
-# column doubles while that of 1F1B stays. The last rank costs more for each micro-batch because of the head's logits;
-# under 1F1B it is the rank that keeps the fewest.
+# GPipe keeps exactly m times what naive keeps, 1F1B exactly p-r times. **This is the difference between GPipe and 1F1B.**
+# Double the batch, and GPipe's column doubles while that of 1F1B stays. (The last rank saves more for each micro-batch:
+# the head's logits.)
 
 # %% [markdown]
 # ## Measured
-# Now the clock. The ranks are paced to F = 20 ms and B = 40 ms; the engine, the messages and the waiting are the
-# same as before. Formula, simulation and measurement stand side by side.
+# Now the clock, with ranks paced to F = 20 ms and B = 40 ms: formula, simulation and measurement side by side.
 
 
 # %%
@@ -454,8 +437,8 @@ print(
 )
 
 # %% [markdown]
-# What is measured takes longer: messages are not free, and a busy machine wakes a sleeping rank late, for which its
-# neighbours wait too. Here is 1F1B as it ran, with the simulated one as outlines above each rank:
+# What is measured takes longer: messages are not free, and a busy machine wakes a sleeping rank late. Here is 1F1B as it
+# ran, with the simulation as outlines above each rank:
 
 # %%
 timeline(
@@ -500,15 +483,14 @@ print(
 )
 
 # %% [markdown]
-# p-1 transfers of one hidden vector, tiny ones. (To generate on, the last rank also tells the first which token came
-# out.) But the token is not served sooner: the stages work one after the other. The note recommends tensor parallelism
-# with pipelines for serving, "to minimise latency"; pipelines do not. They make
-# the model fit, and with several requests under way all stages work.
+# p-1 transfers of one hidden vector: tiny. But the token is not served sooner, for the stages work one after the other.
+# The note recommends pipelines for serving "to minimise latency"; they make the model fit, and with several requests
+# under way all stages work.
 
 # %% [markdown]
 # ## The same in PyTorch
-# `PipelineStage` wraps one rank's piece, the schedule object runs it. Cutting is up to you: `model.stage` is a slice of
-# our decoder. Only the first rank is given tokens, only the last one targets.
+# `PipelineStage` wraps one rank's piece, the schedule object runs it. Only the first rank is given tokens, only the
+# last one targets.
 
 # %%
 import torch.distributed as dist
@@ -541,14 +523,13 @@ assert apart < 1e-5
 print(f"gradients of torch's 1F1B and ours differ by {apart:.1e} at most")
 
 # %% [markdown]
-# `Schedule1F1B` takes the *mean* loss of each micro-batch and divides all gradients by m at the end. That equals our
-# loss only while all micro-batches have the same number of tokens.
+# `Schedule1F1B` takes the *mean* loss of each micro-batch and divides all gradients by m. That is our loss only while
+# all micro-batches have the same number of tokens.
 
 # %% [markdown]
 # ## Break it and diagnose
-# Three runs on a batch in which some sequences are short: their last targets count for nothing. One is healthy. In
-# one the 1/m was **forgotten**: each micro-batch's mean loss was taken whole. One takes the **mean of means**, as
-# above. Which is which?
+# Three runs on a batch whose sequences have different lengths. One is healthy. In one the 1/m was **forgotten**: each
+# micro-batch's mean loss was taken whole. One takes the **mean of means**, as above. Which is which?
 
 # %%
 diagnosis = {"A": None, "B": None, "C": None}  # "healthy", "forgotten", "mean of means"
@@ -590,10 +571,9 @@ for name, illness in PATIENTS.items():
 # <details><summary>Which is which</summary>
 #
 # - **C is healthy**: length and direction are those of one process.
-# - **B forgot 1/m**: its gradient is about m = 8 times too long. With equal lengths it would be exactly 8 times; AdamW
-#   would hide it, because it divides a gradient by its own size.
-# - **A takes the mean of means**: nearly the right length, but another direction. Tokens of short sequences count
-#   more. No loss curve would show you that; only the comparison with one process does.
+# - **B forgot 1/m**: its gradient is about m = 8 times too long. AdamW, which divides a gradient by its size, hides it.
+# - **A takes the mean of means**: nearly the right length, another direction, since tokens of short sequences count more.
+#   No loss curve would show you that.
 #
 # </details>
 
@@ -605,8 +585,8 @@ for name, illness in PATIENTS.items():
     )
 
 # %% [markdown]
-# **Both send first.** In the alternating part of 1F1B, rank 0 has an activation for rank 1 at the same time as rank 1
-# has a gradient for rank 0. Written as a plain `send` and then `recv` on both:
+# **Both send first.** Where 1F1B alternates, rank 0 has an activation for rank 1 while rank 1 has a gradient for rank 0.
+# With a plain `send` and then `recv` on both:
 
 
 # %%
@@ -624,12 +604,12 @@ except RankError as error:
     print(error)
 
 # %% [markdown]
-# Each send waits for a receive that stands behind the other send. That is why the engine posts send and receive as one
-# batch (`batch_isend_irecv` in torch). Do not trust a version that works: whether a lone send waits depends on
-# backend and size of the message.
+# Each send waits for a receive that stands behind the other send. So the engine posts both as one batch
+# (`batch_isend_irecv` in torch). Do not trust a version that works: whether a lone send waits depends on backend and
+# message size.
 #
-# **Rows that wait for each other.** Rank 0 has forgotten its first forwards and alternates at once, rank 1
-# wants two forwards before its first backward. No batching helps here. `validate` sees it without a rank:
+# **Rows that wait for each other.** Rank 0 alternates at once, rank 1 wants two forwards first. No batching helps
+# here, and `validate` sees it without a rank:
 
 # %%
 waiting = """
@@ -643,11 +623,9 @@ except ValueError as error:
 
 # %% [markdown]
 # ## When not to use it
-# - **The model fits.** Then data parallelism has no bubble, and ZeRO (lesson 04) saves memory without one.
-# - **The batch is small.** m is at most the sequences of a batch divided by its data-parallel ranks. Large runs have many
-#   ranks and few sequences for each: m gets near p, and the bubble near half.
-# - **The stages are unequal.** The slowest one sets the pace for all. Head and embedding, or a number of layers that p
-#   does not divide, are enough:
+# - **The model fits.** Then data parallelism has no bubble.
+# - **The batch is small.** m is at most the sequences that a pipeline gets. With m near p the bubble is near half.
+# - **The stages are unequal.** The slowest sets the pace for all:
 
 # %%
 even = simulate(schedules["1f1b"], COSTS)
@@ -660,31 +638,16 @@ for factor in (1.25, 1.5, 2.0):
     )
 
 # %% [markdown]
-# Where it shines: its messages are few and go to one neighbour only, and the work of other micro-batches can hide
-# them. So it is the axis that is laid across the slow links between nodes.
+# Where it shines: its messages are few and go to neighbours only, so it may be laid across the slow links between
+# nodes.
 #
 # ## The table that grows
-# Every lesson adds its rows; each number is that of the fullest rank. State is parameters, gradients and AdamW's
-# moments. The row of lesson 03 is computed: the whole state, a quarter of the batch, one ring all-reduce.
+# Each lesson adds rows; each number is that of the fullest rank. State is parameters, gradients and AdamW's moments.
+# The row of data parallelism (lesson 03) is computed: whole state, a quarter of the batch, one all-reduce.
 
 # %%
-import ast
-
 from course_lib.pp.mail import Mail
 from course_lib.schedule import gpipe, naive, one_f_one_b
-
-
-def code_lines(*objects):
-    """Lines of code without comments and docstrings."""
-    lines = 0
-    for one in objects:
-        tree = ast.parse(textwrap.dedent(inspect.getsource(one)))
-        for node in ast.walk(tree):
-            if isinstance(node, ast.ClassDef | ast.FunctionDef) and ast.get_docstring(node):
-                node.body = node.body[1:] or [ast.Pass()]
-        lines += len(ast.unparse(tree).splitlines())
-    return lines
-
 
 model = build_model(CONFIG, seed=0)
 optimizer = torch.optim.AdamW(model.parameters())
@@ -711,11 +674,13 @@ for name, results in runs.items():
     )
 
 # %% [markdown]
-# Code lines are the rows plus the engine, which all three share. State falls to about a quarter: what data parallelism could not do. The price is the bubble.
+# Code lines count the engine too, which all three share. State falls to about a quarter, which data parallelism cannot
+# do. The price is the bubble.
 #
 # ## The claims settled
-# **Claim 1: false.** The note's table says that 1F1B improves the bubble "significantly". With equal stages and free
-# messages its bubble is that of GPipe; with slow messages it is larger:
+# **Claim 1: false.** The note says that 1F1B improves the bubble "significantly". With equal stages and free messages
+# its bubble is that of GPipe. When a hop, a message to a neighbour, takes time, it is larger: where 1F1B alternates, two
+# neighbours wait for each other in turn.
 
 # %%
 sizes = [(p, m) for p in range(1, 9) for m in range(1, 33)]
@@ -734,12 +699,10 @@ print(f"room for {keeps} micro-batches: GPipe runs m = {keeps}, bubble {small:.1
 print(f"1F1B may run any m, say {4 * M}, bubble {large:.1%}")
 
 # %% [markdown]
-# What it gives is room: with the memory for p micro-batches, GPipe must stop at m = p, while 1F1B may take any m.
-# The smaller bubble comes from the larger m (and so from a larger batch, or smaller micro-batches).
+# The smaller bubble comes from the larger m for which 1F1B has room: from a larger batch, or smaller micro-batches.
 #
-# **Claim 2: only if the micro-batches stay large enough.** Keep the batch and cut it finer. If an action had no fixed
-# cost, finer would always be faster. Give every forward a fixed cost of 5 ms (launching kernels, small matrix products
-# that fill no GPU) and share out 160 ms of work; backwards take twice that:
+# **Claim 2: only if the micro-batches stay large enough.** Keep the batch and cut it finer. Every action has a fixed
+# cost (launching kernels). Say 5 ms a forward, beside 160 ms of work to share out; backwards take twice that:
 
 # %%
 FIXED, WORK = 5, 160  # ms of forward on a stage: for each micro-batch, and for the whole batch
@@ -756,8 +719,7 @@ print(
 )
 
 # %% [markdown]
-# The bubble falls all the way, the step does not. If m grows *with* the batch, each step takes longer and each token
-# less. For memory, the same question: GPipe keeps the whole batch however finely it is cut, 1F1B keeps p/m of it.
+# The bubble falls all the way, the step does not: (m+p-1)(fixed + work/m) is shortest at that root.
 #
 # ## Exit questions
 # Answer each before you unfold it.
@@ -766,7 +728,7 @@ print(
 #
 # <details><summary>Answer</summary>
 #
-# 7/39 = 17.9 % of total time, 7/32 = 21.9 % of ideal time. The lines for (8, 32) are in the table above.
+# 7/39 = 17.9 % of total time, 7/32 = 21.9 % of ideal time.
 #
 # </details>
 #
@@ -780,12 +742,11 @@ print(
 #
 # </details>
 #
-# **3.** The model gets twice as many layers, the hidden size and p stay. What happens to the bytes on the pp axis?
+# **3.** The model gets twice as many layers; hidden size and p stay. What happens to the bytes on the pp axis?
 #
 # <details><summary>Answer</summary>
 #
-# Nothing: p-1 borders, each crossed by batch · sequence · hidden numbers, twice. The hidden size counts, depth does not. So
-# "independent of the model's size", as the note says, holds for depth only.
+# Nothing: p-1 borders, each crossed twice by batch · sequence · hidden numbers.
 #
 # </details>
 #
@@ -793,54 +754,244 @@ print(
 #
 # <details><summary>Answer</summary>
 #
-# Its first backward can start only when the first micro-batch has come back. With one forward less it waits in every
-# round where it could have computed. With one more it keeps one micro-batch more and gains nothing, unless messages
-# take long: then the extra ones hide them. The cell below has the numbers.
+# Its first backward waits until the first micro-batch has come back. With one forward less it waits in every round where
+# it could have computed. With one more it keeps one micro-batch more and gains nothing, unless messages are slow: then
+# the extra one hides them. The cell below has the numbers.
 #
 # </details>
 #
-# **5.** A run hangs in its first step, before any timeout. Rank 1 stands in `send` to rank 2, rank 2 in `send` to rank 1.
-# Data on both ranks is fine. What is wrong, and what is the repair?
+# **5.** A run hangs in its first step. Rank 1 stands in `send` to rank 2, rank 2 in `send` to rank 1. What is wrong, and
+# what is the repair?
 #
 # <details><summary>Answer</summary>
 #
-# Both send first. Post the send and the receive as one batch (`batch_isend_irecv`), or let one of two neighbours
-# receive first.
+# Both send first. Post send and receive as one batch (`batch_isend_irecv`), or let one of two neighbours receive first.
 #
 # </details>
-#
-# The numbers for answer 4: 1F1B where every rank begins with more or fewer forwards.
-
 
 # %%
-def with_more_first_forwards(extra):
-    rows = []
-    for rank in range(P):
-        first = max(0, P - 1 - rank + extra)
-        row = [f"{rank}F{mb}" for mb in range(first)]
-        for mb in range(M - first):
-            row += [f"{rank}F{first + mb}", f"{rank}B{mb}"]
-        rows.append(row + [f"{rank}B{mb}" for mb in range(M - first, M)])
-    return from_rows(rows)
-
-
-for extra in (-1, 0, 1, 2):
-    schedule = with_more_first_forwards(extra)
+one_more = make("1f1b", P + 1, M).rows[:P]  # as if another stage followed
+one_less = make("1f1b", P - 1, M).rows + schedules["1f1b"].rows[-1:]
+variants = {"p-2-r": one_less, "p-1-r": schedules["1f1b"].rows, "p-r": one_more}
+for first, rows in variants.items():
+    schedule = from_rows([[str(action) for action in row] for row in rows])
     free, slow = (simulate(schedule, Costs.make(f=1, b=2, comm=hop)).makespan for hop in (0, 1))
     print(
-        f"{extra:+} forwards at first: step {free:.0f}, {slow:.0f} when a hop takes 1; "
+        f"{first:6} forwards at first: step {free:.0f}, {slow:.0f} when a hop takes 1; "
         f"in flight {schedule.peak_in_flight()}"
     )
 
 # %% [markdown]
+# ## Your turn
+# [Five exercises](../exercises/07_pipelines_1.ipynb), about 55 minutes: trace 1F1B by hand (10), find the m that a limit on
+# the bubble needs (5), write 1F1B as rows for any p and m (10), swap two messages in raw PyTorch without a deadlock (10),
+# and run one rank's row on real ranks, equal to one process (20).
+
+# %% course={"role": "given"}
+import math
+
+import torch
+import torch.distributed as dist
+
+from course_lib import comm
+
+# %% [markdown] course={"ex": "07-1"}
+# ## 07-1 1F1B by hand
+# p = 3 ranks, m = 5 micro-batches, stage r on rank r. A forward takes 1, a backward 2, a message no time. Draw the
+# three rows on paper, from time 0 on, each action as early as it can start, and fill in the table. A row is a text of
+# ten cells, parted by spaces; rank 2 does `2F0 2B0 2F1 2B1 2F2 2B2 2F3 2B3 2F4 2B4`. Fractions may be typed as such: `1/3`.
+
+# %% course={"ex": "07-1", "role": "answer"}
+traced = {
+    # BEGIN SOLUTION
+    "row 0": "0F0 0F1 0F2 0B0 0F3 0B1 0F4 0B2 0B3 0B4",
+    "row 1": "1F0 1F1 1B0 1F2 1B1 1F3 1B2 1F4 1B3 1B4",
+    "in flight at most, by rank": [3, 2, 1],
+    "start of 0B0": 7,  # 2B0 runs from 3 to 5, 1B0 from 5 to 7
+    "step": 21,  # (m+p-1)(F+B)
+    "bubble of total": 2 / 7,
+    "bubble of ideal": 2 / 5,
+    # STUB
+    # "row 0": None,  # what rank 0 does, as a text
+    # "row 1": None,  # what rank 1 does
+    # "in flight at most, by rank": None,  # a list of three numbers: micro-batches kept at once
+    # "start of 0B0": None,  # the time at which rank 0 begins its first backward
+    # "step": None,  # the time at which the last action ends
+    # "bubble of total": None,  # the share of the step in which a rank waits
+    # "bubble of ideal": None,  # the same waiting, as a share of the time without it
+    # END SOLUTION
+}
+
+# %% course={"ex": "07-1", "role": "check"}
+from course_lib.grading import check
+
+check("07-1", traced)
+
+# %% [markdown] course={"ex": "07-2"}
+# ## 07-2 Micro-batches enough
+# GPipe or 1F1B on p ranks with equal stages and free messages: what is the smallest m whose bubble is at most `percent`
+# % of *total* time? One line will do. `enough(4, 30)` is 7: there the bubble is 3/10, and with m = 6 it is 3/9.
+
+
+# %% course={"ex": "07-2", "role": "answer"}
+def enough(p: int, percent: int) -> int:
+    """The smallest number of micro-batches whose bubble is at most ``percent`` % of total time.
+
+    ``p`` is 2 or more; ``percent`` is a whole number from 1 to 99.
+    """
+    # BEGIN SOLUTION
+    return math.ceil((p - 1) * (100 - percent) / percent)
+    # END SOLUTION
+
+
+# %% course={"ex": "07-2", "role": "check"}
+from course_lib.grading import check
+
+check("07-2", enough)
+
+# %% [markdown] course={"ex": "07-3"}
+# ## 07-3 The rows of 1F1B
+# Write the schedule for any p and m, also for m smaller than p. Stage r is on rank r. A row is a list of cells such as
+# `"0F3"` (stage 0, forward, micro-batch 3), micro-batches are numbered from 0. `rows_of_1f1b(2, 3)` is
+#
+# ```python
+# [["0F0", "0F1", "0B0", "0F2", "0B1", "0B2"],
+#  ["1F0", "1B0", "1F1", "1B1", "1F2", "1B2"]]
+# ```
+#
+# Your rows are judged by what they do: `validate` finds them legal, `simulate` (F takes 1, B takes 2) finds the step as
+# short as that of 1F1B, and no rank keeps more in flight.
+
+
+# %% course={"ex": "07-3", "role": "answer"}
+def rows_of_1f1b(p: int, m: int) -> list[list[str]]:
+    """The rows of 1F1B: one list for each of ``p`` ranks, with ``2 * m`` cells such as "0F3"."""
+    # BEGIN SOLUTION
+    rows = []
+    for rank in range(p):
+        row, forwards, backwards = [], 0, 0
+        while backwards < m:
+            room = forwards - backwards < p - rank  # in flight now, and at most
+            if room and forwards < m:
+                row.append(f"{rank}F{forwards}")
+                forwards += 1
+            else:
+                row.append(f"{rank}B{backwards}")
+                backwards += 1
+        rows.append(row)
+    return rows
+    # END SOLUTION
+
+
+# %% course={"ex": "07-3", "role": "check"}
+from course_lib.grading import check
+
+check("07-3", rows_of_1f1b)
+
+# %% [markdown] course={"ex": "07-4"}
+# ## 07-4 A swap that cannot deadlock
+# In raw PyTorch: use `torch.distributed` (here `dist`) alone. Where 1F1B alternates, a rank has an activation for the
+# next rank, which at the same time has a gradient for it. Write the function that both of them call: it sends `mine`
+# to rank `peer`, and returns what `peer` sends, a new tensor of the shape and dtype of `like`.
+#
+# It is tried on two ranks, and on four in a row that do as 1F1B does: each swaps with the next rank, then with the one
+# before, several times. The default group is there; only the two ranks of a swap call the function. Counted are one
+# message out and one in for each swap, their peer and their bytes; `mine` and `like` stay as they are.
+
+
+# %% course={"ex": "07-4", "role": "answer"}
+def swap(mine: torch.Tensor, like: torch.Tensor, peer: int) -> torch.Tensor:
+    """Send ``mine`` to rank ``peer`` and return the tensor that ``peer`` sends.
+
+    ``like`` only shows shape and dtype of what arrives; they may differ from those of ``mine``.
+    """
+    # BEGIN SOLUTION
+    arriving = torch.empty_like(like)
+    messages = [dist.P2POp(dist.isend, mine, peer), dist.P2POp(dist.irecv, arriving, peer)]
+    for work in dist.batch_isend_irecv(messages):
+        work.wait()
+    return arriving
+    # END SOLUTION
+
+
+# %% course={"ex": "07-4", "role": "check"}
+from course_lib.grading import check
+
+check("07-4", swap)
+
+# %% [markdown] course={"ex": "07-5"}
+# ## 07-5 One rank's step of a pipeline
+# Now the mechanism: forward and backward of all micro-batches on one rank, in the order of the row that it is given. Rank
+# r holds stage r. Two functions of the library move tensors:
+#
+# - `comm.recv(like, axis, source=rank)` waits for a message and returns it, a new tensor of the shape of `like`;
+# - `comm.start_send(x, axis, to=rank)` sends x and returns *at once* a handle; call its `wait()` before you return.
+#
+# Messages of two ranks arrive in the order in which they were sent. All micro-batches have the same shape, and so have
+# all activations. The loss of the step is the mean over all micro-batches; `loss(y, target)` is that of one.
+#
+# The rows are those of 1F1B; p is 1 to 4. Compared with one process: the loss, all gradients, and the weights after the
+# optimizer, which steps when you have returned. Counted: 2(p-1)m messages in all, to neighbours only, and on rank r the
+# saved activations of at most p-r micro-batches.
+
+
+# %% course={"ex": "07-5", "role": "answer"}
+def one_step(row, stage, micro_batches, loss, axis) -> float:
+    """Do ``row`` and leave the gradients of the step's loss in ``stage.parameters()``.
+
+    row            what this rank does: [("F", 0), ("F", 1), ("B", 0), ...], operation and micro-batch
+    stage          this rank's module: y = stage(x); y has the shape of x
+    micro_batches  [(x, target), ...]: x is the input of rank 0's stage (on the others it shows the
+                   shape of what arrives), target is for the last rank's loss
+    loss           loss(y, target): the mean over one micro-batch, a scalar tensor
+    axis           axis.rank, and axis.size, the number of ranks
+
+    Returns the step's loss on the last rank, 0.0 on the others.
+    """
+    # BEGIN SOLUTION
+    first, last = axis.rank == 0, axis.rank == axis.size - 1
+    kept, leaving, total = {}, [], 0.0
+    for op, mb in row:
+        x, target = micro_batches[mb]
+        if op == "F":
+            if not first:
+                x = comm.recv(x, axis, source=axis.rank - 1).requires_grad_()
+            y = stage(x)
+            if last:
+                y = loss(y, target) / len(micro_batches)
+                total += y.item()
+            else:
+                leaving.append(comm.start_send(y, axis, to=axis.rank + 1))
+            kept[mb] = x, y
+        else:
+            x, y = kept.pop(mb)
+            gradient = None if last else comm.recv(y, axis, source=axis.rank + 1)
+            y.backward(gradient)
+            if not first:
+                leaving.append(comm.start_send(x.grad, axis, to=axis.rank - 1))
+    for handle in leaving:
+        handle.wait()
+    return total
+    # END SOLUTION
+
+
+# %% [markdown] course={"ex": "07-5", "role": "answer"}
+# No send waits here, so no two can wait for each other. The library's engine posts send and receive of two actions as one
+# batch instead: with nccl, messages that were posted one by one stand in a queue, and there a later one may be what the
+# other rank waits for.
+
+# %% course={"ex": "07-5", "role": "check"}
+from course_lib.grading import check
+
+check("07-5", one_step)
+
+# %% [markdown]
 # ## Sources and what to read next
-# - Huang et al. 2018, *GPipe*, [arXiv:1811.06965](https://arxiv.org/abs/1811.06965): section 2 has the schedule and
-#   the bubble of total. It also recomputes activations in backward and keeps only the inputs of each stage, which
-#   shrinks what is in flight at the price of a second forward.
+# - Huang et al. 2018, *GPipe*, [arXiv:1811.06965](https://arxiv.org/abs/1811.06965): section 2 has the bubble of total.
+#   It also recomputes activations in backward, which shrinks what is in flight.
 # - Narayanan et al. 2018, *PipeDream*, [arXiv:1806.03377](https://arxiv.org/abs/1806.03377): where 1F1B comes from. It
-#   has no flush: old versions of the weights are kept instead, and gradients are *not* those of one process.
+#   does not wait for the last backward before a step, and its gradients are *not* those of one process.
 # - Narayanan et al. 2021, *Efficient Large-Scale Language Model Training*,
-#   [arXiv:2104.04473](https://arxiv.org/abs/2104.04473): 1F1B with the flush, as you ran it, and the bubble of ideal
-#   in section 2.2. Read its interleaved schedule next: it gives each rank several smaller stages.
+#   [arXiv:2104.04473](https://arxiv.org/abs/2104.04473): 1F1B as you ran it; section 2.2 has the bubble of ideal.
 #
 # Next: lesson 08 takes the bubble itself apart, with several stages a rank and a backward in two halves.

@@ -126,10 +126,13 @@ def lesson_07_shows_pipelines(notebook):
         "rank 1: micro-batch 0 on stage 1 has no backward",
         "786,432 bytes, formula 786,432",
         "3 messages of 256 bytes",
+        "rank 1 is at cell 1, 1F1, and waits for 0F1 of rank 0, which has it in cell 2",
         "steps of different length: 0",
+        "fastest at m = 8",
+        "p-1-r  forwards at first: step 33, 49 when a hop takes 1; in flight [4, 3, 2, 1]",
     ):
         assert line in text
-    assert len(pictures(notebook)) >= 5
+    assert len(pictures(notebook)) == 6
 
 
 SHOWS = {  # what a lesson must show
