@@ -467,6 +467,36 @@ def test_swap_equals_the_serial_twin(worlds, n):
         assert close(got_x, cut(x.grad, n, rank, 0))
 
 
+def lopsided_counts(n):
+    """As uneven_counts, but what goes there is not what comes back."""
+    return [[(sender + 2 * receiver) % 3 for receiver in range(n)] for sender in range(n)]
+
+
+def rows_there_and_back():
+    """Every row is squared where it arrives, weighted by where that is, and returned."""
+    axis = make_mesh().dp
+    n, rank = axis.size, axis.rank
+    counts = lopsided_counts(n)
+    incoming = [counts[sender][rank] for sender in range(n)]
+    x = weight(40, 3, 20 + rank)[: sum(counts[rank])].requires_grad_()
+    arrived = comm.swap_rows(x, axis, counts[rank], incoming)
+    returned = comm.swap_rows((rank + 1) * arrived**2, axis, incoming, counts[rank])
+    (returned * weight(40, 3, 40 + rank)[: len(x)]).sum().backward()
+    return x.detach(), arrived.detach(), returned.detach(), x.grad
+
+
+@pytest.mark.parametrize("n", WORLDS)
+def test_swapped_rows_come_back_to_where_they_were(worlds, n):
+    counts = lopsided_counts(n)
+    results = worlds(n).run(rows_there_and_back)
+    sent = [torch.split(x, counts[rank]) for rank, (x, *_) in enumerate(results)]
+    for rank, (x, arrived, returned, grad) in enumerate(results):
+        assert torch.equal(arrived, joined([pieces[rank] for pieces in sent], 0))
+        factor = torch.arange(1.0, n + 1).repeat_interleave(torch.tensor(counts[rank]))[:, None]
+        assert torch.equal(returned, factor * x**2)
+        torch.testing.assert_close(grad, 2 * factor * x * weight(40, 3, 40 + rank)[: len(x)])
+
+
 def test_gradients_agree_with_finite_differences(worlds):
     """No autograd in the reference: the loss of all ranks, with one number of one shard moved."""
 
