@@ -1,0 +1,51 @@
+"""Expert parallelism: a mixture of experts in the place of each MLP, shared out among the ranks.
+
+=============  ===========================================================
+moe            the layer of one process: router, capacity, balance loss
+decoder        a model with such layers, and its loss
+parallel       parallelize: the experts shared out, tokens travel to them
+gradients      which gradients are summed over which ranks, their norm
+formulas       bytes sent, parameters held, activations kept
+=============  ===========================================================
+"""
+
+from course_lib.ep.decoder import add_experts, auxiliary_loss, loss_sum, moe_layers
+from course_lib.ep.formulas import (
+    even_wire_bytes,
+    kept_by_layer,
+    parameters_per_rank,
+    wire_bytes,
+)
+from course_lib.ep.gradients import (
+    ExpertSync,
+    clip_gradients,
+    expert_parameters,
+    gradient_norm,
+    shared_parameters,
+)
+from course_lib.ep.moe import Load, MoE, Routes, balance_loss, imbalance, route
+from course_lib.ep.parallel import ExpertParallelMoE, parallelize
+
+__all__ = [
+    "ExpertParallelMoE",
+    "ExpertSync",
+    "Load",
+    "MoE",
+    "Routes",
+    "add_experts",
+    "auxiliary_loss",
+    "balance_loss",
+    "clip_gradients",
+    "even_wire_bytes",
+    "expert_parameters",
+    "gradient_norm",
+    "imbalance",
+    "kept_by_layer",
+    "loss_sum",
+    "moe_layers",
+    "parallelize",
+    "parameters_per_rank",
+    "route",
+    "shared_parameters",
+    "wire_bytes",
+]

@@ -1,0 +1,101 @@
+"""Which gradients are summed over which ranks, and the norm of all of them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from typing import Protocol
+
+import torch
+from torch import Tensor, nn
+
+from course_lib import comm
+from course_lib.ep.decoder import moe_layers
+from course_lib.mesh import Axis
+
+
+def expert_parameters(model: nn.Module) -> list[nn.Parameter]:
+    """Those of the experts that this rank holds: their gradients are summed over ``mesh.edp``."""
+    return [p for layer in moe_layers(model) for p in layer.experts.parameters()]
+
+
+def shared_parameters(model: nn.Module) -> list[nn.Parameter]:
+    """All others, routers and shared experts among them: summed over ``mesh.dp_cp``."""
+    experts = set(expert_parameters(model))
+    return [p for p in model.parameters() if p not in experts]
+
+
+class Sync(Protocol):
+    """What sums gradients over one axis, as those of data parallelism do."""
+
+    def accumulate(self) -> AbstractContextManager[None]:
+        """Around every backward but the last of a step."""
+
+    def finish(self) -> None:
+        """Once, after the last backward."""
+
+
+class ExpertSync:
+    """Two syncs as one: ``make`` (such as dp.Overlapped) for the shared and for the experts'."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        make: Callable[[Iterable[nn.Parameter], Axis], Sync],
+        *,
+        ep: Axis,
+        edp: Axis,
+        data: Axis,
+    ) -> None:
+        self.model, self.ep, self.axis = model, ep, data
+        self.syncs = (
+            make(shared_parameters(model), data),
+            make(expert_parameters(model), edp),
+        )
+
+    @contextmanager
+    def accumulate(self) -> Iterator[None]:
+        """A backward in here sends no gradients of parameters (tokens travel all the same)."""
+        with ExitStack() as both:
+            for sync in self.syncs:
+                both.enter_context(sync.accumulate())
+            yield
+
+    def finish(self) -> None:
+        """Call it once after the last backward of a step."""
+        for sync in self.syncs:
+            sync.finish()
+
+    def clip(self, max_norm: float) -> Tensor:
+        """:func:`clip_gradients` of the whole model."""
+        return clip_gradients(self.model, self.ep, max_norm)
+
+
+def gradient_norm(model: nn.Module, ep: Axis) -> Tensor:
+    """Norm of the whole model's gradient, after the sums: experts of all ranks, the rest once.
+
+    One number travels, as control.
+    """
+    experts = comm.all_reduce(_square(expert_parameters(model)), ep, control=True)
+    return (experts + _square(shared_parameters(model))).sqrt()
+
+
+def clip_gradients(model: nn.Module, ep: Axis, max_norm: float) -> Tensor:
+    """Scale all gradients down to a global norm of at most ``max_norm``; the norm before.
+
+    By the norm of its own experts alone each rank would scale the shared ones by another factor.
+    """
+    if max_norm <= 0:
+        raise ValueError(f"max_norm={max_norm}: a norm above 0 is wanted")
+    norm = gradient_norm(model, ep)
+    nn.utils.clip_grads_with_norm_(model.parameters(), max_norm, norm)
+    return norm
+
+
+def _square(parameters: Iterable[nn.Parameter]) -> Tensor:
+    """Sum of the squares of all gradients, in float32 at least."""
+    total = torch.zeros(())
+    for gradient in (p.grad for p in parameters if p.grad is not None):
+        wide = torch.promote_types(gradient.dtype, torch.float32)
+        total = torch.linalg.vector_norm(gradient, dtype=wide) ** 2 + total
+    return total
