@@ -114,6 +114,27 @@ def pictures(notebook):
     return [o for c in notebook.cells for o in c.get("outputs", []) if "image/png" in str(o)]
 
 
+def lesson_02_shows_collectives(notebook):
+    text = outputs(notebook)
+    for line in (
+        "rank 0 was at: send, cell 4 line 7: dist.send(x, dst=(rank + 1) % n)",
+        "[3, 0, 1, 2]",
+        "all_reduce      1111 2222 3333 4444     1111 2222 3333 4444",
+        "turn 3          1110    2202    3033     444",
+        "bytes [1500000, 1500000, 1500000, 1500000], in all 6,000,000",
+        "bytes [2000000, 1000000, 2000000, 1000000], in all 6,000,000",
+        "crossing by formula 200,000 bytes",
+        "raw ring and ours: equal to the last bit",
+        "received: tensor([1., 1., 1., 0.])",
+        "rank 0: send of float32 [3]",
+        "1,085 GB at 300 GB/s: 3.6 s at best",
+    ):
+        assert line in text
+    assert re.search(r"^B +3.0e\+00 +4.000 +0.0e\+00 +12 ", text, re.MULTILINE)
+    assert re.search(r"^all_reduce, ring +6 +[\d.]+ +600,000 +600,000 ", text, re.MULTILINE)
+    assert len(pictures(notebook)) == 4
+
+
 def lesson_03_shows_one_gradient(notebook):
     text = outputs(notebook)
     assert "{'own': 0.5, 'sum': 15.0}" in text
@@ -137,6 +158,7 @@ def lesson_07_shows_pipelines(notebook):
 
 SHOWS = {  # what a lesson must show
     "notebooks/00_start_here": lesson_00_shows_what_ranks_did,
+    "notebooks/02_collectives": lesson_02_shows_collectives,
     "notebooks/03_data_parallelism": lesson_03_shows_one_gradient,
     "notebooks/07_pipelines_1": lesson_07_shows_pipelines,
 }
