@@ -31,6 +31,12 @@ def bench_pp(rounds: Rounds = 20, as_json: AsJson = False) -> int:
     return _run_bench("pp", rounds, as_json)
 
 
+@benches.command("cp")
+def bench_cp(rounds: Rounds = 20, as_json: AsJson = False) -> int:
+    """Our context-parallel attentions beside torch's ring, zig-zag beside contiguous."""
+    return _run_bench("cp", rounds, as_json)
+
+
 @benches.command("wire")
 def bench_wire(rounds: Rounds = 20, as_json: AsJson = False) -> int:
     """Bytes that really moved over loopback beside the bytes of the formula."""

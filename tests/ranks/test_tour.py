@@ -17,7 +17,8 @@ from course_lib.tour.measure import Row, make_row
 
 DP_NAMES = ["dp-naive", "dp-bucketed", "dp-overlapped", "dp-accumulated"]
 PP_NAMES = ["pp-gpipe", "pp-1f1b"]
-NAMES = ["serial", *DP_NAMES, *PP_NAMES]
+CP_NAMES = ["cp-ring", "cp-gather", "cp-ulysses"]
+NAMES = ["serial", *DP_NAMES, *PP_NAMES, *CP_NAMES]
 
 
 @pytest.fixture(scope="module")
@@ -82,6 +83,20 @@ def test_the_numbers_of_the_pipelines(tour):
         assert rows[name]["state_bytes"] < 0.3 * rows["serial"]["state_bytes"]
     one_f_one_b, gpipe = (rows[name]["peak_activation_bytes"] for name in reversed(PP_NAMES))
     assert one_f_one_b < 0.8 * gpipe, "the last stage keeps one micro-batch instead of four"
+
+
+def test_the_numbers_of_context_parallelism(tour):
+    """A quarter of every activation; a gather keeps three more quarters of K and V."""
+    rows = {row["technique"]: row for row in json.loads(tour[0].stdout)["rows"]}
+    config = technique.CONFIG
+    kv_bytes = 2 * technique.BATCH * technique.SEQ * config.kv_heads * config.head_dim * 4
+    for name, travels in (("cp-ring", 3), ("cp-gather", 2)):
+        # forward, backward and gradients, or forward and gradients: 3/4 of all K and V by 4 ranks
+        assert rows[name]["bytes"]["cp"]["counted"] == config.layers * travels * 3 * kv_bytes
+        assert rows[name]["bytes"]["dp_cp"] == rows["dp-naive"]["bytes"]["dp"]
+    peaks = {name: rows[name]["peak_activation_bytes"] for name in (*CP_NAMES, "serial")}
+    assert abs(4 * peaks["cp-ring"] - peaks["serial"]) < 100, "but for a few scalars"
+    assert peaks["cp-gather"] == peaks["cp-ring"] + config.layers * kv_bytes * 3 // 4
 
 
 def test_pipelines_are_predicted_simulated_and_measured(tour):
