@@ -15,12 +15,11 @@
 # %% [markdown]
 # # 03 Data parallelism: one model, four copies, one gradient
 #
-# *50 minutes to read and run.* Four ranks train one model and end with the weights that one process
-# would have. You will see what that costs in bytes, hide most of the cost behind the backward pass, and break it in
-# four ways. You need lesson 00; of lesson 02 only that a ring all-reduce of S bytes over n ranks makes each send
-# 2(n-1)/n S.
+# *45 minutes to read and run, 65 to build.* Four ranks train one model and end with the weights that one process
+# would have. You count what that costs, hide most of it behind the backward pass, and break it. You need lesson 00; of
+# lesson 02 only this: in a ring all-reduce of S bytes each of n ranks sends 2(n-1)/n S.
 #
-# Vote first. Write `"true"`, `"false"` or `"only if ..."`; `None` means no vote. The last section settles both.
+# Vote first: write `"true"`, `"false"` or `"only if ..."`. The claims are settled at the end.
 #
 # 1. *Data parallelism sends less than tensor parallelism, because it talks once a step and not in every layer.*
 # 2. *Communication that overlaps with the backward pass costs no time.*
@@ -31,9 +30,9 @@ vote_2 = None
 
 # %% [markdown]
 # ## The question
-# One process computes the gradient of the mean loss over a batch of 8 sequences. Four ranks are to do the same with
-# two sequences each. Every rank has the whole model, so forward and backward need nobody else. What do the ranks
-# have to tell each other, how often, and how much is it?
+# One process computes the gradient of the mean loss over 8 sequences; four ranks are to do the same with two each.
+# Every rank has the whole model, so forward and backward need nobody else. What must the ranks tell each other, how
+# often, and how much is it?
 #
 # ```
 #     rows 0-1          rows 2-3          rows 4-5          rows 6-7       other rows
@@ -53,7 +52,7 @@ vote_2 = None
 
 # %% [markdown]
 # ## Predict
-# This is the model that you will train, and a batch of it. Fill in what you can.
+# The model that you will train, and its batch. Fill in what you can.
 
 # %%
 from course_lib.model import build_model, tiny_config
@@ -67,21 +66,19 @@ P = sum(p.numel() for p in parameters)
 print(f"{P:,} parameters in {len(parameters)} tensors, 4 bytes each; {CONFIG.layers} blocks")
 
 # %%
-predicted_calls = None  # all-reduces a step, when each parameter tensor has its own
+predicted_calls = None  # all-reduces a step, one for each parameter tensor
 predicted_bytes = None  # bytes that a rank sends in a step
 predicted_bytes_m4 = None  # the same, when the step is cut into 4 micro-batches
 predicted_exposed = None  # share of the communication that overlap cannot hide, 0 to 1
-predicted_error = (
-    None  # relative error of the gradient when ranks with unequal token counts just average
-)
+predicted_error = None  # relative error of the gradient when ranks with unequal tokens average
 
 # %% [markdown]
 # ## One gradient, by hand
-# Take a model with a single weight w = 1, and the loss (w x)² averaged over four rows x = 1, 2, 3, 4, one row a rank.
-# The gradient of row x is 2 w x². One process gets (2 + 8 + 18 + 32) / 4 = 15.
+# A model has one weight w = 1; its loss is (w x)², averaged over the rows x = 1, 2, 3, 4, one on each rank. The gradient
+# of a row is 2 w x², so one process gets (2 + 8 + 18 + 32) / 4 = 15.
 #
-# Each rank divides by the number of rows of *all* ranks, and then the gradients are *summed*. That is the one law of
-# this lesson: **divide by the global count, then sum**. Averaging is the same thing only while all counts are equal.
+# Each rank divides by the number of rows of *all* ranks; then the gradients are *summed*. That is the one law of this
+# lesson: **divide by the global count, then sum**. Averaging is the same only while all counts are equal.
 
 # %%
 import torch
@@ -107,56 +104,46 @@ run(by_hand, n=RANKS)
 # The library has three ways to the same sum. The first is a loop after backward.
 
 # %%
-import ast
-import inspect
-import textwrap
-
 from course_lib import dp
+from course_lib.view import show_source
 
-
-def show(*objects):
-    for one in objects:
-        print(textwrap.dedent(inspect.getsource(one)))
-
-
-show(dp.Naive.finish)
+show_source(dp.Naive.finish)
 
 # %% [markdown]
-# Everything else of a step is the same for all three ways. `loss_sum` returns the *summed* loss of a micro-batch and
-# its number of tokens; `global_tokens` adds up the tokens of all ranks, which is one number on the network.
+# The rest of a step is the same for all three. `loss_sum` gives the *summed* loss of a micro-batch and its number of
+# tokens; `global_tokens` adds up the tokens of all ranks: one number on the network. `accumulate` comes below.
 
 # %%
-show(dp.global_tokens, dp.train_step)
+show_source(dp.global_tokens, dp.train_step)
 
 # %% [markdown]
 # ## From parameters to buckets
-# A message of S bytes takes about alpha + S/beta seconds: alpha is a fixed cost, however short it is. A bucket copies many gradients into one flat tensor and
-# sends that. The bytes stay the same, the number of messages falls. Buckets are filled from the *last* parameter to
-# the first, because backward computes gradients in about that order.
+# A message of S bytes takes about alpha + S/beta seconds: a fixed cost, and one for the bytes. A bucket is one flat
+# tensor with a copy of many gradients: the same bytes in fewer messages. Buckets are filled from the *last* parameter
+# to the first, about the order of backward; the tensor that fills a bucket closes it.
 
 # %%
 BUCKET = 280_000  # bytes; a block of this small model has 197,120
-show(dp.Bucketed)
+show_source(dp.Bucketed)
 
 for number, bucket in enumerate(comm.by_dtype_and_size(parameters[::-1], BUCKET)):
     print(f"bucket {number}: {len(bucket):2} tensors, {sum(p.nbytes for p in bucket):,} bytes")
 
 # %% [markdown]
 # ## From after to during
-# When backward has finished the last block, the gradients of that block will not change any more. Why wait for the
-# others? Autograd calls a hook when a parameter's gradient is complete. `_missing` is what each bucket still waits
-# for; the parameter that completes a bucket sends it. `finish` waits for what is still on its way.
+# When backward has passed the last block, that block's gradients are final. Why wait for the others? Autograd calls a
+# hook, here `_ready`, when a parameter's gradient is complete. `_missing` is what each bucket still waits for.
 #
-# Look at the `while` loop. Buckets leave in one fixed order on all ranks, even when a later one is full first. Two
-# ranks that sent buckets in different orders would add the gradient of one layer to that of another.
+# Look at the `while` loop. Buckets leave in one order on all ranks, even when a later one is full first: otherwise the
+# gradient of one layer would be added to that of another.
 
 # %%
-show(dp.Overlapped._ready, dp.Overlapped.finish)
+show_source(dp.Overlapped._ready, dp.Overlapped.finish)
 
 # %% [markdown]
 # ## Measure: the same loss, the same bytes
-# Train eight steps in one process and then on four ranks in each of the three ways. Three claims are checked: the
-# losses are those of one process, the weights too, and a rank sends 2(n-1)/n times the bytes of the parameters.
+# Eight steps in one process, then on four ranks in each of the three ways. Losses and weights must be those of one
+# process, and the bytes those of the formula.
 
 # %%
 from course_lib.data import batch
@@ -198,7 +185,7 @@ def train(way, micro_batches=1):
         tokens, targets = rows(step, mesh)
         cut = list(zip(tokens.chunk(micro_batches), targets.chunk(micro_batches), strict=True))
         mesh.ledger.clear()  # the ledger keeps the last step alone
-        with SavedActivations(model) as saved:
+        with SavedActivations(model) as saved:  # counts the bytes kept for backward
             losses.append(dp.train_step(model.loss_sum, cut, sync, optimizer).item())
     return report(model, optimizer, losses, saved)
 
@@ -211,7 +198,7 @@ def one_process():
     for step in range(STEPS):
         tokens, targets = batch(step, seed=0, batch_size=BATCH, seq_len=SEQ)
         optimizer.zero_grad()
-        with SavedActivations(model) as saved:  # counts the bytes kept for backward
+        with SavedActivations(model) as saved:
             total, count = model.loss_sum(tokens, targets)
             (total / count).backward()
         optimizer.step()
@@ -248,10 +235,8 @@ for way, result in runs.items():
 print(f"\nyour prediction: {predicted_calls} calls, {predicted_bytes} bytes")
 
 # %% [markdown]
-# The differences that remain are float32 rounding: four partial sums are added in another order than one long sum, and
-# AdamW, which divides a gradient by its own size, makes more of them in the weights.
-#
-# The formula has a pleasant property. Per rank it hardly grows with n.
+# What remains is rounding: sums are added in another order, and AdamW, which divides a gradient by its own size, makes
+# more of it in the weights. The bytes of a rank hardly grow with n:
 
 # %%
 for n in (2, 4, 8, 64, 1024):
@@ -259,14 +244,15 @@ for n in (2, 4, 8, 64, 1024):
     print(f"{n:5} ranks: a rank sends {times:.3f} times the bytes of the parameters")
 
 # %% [markdown]
-# The ring does grow: 2(n-1) messages follow each other, so the time for alphas grows with n. And tokens do not occur
-# in the formula: a rank sends the same for one row as for a thousand.
+# The alphas do grow: a ring takes 2(n-1) turns. And tokens do not occur: a rank sends the same for one row as for a
+# thousand.
 
 # %% [markdown]
 # ## See the overlap
-# Four ranks on two cores fight for the cores, and that would hide what we look for. So this step is *paced*: every
-# block's forward takes 15 ms and its backward 30 ms, filled up by sleep. The link is slowed to 15 MB/s and 0.5 ms a
-# message. Ranks, groups, hooks and waiting are real. The lower line of each rank is the network.
+# Four ranks on two cores fight for them, which would hide what we look for. So this step is *paced*: sleep fills a
+# block's forward up to 15 ms and its backward to 30 ms, and the link is slowed to 15 MB/s and 0.5 ms a message. Ranks,
+# hooks and waiting are real. The lower line of a rank is the network; the short bars at both ends are the token count
+# and the loss.
 
 # %%
 from course_lib.mesh import Conditions, Link, Links
@@ -304,12 +290,12 @@ picture("bucketed", "Bucketed: everybody waits for the gradients")
 picture("overlapped", "Overlapped: buckets travel while backward goes on")
 
 # %% [markdown]
-# Both send the same bytes over the same link. Can you say beforehand how much stays *exposed*, that is, how long the
-# ranks wait with nothing to compute? Bucket k of b bytes starts when it is full and the one before it has left the link:
+# How long do ranks wait with nothing to compute, how much is *exposed*? Bucket k of b bytes starts when it is full and
+# the one before it has left the link:
 #
 # $$\text{end}_k = \max(\text{full}_k,\ \text{end}_{k-1}) + 2(n-1)\,\alpha + \frac{2(n-1)}{n}\,\frac{b_k}{\beta}$$
 #
-# The next cell computes it for our buckets. A bucket is full when backward has passed the lowest block in it.
+# A bucket is full when backward has passed the lowest block in it.
 
 # %%
 block_of = {p: index for index, block in enumerate(model.blocks) for p in block.parameters()}
@@ -345,22 +331,18 @@ print(f"{'exposed, ms':12}{'formula':>9}{'measured':>10}")
 for way, seconds in exposed.items():
     print(f"{way:12}{1e3 * exposed_formula[way]:9.0f}{1e3 * seconds:10.0f}")
 share = exposed_formula["overlapped"] / exposed_formula["bucketed"]
-print(
-    f"\nshare that overlap cannot hide, by formula: {share:.2f}; your prediction: {predicted_exposed}"
-)
+print(f"\noverlap cannot hide {share:.2f} of it, by formula; your prediction: {predicted_exposed}")
 
 # %% [markdown]
-# Measured is longer: a collective begins when the last rank joins, and on a busy machine they do not arrive together.
-# The naive way suffers most. It pays alpha 39 times instead of 3, and 39 times it waits for the slowest.
+# Measured is longer: a collective begins when the last rank joins, and the naive way waits for that 39 times.
 #
-# What overlap leaves cannot be hidden: the last bucket is full when backward ends, and nothing of this step is left
-# to compute beside it. Smaller buckets make that tail shorter and cost more alphas: bucket size is a knob.
+# What overlap leaves cannot be hidden: the last bucket is full when backward ends. Smaller buckets make that tail
+# shorter and cost more alphas.
 
 # %% [markdown]
 # ## Accumulate without needless messages
-# A batch that does not fit in memory is cut into micro-batches, and their gradients are added up before the
-# optimizer steps. The sum over micro-batches and the sum over ranks may be taken in any order. So send once, after the
-# last: all backwards but one stand inside `with sync.accumulate():`, which torch calls `no_sync`.
+# A batch that does not fit in memory is cut into micro-batches, whose gradients are added up. Sums may be taken in any
+# order: so send once, after the last. All other backwards stand in `with sync.accumulate():`, torch's `no_sync`.
 
 # %%
 CUTS = 2  # a rank has two rows: two micro-batches of one
@@ -387,9 +369,9 @@ print(f"\nloss off by {apart(accumulated)[0]:.1e} with 2 micro-batches")
 print(f"any number of them sends {int(formula):,}; your prediction for 4: {predicted_bytes_m4}")
 
 # %% [markdown]
-# Half the activations, the same bytes. (Only the last backward has messages to hide, and it got shorter.) And `send_each_time` is not only dear, it is wrong: the first sum is still in
-# `.grad` when the second all-reduce comes, so the first micro-batch is counted n times. (DDP divides by n each time,
-# so a forgotten `no_sync` there costs only bytes.) The library refuses it:
+# Half the activations, the same bytes; only the last backward, now shorter, hides messages. Sending each time would
+# also be wrong: the first sum is still in `.grad` at the second all-reduce, so the first micro-batch counts n times.
+# (DDP divides by n each time: there a forgotten `no_sync` costs bytes alone.) The library refuses it:
 
 # %%
 from course_lib.launch import RankError
@@ -412,9 +394,8 @@ except RankError as error:
 
 # %% [markdown]
 # ## The mean is over tokens, not over ranks
-# Texts have different lengths, and padding counts for nothing. Below, each row has 1 to 64 tokens that count, so the
-# ranks hold different numbers of them. The mean of the ranks' means gives every *rank* the same weight; one process
-# gives every *token* the same weight.
+# Padding does not count. Below, a row has 1 to 64 tokens that do, so ranks hold different numbers of them. The mean of
+# the ranks' means weighs every *rank* alike; one process weighs every *token* alike.
 
 # %%
 EXACT, MEAN_OF_MEANS = "sum / global tokens", "mean of the ranks' means"
@@ -441,12 +422,11 @@ print("tokens of each rank:", *(count for _, count in result), f"(one process: {
 print(f"your prediction: {predicted_error}")
 
 # %% [markdown]
-# No error message, only another gradient, in every step. DDP averages over ranks, so with it you multiply your mean
-# loss by n · (own tokens) / (tokens of all ranks) before backward.
+# No error message, only another gradient. DDP averages over ranks: with it, multiply your mean loss by
+# n · (own tokens) / (tokens of all ranks).
 #
-# **Clip after the sum.** The norm of a sum is not the sum of norms. After `finish` all ranks hold the same gradient,
-# so that they compute the same norm without a message. Here is what comes out when each rank clips its own part to
-# half the true norm first:
+# **Clip after the sum.** Then all ranks hold the same gradient, and compute the same norm without a message. The limit
+# below is half the true norm.
 
 
 # %%
@@ -472,7 +452,7 @@ for after_sum in (True, False):
 
 # %% [markdown]
 # ## Serving: nothing travels
-# With the training over, let every copy answer requests of its own. What does a rank send for one token?
+# Now every copy answers requests of its own. What does it send for one token?
 
 
 # %%
@@ -488,15 +468,13 @@ served = run(serve_one_token, n=RANKS)
 print("calls of each rank:", [len(own.records) for own in served.ledgers])
 
 # %% [markdown]
-# Zero. Replicas that serve are servers that happen to run the same program; a load balancer stands in front of them.
-# They raise throughput. They do not make one answer faster, nor a model fit that did not. (Servers that share the
-# experts of a mixture-of-experts model do talk; that is expert parallelism.)
+# Nothing. Such replicas are servers behind a load balancer: they raise throughput, and make no answer faster and no
+# model fit. (Servers that share the experts of one model do talk: expert parallelism.)
 
 # %% [markdown]
 # ## The same in PyTorch
-# `init=False` gives the ranks what `torchrun` would give them (RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT), and
-# nothing else. The rest is what you would write in a script. `DDP` broadcasts the weights of rank 0, fills buckets
-# by hooks and averages over ranks.
+# With `init=False` ranks get what `torchrun` would give them (RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT); the rest is
+# what you would write in a script. `DDP` broadcasts rank 0's weights, fills buckets by hooks and averages over ranks.
 
 # %%
 import torch.distributed as dist
@@ -529,14 +507,13 @@ print(f"after {STEPS} steps of AdamW, weights differ from ours by {difference:.1
 
 # %% [markdown]
 # ## Break it and diagnose
-# Of the four runs below three are ill and one is healthy. The illnesses:
+# Of the four runs below three are ill and one is healthy:
 #
 # - **no sync**: somebody forgot to call `finish`;
 # - **n times**: each rank divides by its *own* tokens, and then the gradients are summed;
 # - **seeds**: each rank draws its own initial weights, and nobody broadcasts.
 #
-# The code is folded. Run it, look at the table and say which is which. The gradient is that of the first step, the
-# weights are those after the last.
+# Which is which? The code is folded: run it and read the table. Gradients are of the first step, weights after the last.
 
 # %%
 diagnosis = {"A": None, "B": None, "C": None, "D": None}  # "healthy", "no sync", "n times", "seeds"
@@ -572,9 +549,8 @@ def spread(result, what):
 
 
 print(f"{'':28}{'bytes':>11}{'norm of':>11}{'largest difference of ranks':>30}")
-print(
-    f"{'':4}{'loss, first and last':>22}{'a rank':>13}{'gradient':>11}{'gradients':>18}{'weights':>12}"
-)
+heads = f"{'a rank':>13}{'gradient':>11}{'gradients':>18}{'weights':>12}"
+print(f"{'':4}{'loss, first and last':>22}{heads}")
 ill = {name: run(patient, illness, n=RANKS) for name, illness in PATIENTS.items()}
 for name, result in ill.items():
     first, last = (sum(one["losses"][step] for one in result) / RANKS for step in (0, -1))
@@ -585,17 +561,15 @@ for name, result in ill.items():
 # %% [markdown]
 # <details><summary>Which is which</summary>
 #
-# The loss tells you nothing: it falls in all four.
+# The loss falls in all four.
 #
-# - **D has no sync.** Its ledger is empty. Each rank trains a model of its own on a quarter of the data.
-# - **B has different seeds.** Its ledger is right and its gradients agree; its weights never did. The gradient of
-#   four different models is summed and applied to each.
-# - **A has gradients n times too large.** Ledger and replicas are in order, only the norm is 4 times that of C. AdamW
-#   hides it, because it divides the gradient by its own size; SGD would take steps four times too long, and clipping
-#   would clip in almost every step.
+# - **D has no sync.** It sends nothing: each rank trains a model of its own on a quarter of the data.
+# - **B has different seeds.** Gradients agree and weights never did: the gradient of four models is applied to each.
+# - **A has gradients n times too large.** Only the norm shows it. AdamW hides it; SGD would take steps four times too
+#   long, and clipping would always clip.
 #
-# So three numbers are worth a log line in a real run: bytes sent, gradient norm, and a checksum of the weights
-# compared across ranks now and then.
+# Three numbers are worth a log line in a real run: bytes sent, gradient norm, and a checksum of the weights, compared
+# across ranks.
 # </details>
 
 # %%
@@ -603,7 +577,7 @@ right = sum(diagnosis[name] == illness for name, illness in PATIENTS.items())
 print(f"{right} of {len(PATIENTS)} right; you gave {diagnosis}")
 
 # %% [markdown]
-# The fourth illness stops the run. Suppose that rank 2 finds no tokens in its rows and skips the step.
+# The fourth illness stops the run: rank 2 finds no tokens in its rows and skips the step.
 
 
 # %%
@@ -628,41 +602,28 @@ except RankError as error:
 
 # %% [markdown]
 # ## When not to use it
-# - **The model does not fit.** Every rank holds all weights, gradients and optimizer states: the table below shows that
-#   n ranks save none of it. Lessons 04 to 10 cut the model.
-# - **The batch is large enough.** More ranks with the same rows each make the batch larger. Goyal et al. raised the
-#   learning rate in step with it and kept ResNet-50's accuracy up to 8,192 images; beyond, it fell. McCandlish et al.
-#   estimate, from the noise of the gradient, the batch above which more rows buy little.
-# - **Few tokens and a slow link.** A rank sends the same whether it has computed much or little. With fewer tokens a
-#   rank, the backward pass gets too short to hide it.
+# - **The model does not fit.** Every rank holds all weights, gradients and optimizer states: see the state column
+#   below. Lessons 04 to 10 cut the model.
+# - **The batch is large enough.** More ranks make it larger. Goyal et al. raised the learning rate with it and kept
+#   ResNet-50's accuracy up to 8,192 images; beyond, it fell. McCandlish et al. estimate from the noise of the gradient
+#   where more rows buy little.
+# - **Few tokens and a slow link.** The bytes stay, and backward gets too short to hide them.
 #
 # ## The table that grows
-# Every lesson adds its rows. State is parameters, gradients and AdamW's two moments with its step counters, in bytes.
-# Code is what this lesson showed of the library, without comm underneath.
-
+# Every lesson adds its rows. State is the bytes of parameters, gradients and AdamW's moments and counters; code is lines
+# of the library behind each way, comm not counted.
 
 # %%
-def statements(*objects):
-    """Lines of code without comments and docstrings."""
-    lines = 0
-    for one in objects:
-        tree = ast.parse(textwrap.dedent(inspect.getsource(one)))
-        for node in ast.walk(tree):
-            if isinstance(node, ast.ClassDef | ast.FunctionDef) and ast.get_docstring(node):
-                node.body = node.body[1:] or [ast.Pass()]
-        lines += len(ast.unparse(tree).splitlines())
-    return lines
-
+from course_lib.view import code_lines
 
 shared = (dp.GradientSync, dp.global_tokens, dp.train_step)
 code = {
-    "naive": statements(dp.Naive, *shared),
-    "bucketed": statements(dp.Bucketed, *shared),
-    "overlapped": statements(dp.Overlapped, dp.Bucketed, *shared),
+    "naive": code_lines(dp.Naive, *shared),
+    "bucketed": code_lines(dp.Bucketed, *shared),
+    "overlapped": code_lines(dp.Overlapped, dp.Bucketed, *shared),
 }
-print(
-    f"{'a rank, one step':20}{'state':>11}{'activations':>13}{'bytes sent':>12}{'exposed':>10}{'code':>6}"
-)
+heads = f"{'state':>11}{'activations':>13}{'bytes sent':>12}{'exposed':>10}{'code':>6}"
+print(f"{'a rank, one step':20}{heads}")
 print(f"{'one process':20}{serial['state']:11,}{serial['activations']:13,}{0:12,}{0:7} ms")
 for way, result in runs.items():
     state, activations = result[0]["state"], result[0]["activations"]
@@ -671,15 +632,15 @@ for way, result in runs.items():
 
 # %% [markdown]
 # ## The claims settled
-# **Claim 1: only if a rank handles many tokens in a step.** A study note for interviews gives the order "tensor
-# parallel > data parallel > pipeline" as a fact. But the one side counts parameters and the other counts tokens. A
-# layer has about 12 h² parameters (h is the hidden size); tensor parallelism makes 4 all-reduces a layer (2 forward,
-# 2 backward), each of tokens × h numbers. With equal n the ring factors cancel, and so do layers and bytes a number:
+# **Claim 1: only if a rank handles many tokens in a step.** A study note for interviews states the order "tensor
+# parallel > data parallel > pipeline" as a fact. But one side counts parameters and the other tokens. A layer has about
+# 12 h² parameters (h: hidden size); tensor parallelism makes 4 all-reduces a layer, each of tokens × h numbers. With
+# equal n the ring factors cancel:
 #
 # $$12\,h^2 \text{ against } 4 \cdot \text{tokens} \cdot h \quad\Rightarrow\quad \text{equal at tokens} = 3h$$
 #
-# Where t tensor-parallel ranks share the model, each holds 1/t of the gradients, and the crossing falls to 3h/t. A
-# second note works it out for GPT-3 and 32 sequences of 2,048 tokens, with the whole model on every data-parallel rank:
+# (Where t tensor-parallel ranks share the model, a rank has 1/t of the gradients: equal at 3h/t.) A second note works
+# it out for GPT-3 and 32 sequences of 2,048 tokens:
 
 # %%
 from course_lib.ledger import wire
@@ -689,82 +650,335 @@ tokens = 32 * 2048
 data_parallel = wire("all_reduce", 2 * gpt3, n)  # 2 bytes a gradient
 tensor_parallel = 4 * layers * wire("all_reduce", 2 * tokens * hidden, n)
 crossing = tokens * data_parallel / tensor_parallel
+sizes = [float(data_parallel) / 1e9, float(tensor_parallel) / 1e9]
 print(f"{tokens:,} tokens a rank, {n} ranks, GB that a rank sends:")
-print(
-    f"data parallel {float(data_parallel) / 1e9:,.1f}, tensor parallel {float(tensor_parallel) / 1e9:,.1f}"
-)
+print(f"data parallel {sizes[0]:,.1f}, tensor parallel {sizes[1]:,.1f}")
 print(f"equal at {float(crossing):,.0f} tokens; 3h = {3 * hidden:,}; your vote: {vote_1}")
 
 note = [2 * gpt3 / 1e9, 4 * layers * 2 * tokens * hidden / 1e9]
-print(
-    f"\nthe second note: {note[0]:,.0f} and {note[1]:,.0f} GB, and {note[0] / 25:.0f} s for data parallel at 25 GB/s"
-)
-print(f"with what a rank sends: {float(data_parallel) / 25e9:.1f} s")
+print(f"\nthe second note: {note[0]:,.0f} and {note[1]:,.0f} GB;", end=" ")
+print(f"at 25 GB/s data parallel takes {note[0] / 25:.0f} s")
+print(f"with what a rank sends: {sizes[0] / 25:.1f} s")
 
 # %% [markdown]
-# The second note's figures are the *payload*; what a rank of a ring sends is 2(n-1)/n times that. It counts it as an
-# advantage of tensor parallelism that its messages can be overlapped. But there the next operation of the layer waits
-# for them, while nobody waits for a gradient before the optimizer does: you saw it in the second picture. That serving
-# sends nothing is right: you counted it. And the first note has data parallelism talk at the end of every *epoch*; such
-# ranks would be patient D for a whole epoch.
+# Its figures are the *payload*; a rank sends 2(n-1)/n times that. It also gives tensor parallelism the advantage of
+# overlap. But there the next operation waits for the message, while nobody waits for a gradient before the optimizer
+# does. And the first note has data parallelism talk at the end of every *epoch*: patient D, for an epoch.
 
 # %%
 without, with_it = (1e3 * exposed[way] for way in ("bucketed", "overlapped"))
 print(f"exposed without overlap {without:.0f} ms, with it {with_it:.0f} ms; your vote: {vote_2}")
 
 # %% [markdown]
-# **Claim 2: false.** The last bucket is full when backward ends. And on a GPU the collective itself takes some of the processors and of
-# the memory bandwidth from the backward that it hides behind.
+# **Claim 2: false.** The last bucket is full when backward ends, and on a GPU a collective takes processors and memory
+# bandwidth from the backward that it hides behind.
+
+# %% [markdown]
+# ## Your turn
+# [Five exercises](../exercises/03_data_parallelism.ipynb), each on its own: a table by hand (5 minutes); and on real
+# ranks the scale before the sum (5), one bucket (10), buckets that leave from hooks (25), and the whole of it in raw
+# PyTorch (20).
+
+# %% course={"role": "given"}
+from contextlib import contextmanager
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from course_lib import comm
+
+# %% [markdown] course={"ex": "03-1"}
+# ## 03-1 Three gradients and three buckets, by hand
+# Five minutes, on paper; no code.
 #
+# **Gradients.** A model has one weight w = 1, the loss of a row x is (w x)², and its gradient 2 w x². Three ranks hold
+#
+# | rank | rows x |
+# |---|---|
+# | 0 | 1, 2 |
+# | 1 | 4 |
+# | 2 | 1, 1, 1 |
+#
+# - `own`: the gradient of each rank's *summed* loss, [rank 0, rank 1, rank 2]
+# - `law`: every rank divides its summed loss by the rows of all ranks; the gradients are summed
+# - `mean of means`: every rank divides by its own rows; the gradients are averaged over ranks
+# - `n times`: every rank divides by its own rows; the gradients are summed
+#
+# **Buckets.** Another model, on four ranks, has five tensors. In the order of the model they are a (400 bytes),
+# b (2,000), c (800), d (1,200) and e (600). Buckets are filled from the last tensor to the first, and the tensor that
+# brings a bucket to 2,000 bytes or more closes it.
+#
+# - `buckets`: which tensors are in bucket 0, 1 and 2, in the order in which they are put in, such as `"ab c de"`
+# - `leaves`: on one rank the hooks fire in the order e, c, b, d, a. After whose hook does bucket 0 leave, after whose
+#   bucket 1, bucket 2? Such as `"a a e"`
+# - `bytes`: what a rank sends in a step, by a ring
+# - `bytes, 4 micro-batches`: the same when the step has four micro-batches and sends as it should
+
+# %% course={"ex": "03-1", "role": "answer"}
+# BEGIN SOLUTION
+step = {
+    "own": [10, 32, 6],
+    "law": 8,
+    "mean of means": 13,
+    "n times": 39,
+    "buckets": "edc b a",
+    "leaves": "d d a",
+    "bytes": 7500,
+    "bytes, 4 micro-batches": 7500,
+}
+# STUB
+# step = {
+#     "own": None,  # three numbers, such as [1, 2, 3]
+#     "law": None,
+#     "mean of means": None,
+#     "n times": None,
+#     "buckets": None,  # three words in one text
+#     "leaves": None,  # three letters in one text
+#     "bytes": None,
+#     "bytes, 4 micro-batches": None,
+# }
+# END SOLUTION
+
+# %% [markdown] course={"ex": "03-1", "role": "answer"}
+# - The six row gradients are 2, 8 | 32 | 2, 2, 2; their sum is 48, and 48 / 6 = 8.
+# - The ranks' means are 5, 32 and 2: 39 in all, 13 on average. Rank 1, with one row of six, has a third of the say.
+# - e + d are 1,800 bytes, so c still goes in. At b's hook bucket 1 is full, but bucket 0 lacks d: at d's hook both leave.
+# - 5,000 bytes in all, and 2 · 3/4 of them are sent, once a step.
+
+# %% course={"ex": "03-1", "role": "check"}
+from course_lib.grading import check
+
+check("03-1", step)
+
+# %% [markdown] course={"ex": "03-2"}
+# ## 03-2 The scale before the sum
+# Four ranks hold 3, 9, 1 and 5 tokens. Each calls `backward()` on what your function returns; then the gradients are
+# summed over the ranks, and nothing else is done to them. Write the one line that makes this sum the gradient of the
+# mean loss over all 18 tokens.
+#
+# It is checked on two, three and four ranks with other token counts, of which one may be 0, and on one rank. A rank may
+# make one call, with one number.
+
+
+# %% course={"ex": "03-2", "role": "answer"}
+def local_loss(total, count, axis):
+    """The loss on which this rank calls ``backward()``.
+
+    ``total`` is the summed loss of this rank's tokens, a scalar with a graph; ``count`` how many
+    tokens they are, an int64 scalar; ``axis`` the ranks that train together.
+    """
+    # BEGIN SOLUTION
+    return total / comm.all_reduce(count, axis)
+    # END SOLUTION
+
+
+# %% course={"ex": "03-2", "role": "check"}
+from course_lib.grading import check
+
+check("03-2", local_loss)
+
+# %% [markdown] course={"ex": "03-3"}
+# ## 03-3 One bucket, one all-reduce
+# Backward is over, and every rank has its own gradients in `p.grad`. Sum those of one bucket over the ranks, in one
+# call. The parameters have different shapes. A rank that did not use a parameter has None in its `grad`: that counts as
+# zeros, and gets the sum of the others like any gradient.
+#
+# Checked are the gradients on one to four ranks, that a rank makes one call, and that it sends 2(n-1)/n times the bytes
+# of the bucket. `torch.cat`, `Tensor.split` and `Tensor.view_as` are of use; `comm.flatten`, `comm.unflatten` and
+# `comm.start_all_reduce_flat` are what you write here, so they refuse.
+
+
+# %% course={"ex": "03-3", "role": "answer"}
+def sum_bucket(parameters, axis):
+    """Leave in every ``p.grad`` of ``parameters`` the sum over the ranks of ``axis``.
+
+    ``parameters`` is a list of float32 parameters. ``comm.all_reduce(x, axis)`` returns the sum
+    and leaves ``x`` as it is. Returns nothing.
+    """
+    # BEGIN SOLUTION
+    gradients = [torch.zeros_like(p) if p.grad is None else p.grad for p in parameters]
+    total = comm.all_reduce(torch.cat([g.flatten() for g in gradients]), axis)
+    pieces = total.split([p.numel() for p in parameters])
+    for p, piece in zip(parameters, pieces, strict=True):
+        p.grad = piece.view_as(p)
+    # END SOLUTION
+
+
+# %% course={"ex": "03-3", "role": "check"}
+from course_lib.grading import check
+
+check("03-3", sum_bucket)
+
+# %% [markdown] course={"ex": "03-4"}
+# ## 03-4 Buckets that leave while backward runs
+# The class below is data parallelism with overlap, but for its two methods that matter. Write `ready`, which autograd
+# calls for each parameter, and `finish`. The rest is given and need not change.
+#
+# - Bucket 0 leaves first on every rank, then bucket 1, and so on, whatever the order in which the hooks fire: on some
+#   ranks of the check a later bucket is full before an earlier one.
+# - A bucket leaves as early as that allows, and never before all of its gradients are complete.
+# - On one rank of the check a whole bucket is not used, so that none of its hooks fires. It travels all the same.
+# - A backward inside `accumulate()` sends nothing and completes nothing.
+# - After `finish` the next step can begin.
+#
+# Checked are the gradients on one to four ranks, the weights after three steps of two micro-batches each, calls and
+# bytes, and how many buckets have left when backward completes its last gradient.
+
+
+# %% course={"ex": "03-4", "role": "answer"}
+class Overlapped:
+    """Sums gradients over ``axis`` while backward runs, bucket by bucket.
+
+    ``buckets`` are lists of parameters, in the order in which they leave. A step: every backward
+    but the last inside ``with sync.accumulate():``, the last one outside, then ``sync.finish()``.
+    """
+
+    def __init__(self, buckets, axis):
+        self.buckets, self.axis = buckets, axis
+        self.bucket_of = {p: k for k, bucket in enumerate(buckets) for p in bucket}
+        self.accumulating = False
+        self.begin_step()
+        for p in self.bucket_of:
+            p.register_post_accumulate_grad_hook(self.ready)
+
+    def begin_step(self):
+        """Nothing has left, and every bucket misses all of its gradients."""
+        self.handles = []  # handles[k] is that of bucket k
+        self.missing = [set(bucket) for bucket in self.buckets]
+
+    @contextmanager
+    def accumulate(self):
+        """A backward in here only adds to this rank's own gradients."""
+        self.accumulating = True
+        yield
+        self.accumulating = False
+
+    def send_next(self):
+        """The next bucket leaves, number len(self.handles); a gradient of None goes as zeros."""
+        bucket = self.buckets[len(self.handles)]
+        gradients = [torch.zeros_like(p) if p.grad is None else p.grad for p in bucket]
+        self.handles.append(comm.start_all_reduce_flat(gradients, self.axis))
+
+    def ready(self, parameter):
+        """Autograd calls it when ``parameter.grad`` is complete for this backward.
+
+        Sends the buckets that may leave now: none, one or several.
+        """
+        # BEGIN SOLUTION
+        if self.accumulating:
+            return
+        self.missing[self.bucket_of[parameter]].discard(parameter)
+        while len(self.handles) < len(self.buckets) and not self.missing[len(self.handles)]:
+            self.send_next()
+        # END SOLUTION
+
+    def finish(self):
+        """After the last backward: every ``p.grad`` becomes the sum over the ranks.
+
+        ``handle.wait()`` gives the flat sum of a bucket, and ``comm.unflatten(flat, bucket)`` its
+        pieces, in the shapes of the parameters.
+        """
+        # BEGIN SOLUTION
+        while len(self.handles) < len(self.buckets):
+            self.send_next()
+        for bucket, handle in zip(self.buckets, self.handles, strict=True):
+            for p, total in zip(bucket, comm.unflatten(handle.wait(), bucket), strict=True):
+                p.grad = total
+        self.begin_step()
+        # END SOLUTION
+
+
+# %% course={"ex": "03-4", "role": "check"}
+from course_lib.grading import check
+
+check("03-4", Overlapped)
+
+# %% [markdown] course={"ex": "03-5"}
+# ## 03-5 The same in raw PyTorch
+# A data-parallel training loop with `torch.distributed` alone: no `course_lib` and no DDP, which both refuse. The
+# default process group stands already, so `dist.get_rank()`, `dist.broadcast(tensor, 0)` and `dist.all_reduce(tensor)`
+# work; both write into `tensor`.
+#
+# Checked are the weights after three steps of SGD: on every rank those of one process that starts from rank 0's
+# weights, has the rows of all ranks, and clips its gradient to `max_norm`. In one step the last of three ranks has no
+# rows. A rank sends the weights once, then the gradients and a row count in each step. How many calls you make for the
+# gradients is up to you.
+
+
+# %% course={"ex": "03-5", "role": "answer"}
+def train(model, batches, optimizer, max_norm):
+    """Train ``model`` in place, in data parallel over all ranks.
+
+    ``model`` begins with other weights on every rank; ``model(x)`` has the shape of ``y``.
+    ``batches`` has this rank's (x, y) of each step, x [rows, 6] and y [rows]; ranks hold different
+    numbers of rows. The loss of a step is the mean of (model(x) - y) ** 2 over the rows of all
+    ranks. ``optimizer`` has the parameters of ``model``. Returns nothing.
+    """
+    # BEGIN SOLUTION
+    for p in model.parameters():
+        dist.broadcast(p.data, 0)
+    for x, y in batches:
+        rows = torch.tensor(len(x))
+        dist.all_reduce(rows)
+        optimizer.zero_grad()
+        (((model(x) - y) ** 2).sum() / rows).backward()
+        for p in model.parameters():
+            dist.all_reduce(p.grad)
+        nn.utils.clip_grad_norm_(model.parameters(), max_norm)
+        optimizer.step()
+    # END SOLUTION
+
+
+# %% course={"ex": "03-5", "role": "check"}
+from course_lib.grading import check
+
+check("03-5", train)
+
+# %% [markdown]
 # ## Exit questions
 # Answer each before you unfold it.
 #
-# **1.** A model of 7 billion parameters, gradients in 2 bytes, 64 ranks. What does a rank send in a step?
+# **1.** 7 billion parameters, gradients in 2 bytes, 64 ranks. What does a rank send in a step?
 #
 # <details><summary>Answer</summary>
-# 2 · 63/64 · 14 GB = 27.6 GB. Whether it handles one sequence or a hundred.
+# 2 · 63/64 · 14 GB = 27.6 GB, for one sequence or a hundred.
 # </details>
 #
-# **2.** You double the micro-batches of a step at the same micro-batch size. What happens to the bytes a step, and to
-# the bytes a token?
+# **2.** You double the micro-batches of a step, each as large as before. What happens to the bytes a step, and a token?
 #
 # <details><summary>Answer</summary>
-# A step sends the same, a token half: accumulation is a way to pay less for communication, with a larger batch as
-# the price.
+# A step sends the same, a token half. The price is a larger batch.
 # </details>
 #
-# **3.** Why must buckets leave in the same order on all ranks, and why does the library not simply send each when full?
+# **3.** Why must buckets leave in the same order on all ranks, and why is each not simply sent when it is full?
 #
 # <details><summary>Answer</summary>
-# Collectives are matched by order, not by name: the k-th call of one rank meets the k-th of the others. Hooks may
-# fire in different orders on different ranks, for example when one of them does not use a parameter.
+# Collectives are matched by order, not by name: the k-th call of one rank meets the k-th of the others. And hooks may
+# fire in different orders, for example where a rank does not use a parameter.
 # </details>
 #
-# **4.** The loss falls, all ranks agree, the bytes are right, but a run with SGD diverges where one process did not.
-# What do you look at first?
+# **4.** The loss falls, ranks agree, bytes are right, but SGD diverges where one process did not. What do you look at?
 #
 # <details><summary>Answer</summary>
-# The gradient norm against that of one process on the same batch. A factor of n means: divided by own tokens, summed.
+# The gradient norm against that of one process on the same batch. A factor n: divided by own tokens, then summed.
 # </details>
 #
-# **5.** With overlap the step is still 20 % communication. Name three changes that keep the gradient as it is.
+# **5.** With overlap, 20 % of the step is still communication. Name three changes that keep the gradient as it is.
 #
 # <details><summary>Answer</summary>
-# More micro-batches a step (a larger batch, or fewer ranks); another bucket size; a faster link between the ranks of
-# one data-parallel group, or an all-reduce in two levels, inside the nodes and between them. Sending the gradients in
-# fewer bits would change them.
+# More micro-batches a step (a larger batch, or fewer ranks); another bucket size; a faster link, or an all-reduce in
+# two levels, inside the nodes and between them. Gradients in fewer bits would change it.
 # </details>
 #
 # ## Sources and what next
-# - Li et al. 2020, *PyTorch Distributed: Experiences on Accelerating Data Parallel Training*,
-#   [arXiv:2006.15704](https://arxiv.org/abs/2006.15704): buckets, hooks, `no_sync`, unused parameters. Section 3 is
-#   this lesson.
-# - Goyal et al. 2017, *Accurate, Large Minibatch SGD*, [arXiv:1706.02677](https://arxiv.org/abs/1706.02677): what a
-#   large batch does to training; its section 3 lists mistakes that you now know.
-# - McCandlish et al. 2018, *An Empirical Model of Large-Batch Training*,
-#   [arXiv:1812.06162](https://arxiv.org/abs/1812.06162): how large a batch is worth it.
-# - Brown et al. 2020, [arXiv:2005.14165](https://arxiv.org/abs/2005.14165), for the sizes of GPT-3; Shoeybi et al.
-#   2019, [arXiv:1909.08053](https://arxiv.org/abs/1909.08053), for the four all-reduces a layer.
+# - Li et al. 2020, *PyTorch Distributed*, [arXiv:2006.15704](https://arxiv.org/abs/2006.15704): buckets, hooks,
+#   `no_sync`, unused parameters. Section 3 is this lesson.
+# - Goyal et al. 2017, *Accurate, Large Minibatch SGD*, [arXiv:1706.02677](https://arxiv.org/abs/1706.02677): its
+#   section 3 lists mistakes that you now know.
+# - McCandlish et al. 2018, [arXiv:1812.06162](https://arxiv.org/abs/1812.06162): how large a batch is worth it.
+# - Brown et al. 2020, [arXiv:2005.14165](https://arxiv.org/abs/2005.14165): GPT-3's sizes; Shoeybi et al. 2019,
+#   [arXiv:1909.08053](https://arxiv.org/abs/1909.08053): the four all-reduces a layer.
 #
-# Next: the state column of the table is the same for one process and for four ranks. Four copies of AdamW's moments
-# hold the same numbers. Lesson 04 (ZeRO) keeps one quarter of them on each rank, and sends no more than you sent here.
+# Next: four copies of AdamW's moments hold the same numbers. Lesson 04 (ZeRO) keeps a quarter of them on each rank, and
+# sends no more than you sent here.

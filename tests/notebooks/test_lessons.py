@@ -138,6 +138,16 @@ def lesson_02_shows_collectives(notebook):
 def lesson_03_shows_one_gradient(notebook):
     text = outputs(notebook)
     assert "{'own': 0.5, 'sum': 15.0}" in text
+    for way, calls in (("naive", 39), ("bucketed", 3), ("overlapped", 3)):
+        assert re.search(rf"^{way} +{calls} +1,379,712 +1,379,712 ", text, re.MULTILINE)
+    for line in (
+        "put every backward but the last of a step into `with sync.accumulate():`",
+        "calls of each rank: [0, 0, 0, 0]",
+        "rank 1 was at: cell 24 line 9: sync.finish()\nrank 2 had returned",
+        "data parallel 612.5, tensor parallel 1,082.3",
+    ):
+        assert line in text
+    assert re.search(r"^D +\S+ +\S+ +0 ", text, re.MULTILINE)  # no sync: nothing is sent
     assert len(pictures(notebook)) >= 2
 
 

@@ -159,6 +159,21 @@ class _FiringOrder(_Overlapped):
         self.begin()
 
 
+class _OneAtATime(_Overlapped):
+    def send_full(self) -> None:
+        if len(self.sent) < len(self.buckets) and not self.missing[len(self.sent)]:
+            self.send(len(self.sent))
+
+
+class _AnyFull(_Overlapped):
+    """Any full bucket sends the next one in order."""
+
+    def ready(self, parameter: nn.Parameter) -> None:
+        self.missing[self.bucket_of[parameter]].discard(parameter)
+        if not self.missing[self.bucket_of[parameter]] and not self.accumulating:
+            self.send(len(self.sent))
+
+
 class _AtFirstGradient(_Overlapped):
     def ready(self, parameter: nn.Parameter) -> None:
         if self.bucket_of[parameter] not in self.sent:
@@ -263,12 +278,14 @@ OVERLAP = Ranked(
         Wrong(_Twice, words="your gradients are exactly 2 times too large"),
         Wrong(_AtFirstGradient, words="a bucket left before all of its gradients were complete"),
         Wrong(_FiringOrder, words="different buckets were added together"),
+        Wrong(_AnyFull, words="bucket 0 left in its stead"),
         Wrong(_ForgetsUnused, words="finish must send what is left"),
         Wrong(_CountsEachMicroBatch, words="only the first micro-batch was sent"),
         Wrong(_NoReset, words="is all reset in finish?"),
         Wrong(_NeverEmpties, words="is all reset in finish?"),
         Wrong(_EachMicroBatch, words="calls in steps of 2 micro-batches"),
         Wrong(_AllInFinish, words="0 of 3 buckets had left"),
+        Wrong(_OneAtATime, words="those that waited for it may leave too"),
         Wrong(_OneByOne, words="made 6 calls for 3 buckets"),
         Wrong(_Gathers, words="an all-reduce sends 2(n-1)/n"),
         Wrong(_library, words=REFUSAL),
@@ -290,6 +307,7 @@ OVERLAP = Ranked(
         RankCase("wire", "calls and bytes", FOUR, towers.calls),
         RankCase("wire", "once a step", STEPS, towers.once_a_step),
         RankCase("wire", "while backward goes on", TWO, towers.while_backward_runs),
+        RankCase("wire", "several at once", FOUR, towers.none_waits_in_vain),
     ),
     refused=(
         "course_lib.dp:Overlapped._ready",

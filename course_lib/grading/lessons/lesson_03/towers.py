@@ -44,6 +44,7 @@ class Run:
     weights: Tensor  # flat, after the last step
     early: int  # calls made when the first step's last gradient was complete
     calls: list[int]  # made in each step
+    in_backward: int = 0  # calls made before the first step's finish
 
 
 def task(trial: Trial, rank: int, seed: int) -> Task:
@@ -111,6 +112,7 @@ def act(answers: Sequence[Answer], inputs: tuple[Any, ...], mesh: Mesh) -> Run:
                 for loss in losses[:-1]:
                     loss.backward()
             losses[-1].backward()
+            done.in_backward = done.in_backward or len(wire_calls.calls)
             sync.finish()
             done.gradients.append(flat([p.grad for p in parameters]))
             done.calls.append(len(wire_calls.calls) - before)
@@ -171,6 +173,14 @@ def _in_firing_order(seen: Seen) -> list[Tensor]:
     return [gradient.flatten() for gradient in mixed]
 
 
+def _first_bucket_empty(seen: Seen) -> list[Tensor]:
+    """What comes out when any full bucket makes the next in order leave."""
+    own = own_gradients(seen)
+    for gradient in own[1::2]:
+        gradient[-1] = 0  # the last tower is bucket 0
+    return [torch.stack(own).sum(0).flatten()] * seen.trial.n
+
+
 def _mistakes(seen: Seen) -> list[tuple[Callable[[], list[Tensor]], str]]:
     n = seen.trial.n
     found: list[tuple[Callable[[], list[Tensor]], str]] = [
@@ -185,13 +195,18 @@ def _mistakes(seen: Seen) -> list[tuple[Callable[[], list[Tensor]], str]]:
         ),
     ]
     if n == 4:
-        found.append(
+        found += [
             (
                 lambda: _in_firing_order(seen),
                 "each rank sent its buckets in the order in which its own hooks filled them, so "
                 "that different buckets were added together",
-            )
-        )
+            ),
+            (
+                lambda: _first_bucket_empty(seen),
+                "where bucket 2 was full first, bucket 0 left in its stead, before any of its own "
+                "gradients was complete",
+            ),
+        ]
     return found
 
 
@@ -267,4 +282,15 @@ def while_backward_runs(seen: Seen) -> str:
     return (
         f"when backward completed its last gradient, {early} of {TOWERS} buckets had left: all but "
         "the last were full and could have been on their way"
+    )
+
+
+def none_waits_in_vain(seen: Seen) -> str:
+    """On the ranks whose last hook fills bucket 0, all buckets leave from that hook."""
+    sent = min(value.in_backward for value in seen.values)
+    if sent >= TOWERS:
+        return ""
+    return (
+        f"when backward returned, {sent} of {TOWERS} buckets had left on a rank where bucket 0 was "
+        "full last: with it those that waited for it may leave too"
     )
