@@ -11,7 +11,7 @@ layout: use that one, whose shards join to the sequence in order.
 Grouped query: where n does not divide the G key and value heads, each is sent in copies, lcm(G, n)
 heads in all, so that every rank has the ones that its query heads look at.
 
-Bytes: an all-to-all of S bytes on the rank sends (n-1)/n S. Two of q's size and two of K's size in
+Bytes: an all-to-all sends (n-1)/n of the rank's tensor. Two of q's size and two of K's size in
 forward, the same in backward: less than a ring as n grows, but grouped query shrinks K and V only.
 The degree is bounded by the number of heads; a ring inside (:func:`ulysses_ring_attention`) goes
 beyond.
