@@ -20,8 +20,9 @@ then ``sync.finish()``, and only then clip and step.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from fractions import Fraction
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -69,6 +70,31 @@ def global_tokens(targets: Iterable[Tensor], axis: Axis, ignore_index: int = -10
     return total
 
 
+class Sync(Protocol):
+    """What :func:`train_step` asks of whatever sums the gradients."""
+
+    axis: Axis
+
+    def accumulate(self) -> AbstractContextManager[None]:
+        """Around every backward but the last of a step."""
+
+    def finish(self) -> None:
+        """Once, after the last backward."""
+
+    def clip(self, max_norm: float) -> Tensor:
+        """Bring the global norm down to ``max_norm``; the norm before."""
+
+
+class Optimizer(Protocol):
+    """What :func:`train_step` asks of an optimizer; those of torch.optim have it."""
+
+    def zero_grad(self) -> None:
+        """Forget the gradients."""
+
+    def step(self) -> Any:
+        """Update the parameters."""
+
+
 class GradientSync:
     """Leaves the sum over the axis in every ``parameter.grad`` when :meth:`finish` returns.
 
@@ -89,6 +115,10 @@ class GradientSync:
     def finish(self) -> None:
         """Call it once after the last backward of a step."""
         raise NotImplementedError
+
+    def clip(self, max_norm: float) -> Tensor:
+        """:func:`clip_gradients` of the parameters that are kept in step."""
+        return clip_gradients(self.parameters, max_norm)
 
 
 class Naive(GradientSync):
@@ -203,8 +233,8 @@ def clip_gradients(parameters: Iterable[nn.Parameter], max_norm: float) -> Tenso
 def train_step(
     loss_sum: LossSum,
     micro_batches: Sequence[Batch],
-    sync: GradientSync,
-    optimizer: torch.optim.Optimizer,
+    sync: Sync,
+    optimizer: Optimizer,
     max_norm: float | None = None,
 ) -> Tensor:
     """One optimizer step on this rank's ``micro_batches``; the mean loss over all tokens.
@@ -226,6 +256,6 @@ def train_step(
         total = total + loss.detach()
     sync.finish()
     if max_norm is not None:
-        clip_gradients(sync.parameters, max_norm)
+        sync.clip(max_norm)
     optimizer.step()
     return comm.all_reduce(total, sync.axis, control=True)
