@@ -2,212 +2,35 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from fractions import Fraction
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from course_lib import comm, dp
-from course_lib.grading.compare import difference
 from course_lib.grading.exercise import Answer, Wrong
-from course_lib.grading.ranked import RankCase, Ranked, Seen, Trial
-from course_lib.ledger import wire
-from course_lib.mesh import Mesh, make_mesh
+from course_lib.grading.lessons.lesson_03.training import (
+    Batches,
+    Optimizer,
+    act,
+    clipped,
+    flat,
+    gradient_of,
+    inputs,
+    sent_bytes,
+    set_gradients,
+    weights,
+)
+from course_lib.grading.ranked import RankCase, Ranked, Trial
+from course_lib.mesh import make_mesh
 
 TWO, FOUR, NONE, ONE = range(4)
 HANG = "The last rank has no rows in one step: it must make all calls of that step too"
 # size: rows of the last rank in the second step
 TRIALS = (Trial(2, 1), Trial(4, 1), Trial(3, 0, HANG), Trial(1, 4))
-STEPS, FEATURES = 3, 6
 REFUSAL = "this is what you are asked to write"
-Batches = Sequence[tuple[Tensor, Tensor]]
-Optimizer = torch.optim.Optimizer
-# the gradients of the summed loss by rank, the rows of each, the limit -> what each rank steps by
-Combine = Callable[[list[Tensor], list[int], float], list[Tensor]]
-
-
-def _model(seed: int) -> nn.Module:
-    with torch.random.fork_rng():
-        torch.manual_seed(seed)
-        return nn.Sequential(nn.Linear(FEATURES, 8), nn.Tanh(), nn.Linear(8, 1), nn.Flatten(0))
-
-
-def _optimizer(model: nn.Module) -> Optimizer:
-    """SGD shows a wrong factor, which Adam would hide."""
-    return torch.optim.SGD(model.parameters(), lr=0.03, momentum=0.9)
-
-
-def _batches(trial: Trial, rank: int, seed: int) -> Batches:
-    """This rank's rows of each step: other numbers of them on every rank.
-
-    The targets of the first step are large, so that it is clipped and the others are not.
-    """
-    found = []
-    for step in range(STEPS):
-        shared = torch.Generator().manual_seed(seed + step)
-        counts = torch.randperm(6, generator=shared) + 2
-        if step == 1:
-            counts[trial.n - 1] = trial.size
-        own = torch.Generator().manual_seed(seed + 100 * (step + 1) + rank)
-        x = torch.randn(int(counts[rank]), FEATURES, generator=own)
-        found.append((x, torch.randn(len(x), generator=own) + (0 if step else 5)))
-    return found
-
-
-def _flat(tensors: Sequence[Tensor]) -> Tensor:
-    return torch.cat([tensor.detach().flatten() for tensor in tensors])
-
-
-def _set_gradients(model: nn.Module, flat: Tensor) -> None:
-    parameters = list(model.parameters())
-    for parameter, part in zip(
-        parameters, flat.split([p.numel() for p in parameters]), strict=True
-    ):
-        parameter.grad = part.view_as(parameter).clone()
-
-
-def _gradient(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
-    """Of the summed loss, flat."""
-    return _flat(torch.autograd.grad(((model(x) - y) ** 2).sum(), list(model.parameters())))
-
-
-def _limit(trial: Trial, seed: int) -> float:
-    """0.4 of the norm of the first step's gradient: of two ranks' parts one at least is longer."""
-    first = [_batches(trial, rank, seed)[0] for rank in range(trial.n)]
-    x, y = (torch.cat(parts) for parts in zip(*first, strict=True))
-    return _gradient(_model(seed), x, y).norm().item() / len(x) * 0.4
-
-
-def _inputs(trial: Trial, rank: int, seed: int) -> tuple[int, Batches, float]:
-    return seed + rank, _batches(trial, rank, seed), _limit(trial, seed)
-
-
-def _act(answers: Sequence[Answer], inputs: tuple[Any, ...], mesh: Mesh) -> Any:
-    seed, batches, limit = inputs
-    model = _model(seed)
-    answers[0](model, batches, _optimizer(model), limit)
-    return _flat(list(model.parameters()))
-
-
-def _clipped(gradient: Tensor, limit: float) -> Tensor:
-    return gradient * min(1.0, limit / (gradient.norm().item() + 1e-6))
-
-
-def _right(own: list[Tensor], rows: list[int], limit: float) -> list[Tensor]:
-    return [_clipped(torch.stack(own).sum(0) / sum(rows), limit)] * len(own)
-
-
-@dataclass(frozen=True)
-class Mistake:
-    """A way to train that gives other weights: what to say, and in what it differs."""
-
-    message: str
-    combine: Combine = _right
-    equal: bool = True  # whether the ranks start from the same weights
-    averaged: bool = False  # whether the weights are averaged after each step
-
-
-def _trained(seen: Seen, how: Mistake = Mistake("")) -> list[Tensor]:
-    """The weights of every rank, worked out in one process."""
-    n, seed = seen.trial.n, seen.seed
-    models = [_model(seed + rank * (not how.equal)) for rank in range(n)]
-    optimizers = [_optimizer(model) for model in models]
-    batches = [_batches(seen.trial, rank, seed) for rank in range(n)]
-    for step in range(STEPS):
-        rows = [len(own[step][0]) for own in batches]
-        own = [_gradient(model, *mine[step]) for model, mine in zip(models, batches, strict=True)]
-        totals = how.combine(own, rows, _limit(seen.trial, seed))
-        for model, optimizer, total in zip(models, optimizers, totals, strict=True):
-            _set_gradients(model, total)
-            optimizer.step()
-        if how.averaged:
-            _average(models)
-    return [_flat(list(model.parameters())) for model in models]
-
-
-def _average(models: list[nn.Module]) -> None:
-    mean = torch.stack([_flat(list(model.parameters())) for model in models]).mean(0)
-    for model in models:
-        nn.utils.vector_to_parameters(mean.clone(), model.parameters())
-
-
-def _same(own: list[Tensor], total: Tensor) -> list[Tensor]:
-    return [total] * len(own)
-
-
-def _alone(own: list[Tensor], rows: list[int], limit: float) -> list[Tensor]:
-    return [_clipped(gradient / sum(rows), limit) for gradient in own]
-
-
-def _means(own: list[Tensor], rows: list[int]) -> Tensor:
-    """Each rank's gradient of the mean over its own rows."""
-    return torch.stack(
-        [gradient / max(count, 1) for gradient, count in zip(own, rows, strict=True)]
-    )
-
-
-MISTAKES = (
-    Mistake(
-        "the weights are what they were: nothing was trained",
-        lambda own, rows, limit: _same(own, 0 * own[0]),
-        equal=False,
-    ),
-    Mistake("each rank steps by its own gradient: they are never summed", _alone),
-    Mistake("the ranks did not start equal: broadcast rank 0's weights", equal=False),
-    Mistake(
-        "each rank divides by its own rows, and then the gradients are summed",
-        lambda own, rows, limit: _same(own, _clipped(_means(own, rows).sum(0), limit)),
-    ),
-    Mistake(
-        "this averages the ranks' means: a rank with one row weighs as much as one with seven",
-        lambda own, rows, limit: _same(own, _clipped(_means(own, rows).mean(0), limit)),
-    ),
-    Mistake(
-        "divided by the rows of all ranks and by the number of ranks: once is enough",
-        lambda own, rows, limit: _same(own, _clipped(torch.stack(own).mean(0) / sum(rows), limit)),
-    ),
-    Mistake(
-        "each rank clips its own part: clip after the sum",
-        lambda own, rows, limit: _same(own, torch.stack(_alone(own, rows, limit)).sum(0)),
-    ),
-    Mistake(
-        "nothing is clipped",
-        lambda own, rows, limit: _same(own, torch.stack(own).sum(0) / sum(rows)),
-    ),
-    Mistake("weights are averaged where gradients should be summed", _alone, averaged=True),
-)
-
-
-def _weights(seen: Seen) -> str:
-    """The weights after the steps are those of one process, on every rank."""
-    wanted = _trained(seen)
-    says = difference("weights", seen.values, wanted)
-    if not says or seen.trial.n == 1:
-        return says
-    for mistake in MISTAKES:
-        if not difference("weights", seen.values, _trained(seen, mistake)):
-            return f"{mistake.message} ({says})"
-    return says
-
-
-def _bytes(seen: Seen) -> str:
-    """One broadcast of the weights, one all-reduce of the gradients a step, and a few numbers."""
-    n, size = seen.trial.n, 4 * seen.values[0].numel()
-    right = wire("broadcast", size, n) + STEPS * wire("all_reduce", size, n)
-    for rank, observed in enumerate(seen.ranks):
-        sent = sum((call.wire(n) for call in observed.calls), Fraction(0))
-        if not right <= sent <= right + STEPS * wire("all_reduce", 16, n):
-            return (
-                f"rank {rank} sent {float(sent):,g} bytes; one broadcast of the weights and one "
-                f"all-reduce of the gradients a step are {float(right):,g}, and the row counts a "
-                "few more"
-            )
-    return ""
 
 
 def _train(
@@ -220,6 +43,7 @@ def _train(
     divide: str = "all",
     clip: str = "after",
     summed: bool = True,
+    zeroed: bool = True,
 ) -> None:
     """Right, or with a mistake."""
     n = dist.get_world_size()
@@ -231,7 +55,8 @@ def _train(
         if divide in ("all", "all and ranks"):
             dist.all_reduce(rows)
         rows = rows.clamp(min=1) * (n if divide in ("all and ranks", "own and ranks") else 1)
-        optimizer.zero_grad()
+        if zeroed:
+            optimizer.zero_grad()
         (((model(x) - y) ** 2).sum() / rows).backward()
         if clip == "before":
             nn.utils.clip_grad_norm_(parameters, max_norm)
@@ -250,13 +75,13 @@ def _but(**mistake: Any) -> Answer:
 
 def _right_flat(model: nn.Module, batches: Batches, optimizer: Optimizer, max_norm: float) -> None:
     """One flat gradient, into which the row count goes along; divided after the sum."""
-    weights = _flat(list(model.parameters()))
-    dist.broadcast(weights, 0)
-    nn.utils.vector_to_parameters(weights, model.parameters())
+    start = flat(list(model.parameters()))
+    dist.broadcast(start, 0)
+    nn.utils.vector_to_parameters(start, model.parameters())
     for x, y in batches:
-        sent = torch.cat([_gradient(model, x, y), torch.tensor([float(len(x))])])
+        sent = torch.cat([gradient_of(model, x, y), torch.tensor([float(len(x))])])
         dist.all_reduce(sent)
-        _set_gradients(model, _clipped(sent[:-1] / sent[-1], max_norm))
+        set_gradients(model, clipped(sent[:-1] / sent[-1], max_norm))
         optimizer.step()
 
 
@@ -288,16 +113,16 @@ def _broadcasts_each_step(
 
 def _gathers(model: nn.Module, batches: Batches, optimizer: Optimizer, max_norm: float) -> None:
     """Every rank sends its whole gradient to every other, and adds them up itself."""
-    weights = _flat(list(model.parameters()))
-    dist.broadcast(weights, 0)
-    nn.utils.vector_to_parameters(weights, model.parameters())
+    start = flat(list(model.parameters()))
+    dist.broadcast(start, 0)
+    nn.utils.vector_to_parameters(start, model.parameters())
     for x, y in batches:
         rows = torch.tensor(len(x))
         dist.all_reduce(rows)
-        own = _gradient(model, x, y) / rows
+        own = gradient_of(model, x, y) / rows
         everybody = [torch.empty_like(own) for _ in range(dist.get_world_size())]
         dist.all_gather(everybody, own)
-        _set_gradients(model, _clipped(torch.stack(everybody).sum(0), max_norm))
+        set_gradients(model, clipped(torch.stack(everybody).sum(0), max_norm))
         optimizer.step()
 
 
@@ -339,6 +164,7 @@ RAW = Ranked(
         Wrong(_but(divide="all and ranks"), words="once is enough"),
         Wrong(_but(clip="before"), words="clip after the sum"),
         Wrong(_but(clip="never"), words="nothing is clipped"),
+        Wrong(_but(zeroed=False), words="zero_grad() is missing"),
         Wrong(_averages_weights, words="weights are averaged where gradients should be summed"),
         Wrong(_skips, words="it must make all calls of that step too"),
         Wrong(_broadcasts_each_step, words="one broadcast of the weights"),
@@ -350,14 +176,14 @@ RAW = Ranked(
     right=(_train, _right_flat),
     stub=lambda model, batches, optimizer, max_norm: None,
     trials=TRIALS,
-    inputs=_inputs,
-    act=_act,
+    inputs=inputs,
+    act=act,
     looks=(
-        RankCase("weights", "two ranks, after three steps", TWO, _weights),
-        RankCase("weights", "four ranks", FOUR, _weights),
-        RankCase("weights", "a rank without rows", NONE, _weights),
-        RankCase("weights", "one rank", ONE, _weights),
-        RankCase("wire", "bytes", FOUR, _bytes),
+        RankCase("weights", "two ranks, after three steps", TWO, weights),
+        RankCase("weights", "four ranks", FOUR, weights),
+        RankCase("weights", "a rank without rows", NONE, weights),
+        RankCase("weights", "one rank", ONE, weights),
+        RankCase("wire", "bytes", FOUR, sent_bytes),
     ),
     refused=(
         "course_lib.comm.door:issue",
