@@ -77,4 +77,4 @@ def _worst(value: Tensor, right: Tensor, rank: int) -> str:
     place = bad.nonzero()[0].tolist()
     got, wanted = value[tuple(place)].item(), right[tuple(place)].item()
     count = f"{int(bad.sum())} of {value.numel()} elements"
-    return f"on rank {rank} {count}, first at {place}: {got:.4g} where {wanted:.4g} is right"
+    return f"on rank {rank}, {count}, first at {place}: {got:.4g} where {wanted:.4g} is right"

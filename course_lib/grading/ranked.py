@@ -125,13 +125,10 @@ class Ranked(Exercise):
         ]
 
     def _broken(self, found: dict[RankCase, str], case: RankCase, reason: str) -> list[CaseResult]:
-        """What was seen before the run broke counts only if it is a result."""
+        """What was seen before the run broke counts only if it is a result; the rest waits."""
+        seen = {each: text for each, text in found.items() if self.first(each)} | {case: reason}
         return [
-            CaseResult(
-                each.axis,
-                each.title,
-                found[each] if self.first(each) and each in found else reason,
-            )
+            CaseResult(each.axis, each.title, seen.get(each, reason), judged=each in seen)
             for each in self.looks
         ]
 

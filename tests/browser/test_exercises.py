@@ -7,6 +7,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+from course_lib.grading import registry
 from course_lib.grading.verdict import MIME
 
 BACKWARDS = """\
@@ -17,9 +18,29 @@ def coordinates(rank, sizes, order):
     return where"""
 RIGHT = BACKWARDS.replace('reversed(order.split("-"))', 'order.split("-")')
 
+RING = """\
+def ring_all_reduce(x, axis):
+    pieces = [piece.clone() for piece in x.tensor_split(axis.size)]
+    for turn in range(2 * (axis.size - 1)):
+        out, into = (axis.rank - turn) % axis.size, (axis.rank - turn - 1) % axis.size
+        got = comm.exchange(pieces[out], axis, axis.next, axis.previous, like=pieces[into])
+        pieces[into] = pieces[into] + got if turn < axis.size - 1 else got
+    return torch.cat(pieces)"""
+HALF_A_RING = RING.replace("range(2 * (axis.size - 1))", "range(axis.size - 1)")
+ONE_HALF = "the all-gather half is missing or wrong"
+SENDS_FIRST = """\
+def ring_all_reduce(x, axis):
+    for turn in range(axis.size - 1):
+        comm.send(x, axis, axis.next)
+        x = x + comm.recv(x, axis, axis.previous)
+    return x"""
+
 
 def answer(learner, ex: str, source: str) -> dict:
-    """Type the answer, run it, press the check; the verdict, which must be what is shown."""
+    """Run what is given, type the answer, run it, press the check; the verdict that is shown."""
+    for cell in learner.cells():
+        if cell["course"].get("role") == "given" and cell["course"].get("ex") in (None, ex):
+            learner.press_run(cell["index"])
     written, check = learner.find(ex, "answer"), learner.find(ex, "check")
     learner.type(written, source)
     learner.press_run(written)
@@ -65,4 +86,33 @@ def test_a_wrong_and_a_right_answer(learner, begin):
     shoot(learner, "00_right", "00-1")
     learner.save()
     assert grade(path, "00-1") == {"passed": 4, "total": 4, "message": ""}
+    learner.close()
+
+
+def test_a_ring_on_real_ranks(learner, begin):
+    """The mechanism of lesson 02: half of it, a version that waits for ever, and all of it."""
+    (ring,) = (each for each in registry.exercises("02") if each.title.startswith("a ring all-red"))
+    path = begin("02")
+    learner.open(f"work/exercises/{path.name}")
+    verdict = answer(learner, ring.id, HALF_A_RING)
+    assert verdict["passed"] == 0
+    assert ONE_HALF in verdict["message"]
+    shoot(learner, "02_wrong", ring.id)
+    learner.save()
+    graded = grade(path, ring.id)
+    assert (graded["passed"], graded["total"]) == (0, ring.total)
+    assert ONE_HALF in graded["message"]
+
+    verdict = answer(learner, ring.id, SENDS_FIRST)
+    assert verdict["passed"] == 0
+    assert "every rank waits in send" in verdict["message"]
+    rows = learner.at(learner.find(ring.id, "check")).locator("tr", has_text="not judged yet")
+    assert rows.count() == ring.total - 1
+    shoot(learner, "02_hangs", ring.id)
+
+    verdict = answer(learner, ring.id, RING)
+    assert verdict["passed"] == verdict["total"] == ring.total
+    shoot(learner, "02_right", ring.id)
+    learner.save()
+    assert grade(path, ring.id) == {"passed": ring.total, "total": ring.total, "message": ""}
     learner.close()

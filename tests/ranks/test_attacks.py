@@ -46,17 +46,18 @@ def unwritten(x, axis):
 
 
 @pytest.mark.parametrize(
-    ("answer", "words"),
+    ("answer", "words", "judged"),
     [
-        (does_nothing, "nothing was added"),
-        (leaves, "left the process with exit code 3"),
-        (unwritten, "ring_all_reduce is not written yet"),
+        (does_nothing, "nothing was added", 3),
+        (leaves, "left the process with exit code 3", 1),
+        (unwritten, "ring_all_reduce is not written yet", 1),
     ],
 )
-def test_an_answer_that_does_nothing_or_dies_scores_nothing(answer, words):
+def test_an_answer_that_does_nothing_or_dies_scores_nothing(answer, words, judged):
     verdict = check("02-4", answer, seed=4, deadline=DEADLINE)
     assert (verdict.passed, verdict.total) == (0, 8)
     assert words in verdict.message
+    assert sum(result.judged for result in verdict.results) == judged
 
 
 def raw_ring(x, axis):
