@@ -113,7 +113,7 @@ print(f"every rank holds {sums[0]['after']:g}; your prediction {predicted_value}
 # A step of training: forward (F) and backward (B) of three micro-batches, then one all-reduce of 4 MB of
 # gradients. On a small machine four ranks would fight for the cores, so this run is *paced*: F and B are sleeps of
 # 20 and 40 ms, and the network is slowed down to 100 MB/s. The processes, the messages and the waiting are real, and
-# rank 3 begins 30 ms late: see who waits for whom.
+# rank 3 begins 60 ms late: see who waits for whom.
 
 # %%
 import time
@@ -131,7 +131,7 @@ def step():
     gradients = torch.ones(1_000_000)
     comm.barrier(mesh.world)  # fresh ranks do not start in the same moment
     mesh.trace.clear()
-    time.sleep(0.03 if mesh.rank == 3 else 0)
+    time.sleep(0.06 if mesh.rank == 3 else 0)
     for mb in range(3):
         for op in ("F", "B"):
             with mesh.compute(op, mb=mb):
@@ -340,10 +340,8 @@ print(f"all-reduce done after   {ends('all_reduce')} ms; your vote: {vote_1}")
 
 # %%
 for n in (2, 4, 8):
-    sends = run(add_up, n=n).ledgers[0].wire_bytes("dp")
-    print(
-        f"{n} ranks: a rank sends {int(sends)} bytes, {float(sends) / 4096:.2f} times what it holds"
-    )
+    sent = float(run(add_up, n=n).ledgers[0].wire_bytes("dp"))
+    print(f"{n} ranks: a rank sends {sent:.0f} bytes, {sent / 4096:.2f} times what it holds")
 print(f"your vote: {vote_2}")
 
 # %% [markdown]
