@@ -19,27 +19,24 @@ summed over all data (``mesh.dp_cp``). No sum is divided: every rank has divided
 tokens of all ranks. Averaging expert gradients over ``edp`` while the rest is averaged over ``dp``
 makes them n times too large, the classic mistake (DeepSpeed #5259, pytorch #160285).
 
-Letters as in :mod:`course_lib.ep.moe`; A rows that arrive at this
-rank's experts.
+Letters as in :mod:`course_lib.ep.moe`; A rows that arrive at this rank's experts.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TypeVar
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from course_lib import comm
 from course_lib.ep.decoder import moe_layers
 from course_lib.ep.moe import Load, MoE, Routes
 from course_lib.mesh import Axis
+from course_lib.model import Decoder
 
-Model = TypeVar("Model", bound=nn.Module)
 
-
-def parallelize(model: Model, ep: Axis, data: Axis) -> Model:
+def parallelize(model: Decoder, ep: Axis, data: Axis) -> Decoder:
     """Keep this rank's experts of every MoE layer of the serial ``model``, in place.
 
     ``data`` are all ranks that hold different tokens (``mesh.dp_cp``), those of ``ep`` among them.
@@ -52,11 +49,10 @@ def parallelize(model: Model, ep: Axis, data: Axis) -> Model:
             f"{data.name}: experts are shared by ranks that hold different tokens; give mesh.ep "
             "and mesh.dp_cp"
         )
-    layers = set(moe_layers(model))
-    for parent in list(model.modules()):
-        for name, child in list(parent.named_children()):
-            if child in layers:
-                setattr(parent, name, ExpertParallelMoE(child, ep, data))  # type: ignore[arg-type]
+    moe_layers(model)  # or a ValueError
+    for block in model.blocks:
+        if isinstance(block.ffn, MoE):
+            block.ffn = ExpertParallelMoE(block.ffn, ep, data)
     return model
 
 
@@ -65,6 +61,8 @@ class ExpertParallelMoE(MoE):
 
     def __init__(self, moe: MoE, ep: Axis, data: Axis) -> None:
         names = list(moe.experts)
+        if len(names) != moe.router.out_features:
+            raise ValueError("the experts are shared out already: parallelize a serial model once")
         if len(names) % ep.size:
             raise ValueError(
                 f"{len(names)} experts cannot be shared by the {ep.size} ranks of axis {ep.name}: "
