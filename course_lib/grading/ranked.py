@@ -27,7 +27,8 @@ LATER = "this counts only once the results are right on two ranks or more"
 class Trial:
     """One launch: ``n`` ranks; ``size`` is what the exercise makes of it (elements, layers).
 
-    ``hang`` is the mistake to name first where the ranks of this trial wait for ever.
+    ``hang`` is the mistake to name where some ranks of this trial wait for ever for one that is
+    done; where all wait, the machine may just be slow.
     """
 
     n: int
@@ -142,7 +143,8 @@ class Ranked(Exercise):
         except RankError as error:
             if isinstance(error.exception, NotImplementedError):
                 raise NotRight(f"{self.names[0]} is not written yet ({error.exception})") from None
-            hint = f". {trial.hang}" if trial.hang and isinstance(error, RankDeadline) else ""
+            left_alone = isinstance(error, RankDeadline) and "had returned" in error.report
+            hint = f". {trial.hang}" if trial.hang and left_alone else ""
             raise NotRight(f"on {trial.n} ranks {said(error, deadline)}{hint}") from None
         except TypeError as error:  # an answer that cannot travel
             raise NotRight(str(error)) from None
