@@ -107,11 +107,11 @@ run(by_hand, n=RANKS)
 from course_lib import dp
 from course_lib.view import show_source
 
-show_source(dp.Naive.finish)
+show_source(dp.Naive.finish, dp._gradient)
 
 # %% [markdown]
-# The rest of a step is the same for all three. `loss_sum` gives the *summed* loss of a micro-batch and its number of
-# tokens; `global_tokens` adds up the tokens of all ranks: one number on the network. `accumulate` comes below.
+# The rest of a step is the same for all three. `loss_sum` gives the *summed* loss of a micro-batch and its tokens;
+# `global_tokens` adds up those of all ranks: one number on the network. `accumulate` comes below.
 
 # %%
 show_source(dp.global_tokens, dp.train_step)
@@ -124,8 +124,8 @@ show_source(dp.global_tokens, dp.train_step)
 
 # %%
 BUCKET = 280_000  # bytes; a block of this small model has 197,120
-show_source(dp.Bucketed)
-
+show_source(dp.Bucketed, dp._adopt)
+print()
 for number, bucket in enumerate(comm.by_dtype_and_size(parameters[::-1], BUCKET)):
     print(f"bucket {number}: {len(bucket):2} tensors, {sum(p.nbytes for p in bucket):,} bytes")
 
@@ -336,8 +336,8 @@ print(f"\noverlap cannot hide {share:.2f} of it, by formula; your prediction: {p
 # %% [markdown]
 # Measured is longer: a collective begins when the last rank joins, and the naive way waits for that 39 times.
 #
-# What overlap leaves cannot be hidden: the last bucket is full when backward ends. Smaller buckets make that tail
-# shorter and cost more alphas.
+# What overlap leaves cannot be hidden: the last bucket is full when backward ends. Smaller buckets shorten that tail and
+# cost more alphas.
 
 # %% [markdown]
 # ## Accumulate without needless messages
@@ -604,9 +604,8 @@ except RankError as error:
 # ## When not to use it
 # - **The model does not fit.** Every rank holds all weights, gradients and optimizer states: see the state column
 #   below. Lessons 04 to 10 cut the model.
-# - **The batch is large enough.** More ranks make it larger. Goyal et al. raised the learning rate with it and kept
-#   ResNet-50's accuracy up to 8,192 images; beyond, it fell. McCandlish et al. estimate from the noise of the gradient
-#   where more rows buy little.
+# - **The batch is large enough.** More ranks make it larger. Goyal et al. kept ResNet-50's accuracy up to 8,192 images
+#   by raising the learning rate with it; beyond, it fell. McCandlish et al. estimate where more rows buy little.
 # - **Few tokens and a slow link.** The bytes stay, and backward gets too short to hide them.
 #
 # ## The table that grows
@@ -632,15 +631,14 @@ for way, result in runs.items():
 
 # %% [markdown]
 # ## The claims settled
-# **Claim 1: only if a rank handles many tokens in a step.** A study note for interviews states the order "tensor
-# parallel > data parallel > pipeline" as a fact. But one side counts parameters and the other tokens. A layer has about
-# 12 h² parameters (h: hidden size); tensor parallelism makes 4 all-reduces a layer, each of tokens × h numbers. With
-# equal n the ring factors cancel:
+# **Claim 1: only if a rank handles many tokens in a step.** A study note for interviews states "tensor parallel > data
+# parallel > pipeline" as a fact. But one side counts parameters and the other tokens. A layer has about 12 h²
+# parameters (h: hidden size); tensor parallelism makes 4 all-reduces a layer, each of tokens × h numbers. With equal n:
 #
 # $$12\,h^2 \text{ against } 4 \cdot \text{tokens} \cdot h \quad\Rightarrow\quad \text{equal at tokens} = 3h$$
 #
-# (Where t tensor-parallel ranks share the model, a rank has 1/t of the gradients: equal at 3h/t.) A second note works
-# it out for GPT-3 and 32 sequences of 2,048 tokens:
+# (Where t ranks share the model, a rank has 1/t of its gradients: equal at 3h/t.) A second note takes GPT-3 and 32
+# sequences of 2,048 tokens:
 
 # %%
 from course_lib.ledger import wire
@@ -661,9 +659,9 @@ print(f"at 25 GB/s data parallel takes {note[0] / 25:.0f} s")
 print(f"with what a rank sends: {sizes[0] / 25:.1f} s")
 
 # %% [markdown]
-# Its figures are the *payload*; a rank sends 2(n-1)/n times that. It also gives tensor parallelism the advantage of
-# overlap. But there the next operation waits for the message, while nobody waits for a gradient before the optimizer
-# does. And the first note has data parallelism talk at the end of every *epoch*: patient D, for an epoch.
+# Its figures are the *payload*; a rank sends 2(n-1)/n times that. It also credits tensor parallelism with overlap. But
+# there the next operation waits for the message, while for a gradient only the optimizer waits. And the first note has
+# data parallelism talk at the end of every *epoch*: patient D, for an epoch.
 
 # %%
 without, with_it = (1e3 * exposed[way] for way in ("bucketed", "overlapped"))
@@ -896,9 +894,8 @@ check("03-4", Overlapped)
 
 # %% [markdown] course={"ex": "03-5"}
 # ## 03-5 The same in raw PyTorch
-# A data-parallel training loop with `torch.distributed` alone: no `course_lib` and no DDP, which both refuse. The
-# default process group stands already, so `dist.get_rank()`, `dist.broadcast(tensor, 0)` and `dist.all_reduce(tensor)`
-# work; both write into `tensor`.
+# A data-parallel training loop with `torch.distributed` alone: `course_lib` and DDP refuse here. The default process
+# group stands already. `dist.broadcast(p.data, 0)` and `dist.all_reduce(p.grad)` work in place.
 #
 # Checked are the weights after three steps of SGD: on every rank those of one process that starts from rank 0's
 # weights, has the rows of all ranks, and clips its gradient to `max_norm`. In one step the last of three ranks has no
