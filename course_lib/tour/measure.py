@@ -93,7 +93,7 @@ def measure(say: Say, techniques: Iterable[Technique] | None = None) -> tuple[li
     limit = available_ranks()
     rows: list[Row] = []
     skipped: list[Skipped] = []
-    serial: list[float] = []
+    losses: dict[str, list[float]] = {}  # of each twin
     for technique in TECHNIQUES if techniques is None else techniques:
         if limit is not None and technique.ranks > limit:
             skipped.append(Skipped(technique, limit))
@@ -101,13 +101,13 @@ def measure(say: Say, techniques: Iterable[Technique] | None = None) -> tuple[li
         ranks = technique.ranks
         say(f"{technique.name}: {STEPS} steps on {ranks} rank{'s' if ranks > 1 else ''}")
         results = run(technique.train, n=ranks, timeout=300)
-        serial = serial or results[0].losses
-        rows.append(make_row(technique, results, serial))
+        twin = losses.setdefault(technique.twin, results[0].losses)
+        rows.append(make_row(technique, results, twin))
     return rows, skipped
 
 
 def make_row(technique: Technique, results: Results, serial: list[float]) -> Row:
-    """Hold the ranks' reports against the serial losses and the technique's formula."""
+    """Hold the ranks' reports against the losses of one process and the technique's formula."""
     reports: list[Report] = list(results)
     differences = [
         abs(mine - twin)

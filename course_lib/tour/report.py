@@ -150,9 +150,10 @@ def _print_sentences(rows: Sequence[Row], skipped: Sequence[Skipped], console: C
         "their formula says, to the byte (the exact numbers are in tour.json).",
         highlight=False,
     )
-    first, last = rows[0].losses[0], rows[0].losses[-1]
-    console.print(
-        f"The loss fell from {first:.2f} to {last:.2f} in {len(rows[0].losses)} steps, in every "
-        "row alike.",
-        highlight=False,
-    )
+    for twin in dict.fromkeys(row.technique.twin for row in rows):
+        alike = [row.losses for row in rows if row.technique.twin == twin]
+        console.print(
+            f"The loss fell from {alike[0][0]:.2f} to {alike[0][-1]:.2f} in {len(alike[0])} steps "
+            f"in {'every row' if len(alike) == len(rows) else twin + ' and every row held to it'}.",
+            highlight=False,
+        )

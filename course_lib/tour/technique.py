@@ -33,7 +33,9 @@ class Report:
 @dataclass(frozen=True)
 class Technique:
     """``train`` runs on every rank of ``mesh``; ``formula`` is what all ranks together send on
-    each axis in one optimizer step, in bytes, from shapes alone."""
+    each axis in one optimizer step, in bytes, from shapes alone (tokens that travel to their
+    experts: from what the twin's routers want). ``twin`` is the row of one process whose losses
+    this one must have."""
 
     name: str
     lesson: str
@@ -41,11 +43,12 @@ class Technique:
     mesh: Mapping[str, int]
     train: Callable[[], Report]
     formula: Callable[[], dict[str, Fraction]]
+    twin: str = "serial"
 
     @property
     def ranks(self) -> int:
         """How many ranks it needs."""
-        return prod(self.mesh.values())
+        return prod(size for axis, size in self.mesh.items() if axis != "ep")  # ep is inside dp
 
 
 def parts() -> tuple[Decoder, torch.optim.Optimizer]:
@@ -56,6 +59,9 @@ def parts() -> tuple[Decoder, torch.optim.Optimizer]:
 
 def rows(step: int, mesh: Mesh) -> Batch:
     """This rank's share of the batch of ``step``."""
-    return batch(
-        step, seed=0, batch_size=BATCH, seq_len=SEQ, dp_rank=mesh.dp.rank, dp_size=mesh.dp.size
-    )
+    return rows_of(step, mesh.dp.rank, mesh.dp.size)
+
+
+def rows_of(step: int, rank: int, ranks: int) -> Batch:
+    """The share of ``rank`` when ``ranks`` read the batch of ``step``."""
+    return batch(step, seed=0, batch_size=BATCH, seq_len=SEQ, dp_rank=rank, dp_size=ranks)

@@ -18,7 +18,9 @@ from course_lib.tour.measure import Row, make_row
 DP_NAMES = ["dp-naive", "dp-bucketed", "dp-overlapped", "dp-accumulated"]
 PP_NAMES = ["pp-gpipe", "pp-1f1b"]
 CP_NAMES = ["cp-ring", "cp-gather", "cp-ulysses"]
-NAMES = ["serial", *DP_NAMES, *PP_NAMES, *CP_NAMES]
+EP_NAMES = ["ep-4", "ep-2"]
+TWINS = ["serial", "serial-moe"]
+NAMES = ["serial", *DP_NAMES, *PP_NAMES, *CP_NAMES, "serial-moe", *EP_NAMES]
 
 
 @pytest.fixture(scope="module")
@@ -52,7 +54,10 @@ def test_every_row_equals_serial_and_its_formula(tour):
         for key in ("state_bytes", "peak_activation_bytes"):
             assert isinstance(row[key], int)
             assert row[key] > 0
-        assert row["mesh"] == ({} if name == "serial" else {name[:2]: 4})
+        if name in EP_NAMES:
+            assert row["mesh"] == {"dp": 4, "ep": int(name[-1])}
+        else:
+            assert row["mesh"] == ({} if name in TWINS else {name[:2]: 4})
 
 
 def test_the_numbers_are_the_model_s(tour):
@@ -97,6 +102,27 @@ def test_the_numbers_of_context_parallelism(tour):
     peaks = {name: rows[name]["peak_activation_bytes"] for name in (*CP_NAMES, "serial")}
     assert abs(4 * peaks["cp-ring"] - peaks["serial"]) < 100, "but for a few scalars"
     assert peaks["cp-gather"] == peaks["cp-ring"] + config.layers * kv_bytes * 3 // 4
+
+
+def test_the_numbers_of_expert_parallelism(tour):
+    rows = {row["technique"]: row for row in json.loads(tour[0].stdout)["rows"]}
+    config, experts = technique.CONFIG, 8
+    mlp = 3 * config.hidden * config.ffn
+    model, _ = technique.parts()
+    rest = sum(p.numel() for p in model.parameters()) - config.layers * mlp
+    rest += config.layers * config.hidden * experts  # the routers
+    pairs = 2 * technique.BATCH * technique.SEQ * config.layers
+    for name, ranks in zip(EP_NAMES, (4, 2), strict=True):
+        counted = {axis: both["counted"] for axis, both in rows[name]["bytes"].items()}
+        held = config.layers * experts // ranks * mlp
+        assert counted["dp"] == 4 * 2 * 3 / 4 * rest * 8
+        assert counted.get("edp", 0) == 4 * 2 * (4 // ranks - 1) / (4 // ranks) * held * 8
+        even = 4 * (ranks - 1) / ranks * pairs * config.hidden * 8
+        assert counted["ep"] != even, "no batch is that even"
+        assert counted["ep"] == pytest.approx(even, rel=0.1)
+        tensors = config.layers * (9 + 1 - 3 + 3 * experts // ranks) + 3
+        assert rows[name]["state_bytes"] == 4 * 8 * (rest + held) + 4 * tensors
+    assert rows["ep-4"]["losses"] != rows["serial"]["losses"], "another model, another twin"
 
 
 def test_pipelines_are_predicted_simulated_and_measured(tour):
@@ -231,8 +257,10 @@ def test_torchrun_with_two_ranks_skips_what_wants_four(tmp_path):
     )
     assert done.returncode == 0, done.stderr
     data = json.loads(done.stdout)
-    assert [row["technique"] for row in data["rows"]] == ["serial"]
-    assert [entry["technique"] for entry in data["skipped"]] == NAMES[1:]
+    assert [row["technique"] for row in data["rows"]] == TWINS
+    assert [entry["technique"] for entry in data["skipped"]] == [
+        name for name in NAMES if name not in TWINS
+    ]
     assert data["pipelines"] == []
     assert data["skipped"][0]["needs"] == 4
     assert data["skipped"][0]["reason"] == "needs 4 ranks, and this world has 2."

@@ -6,7 +6,14 @@ A technique joins the tour with a file of its own in this folder and its entries
 from course_lib.tour.technique import Technique
 from course_lib.tour.techniques.cp import CONTEXT_PARALLEL
 from course_lib.tour.techniques.dp import DATA_PARALLEL
+from course_lib.tour.techniques.ep import EXPERT_PARALLEL
 from course_lib.tour.techniques.pp import PIPELINES
 from course_lib.tour.techniques.serial import SERIAL
 
-TECHNIQUES: list[Technique] = [SERIAL, *DATA_PARALLEL, *PIPELINES, *CONTEXT_PARALLEL]
+TECHNIQUES: list[Technique] = [
+    SERIAL,
+    *DATA_PARALLEL,
+    *PIPELINES,
+    *CONTEXT_PARALLEL,
+    *EXPERT_PARALLEL,
+]

@@ -26,7 +26,8 @@ def train_serial() -> Report:
 SERIAL = Technique(
     name="serial",
     lesson="00",
-    sentence="One process trains on the whole batch: the twin that every other row must equal.",
+    sentence="One process trains on the whole batch: the twin that every row without experts must "
+    "equal.",
     mesh={},
     train=train_serial,
     formula=dict,
