@@ -49,8 +49,8 @@ BY_HAND = Worked(
             "these are the gradients of the ranks' means: here nothing is divided yet.",
         ),
         Wrong(
-            _but({"own": [6, 32, 6]}),
-            "2 w x^2 of x = 2 is 8: the x is squared, not the gradient halved.",
+            _but({"own": [6, 8, 6]}),
+            "x is squared in the gradient too: of the row x = 2 it is 8.",
         ),
         Wrong(
             _but({"law": 13, "mean of means": 8}),
