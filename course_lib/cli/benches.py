@@ -37,6 +37,12 @@ def bench_cp(rounds: Rounds = 20, as_json: AsJson = False) -> int:
     return _run_bench("cp", rounds, as_json)
 
 
+@benches.command("ep")
+def bench_ep(rounds: Rounds = 20, as_json: AsJson = False) -> int:
+    """A layer with experts by all-to-all, beside gathering all tokens and holding all experts."""
+    return _run_bench("ep", rounds, as_json)
+
+
 @benches.command("wire")
 def bench_wire(rounds: Rounds = 20, as_json: AsJson = False) -> int:
     """Bytes that really moved over loopback beside the bytes of the formula."""

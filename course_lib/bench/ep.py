@@ -1,0 +1,141 @@
+"""`course bench ep`: experts reached by all-to-all, beside the same layer done in other ways.
+
+torch has no expert-parallel layer of its own to compare with: it has the pieces (an all-to-all with
+a gradient, a grouped matrix product), so a test holds our values against those, and here our layer
+stands beside what one would do without it:
+
+* ``gathered``: every rank gathers all tokens, computes its own experts' share of all outputs, and
+  a reduce-scatter adds the shares up. Every token goes everywhere, whoever wants it: n/C times our
+  bytes, for n ranks and C choices of a token.
+* ``all experts``: no network, but every rank holds all experts. It is the arithmetic alone, evenly
+  shared out, for n times the memory.
+
+All live in the same four processes and do forward and backward of one layer on the same tokens.
+``ep again`` is a second one of ours: its ratio to the first is the noise.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from statistics import median
+
+import torch
+from torch import Tensor
+
+from course_lib import comm, ep
+from course_lib.bench.rounds import Times, interleave, ratios, slowest_rank, timed
+from course_lib.launch import World
+from course_lib.mesh import Mesh, make_mesh
+from course_lib.model import ModelConfig, build_model
+
+RANKS, EXPERTS, CHOICES, TOKENS = 4, 8, 2, 256  # tokens of a rank
+CONFIG = ModelConfig(layers=1, hidden=256, heads=8, kv_heads=8, ffn=512)
+PEER = "gathered"
+
+
+def measure(rounds: int = 20) -> dict:
+    """Median ratios to gathering, milliseconds and bytes of one layer's forward and backward."""
+    with World(RANKS) as world:
+        by_rank = list(world.run(_time_ranks, rounds, timeout=120 + 10 * rounds))
+    times = slowest_rank([times for times, *_ in by_rank])
+    return {
+        "ranks": RANKS,
+        "rounds": rounds,
+        "shape": {
+            "experts": EXPERTS,
+            "choices": CHOICES,
+            "tokens": TOKENS,
+            "hidden": CONFIG.hidden,
+            "ffn": CONFIG.ffn,
+        },
+        "milliseconds": {name: 1e3 * median(seconds) for name, seconds in times.items()},
+        "ratio_to_gathered": ratios(times, PEER),
+        "bytes_a_rank": {
+            name: float(sum(sent[name] for _, sent, _ in by_rank)) / RANKS for name in times
+        },
+        "imbalance_of_ranks": by_rank[0][2],
+    }
+
+
+def text(result: dict) -> str:
+    """The result as a table."""
+    shape = result["shape"]
+    lines = [
+        f"One layer of {shape['experts']} experts, {shape['choices']} a token, on "
+        f"{result['ranks']} ranks of {shape['tokens']} tokens, {result['rounds']} rounds",
+        f"{'':<14}{'ms':>8}{'to gathered':>14}{'kB sent a rank':>17}",
+    ]
+    for name, milliseconds in result["milliseconds"].items():
+        ratio = result["ratio_to_gathered"].get(name)
+        shown = "1" if ratio is None else f"{ratio:.2f}"
+        kilobytes = result["bytes_a_rank"][name] / 1e3
+        lines.append(f"{name:<14}{milliseconds:>8.1f}{shown:>14}{kilobytes:>17,.0f}")
+    return "\n".join(
+        [
+            *lines,
+            f"The busiest rank computes {result['imbalance_of_ranks']:.2f} times the mean.",
+            "'ep again' against 'ep' is the noise of this measurement.",
+        ]
+    )
+
+
+def _time_ranks(rounds: int) -> tuple[Times, dict, float]:
+    """Seconds and bytes of each contestant, and how unevenly the experts are wanted."""
+    mesh = make_mesh(ep=RANKS)
+    layers = {name: make(mesh) for name, make in _CONTESTANTS.items()}
+    steps = {name: _step(layer, mesh) for name, layer in layers.items()}
+    sent = {}
+    for name, step in steps.items():
+        mesh.ledger.clear()
+        step(0)
+        sent[name] = mesh.ledger.wire_bytes()
+    load = layers["ep"].load
+    assert load is not None
+    contestants = {name: timed(step, mesh) for name, step in steps.items()}
+    return interleave(contestants, rounds), sent, ep.imbalance(load.by_rank)
+
+
+def _step(layer: ep.MoE, mesh: Mesh) -> Callable[[int], None]:
+    generator = torch.Generator().manual_seed(mesh.rank)
+    x_TD = torch.randn(TOKENS, CONFIG.hidden, generator=generator, requires_grad=True)
+
+    def step(number: int) -> None:
+        layer(x_TD).sum().backward()
+
+    return step
+
+
+def _serial() -> ep.MoE:
+    model = ep.add_experts(build_model(CONFIG), EXPERTS, CHOICES)
+    return ep.moe_layers(model)[0]
+
+
+class Gathered(ep.ExpertParallelMoE):
+    """The same experts on the same ranks; all tokens come here instead of those that want to."""
+
+    def forward(self, x_TD: Tensor) -> Tensor:
+        everyone = comm.unshard(x_TD, self.ep)
+        routes = self.route(everyone)  # of all tokens, by every rank: nobody need ask
+        # MoE's own loop: each of the experts that are held here, on the tokens that chose it
+        share = ep.MoE.through_experts(self, everyone, routes, ep.Load((), ()))
+        return comm.reshard(share, self.ep)
+
+
+def _parallel(mesh: Mesh) -> ep.MoE:
+    return ep.ExpertParallelMoE(_serial(), mesh.ep, mesh.dp_cp)
+
+
+def _gathered(mesh: Mesh) -> ep.MoE:
+    return Gathered(_serial(), mesh.ep, mesh.dp_cp)
+
+
+def _all_experts(mesh: Mesh) -> ep.MoE:
+    return _serial()
+
+
+_CONTESTANTS: dict[str, Callable[[Mesh], ep.MoE]] = {
+    PEER: _gathered,
+    "ep": _parallel,
+    "all experts": _all_experts,
+    "ep again": _parallel,
+}
