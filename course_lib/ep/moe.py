@@ -3,16 +3,16 @@
 Shazeer et al. 2017, arXiv:1701.06538. For a token x with router logits W x, over its C choices c:
 
     p = softmax(W x)        over all E experts, in float32 at least
-    w_c = p_c / sum_c p_c   the C largest of p; what is left of the others is shared out (Mixtral)
+    w_c = p_c / sum_c p_c   over the C largest alone: Mixtral's convention, arXiv:2401.04088
     y = sum_c w_c expert_c(x)  [+ shared(x)]
 
 W learns through w, which says how much of each expert is wanted; *which* experts are taken has no
 gradient. With one choice w would always be 1 and W would learn nothing: then w = p (Switch).
 
 Without a capacity every pair (token, choice) is served (dropless). With capacity factor f an expert
-takes at most f T C / E pairs of T tokens: first come, first served, all first choices before any
-second one (GShard, arXiv:2006.16668). A pair that finds no room adds nothing: the token passes by
-on the residual. The T tokens are those of one rank, so that each rank decides alone.
+takes at most f T C / E pairs (rounded up) of T tokens: first come, first served, all first choices
+before any second one (GShard, arXiv:2006.16668). A pair that finds no room adds nothing: the token
+passes by on the residual. The T tokens are those of one rank, so that each rank decides alone.
 
 Letters beside those of :mod:`course_lib.model`: T tokens (B S), E experts, C choices of a token,
 P pairs of a token and a choice, first choices first: pair c T + t is choice c of token t.
@@ -61,7 +61,8 @@ def balance_loss(probability_E: Tensor, chosen_E: Tensor) -> Tensor:
 
     Summed over tokens as the model's loss is. Divided by their number it is 1 when every expert
     is chosen alike, and more when some are chosen with more probability. f_e has no gradient.
-    Sources: GShard; Fedus et al. 2021, Switch Transformer, arXiv:2101.03961, section 2.2.
+    Sources: GShard; Fedus et al. 2021, Switch Transformer, arXiv:2101.03961, section 2.2, who have
+    one choice to count; all C are counted here, as Megatron-LM does.
     """
     share_E = chosen_E.to(probability_E.dtype) / chosen_E.sum().clamp(min=1)
     return len(chosen_E) * (share_E * probability_E).sum()

@@ -74,7 +74,10 @@ def train_expert_parallel(ep_size: int) -> Report:
 def twin_counts() -> list[list[tuple[int, ...]]]:
     """What the twin's routers want in the last step, [layer][rank][expert]."""
     model = experts_model()
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)  # as in a rank: several, for so little, wait for each other
     train_serially(model, STEPS - 1)
+    torch.set_num_threads(threads)
     counts: list[list[tuple[int, ...]]] = [[] for _ in range(CONFIG.layers)]
     for rank in range(RANKS):
         with torch.no_grad():
