@@ -61,6 +61,18 @@ class Flat:
         """The parameters' parts of a flat tensor, in their shapes; the padding is in none."""
         return comm.unflatten(flat_F[: self.elements], self.parameters)
 
+    def own_parts(self, values_f: Tensor) -> Iterator[tuple[nn.Parameter, int, Tensor]]:
+        """(parameter, number of its first element here, values) of a tensor cut as the shard is.
+
+        The tensor may be the shard itself or a moment of the optimizer. Padding is left out.
+        """
+        first = self.axis.rank * len(values_f)
+        for parameter in self.parameters:
+            begin, end = max(first, 0), min(first + len(values_f), parameter.numel())
+            if begin < end:
+                yield parameter, begin, values_f[begin - first : end - first]
+            first -= parameter.numel()
+
     def _show(self, values: Sequence[Tensor]) -> None:
         """Let the parameters be ``values`` from now on."""
         for parameter, value in zip(self.parameters, values, strict=True):
@@ -173,8 +185,17 @@ class Sharded:
         return norm
 
     def step(self) -> None:
-        """Update this rank's shards."""
+        """Update this rank's shards, and let the parameters follow."""
         self.optimizer.step()
+        self.refresh()
+
+    def refresh(self) -> None:
+        """Let the parameters follow shards that were written."""
+
+    @property
+    def every_flat(self) -> list[Flat]:
+        """The flats, and those of frozen parameters where these are sharded too."""
+        return self.flats
 
     def zero_grad(self) -> None:
         """Forget the gradients of the step before."""

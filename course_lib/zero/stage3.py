@@ -132,9 +132,14 @@ class Zero3(Sharded):
             ]
 
     @property
+    def every_flat(self) -> list[Flat]:
+        """The flats, those of frozen parameters too."""
+        return [flat for unit in self.units for flat in unit.flats]
+
+    @property
     def buffers(self) -> list[Tensor]:
         """What parameters are gathered into: state, not activations, for the memory meters."""
-        return [flat.full_F for unit in self.units for flat in unit.flats]
+        return [flat.full_F for flat in self.every_flat]
 
     def _ready(self, parameter: nn.Parameter) -> None:
         self._land()  # the unit before has had its time: one flat gradient at once is enough

@@ -48,9 +48,8 @@ class Zero1(Sharded):
             self._send(flat)
         self._land()
 
-    def step(self) -> None:
-        """Update the own shards, then gather all: the parameters are whole and new."""
-        self.optimizer.step()
+    def refresh(self) -> None:
+        """Gather all shards: the parameters are whole and new."""
         for handle in [flat.start_gather() for flat in self.flats]:
             handle.wait()
 
