@@ -2,7 +2,8 @@
 
 Chen et al. 2016, arXiv:1604.06174. *Full*: each block keeps its input alone and runs forward twice.
 *Selective* (Korthikanti et al. 2022, arXiv:2205.05198): only the core of attention runs again; it
-keeps q, k and v instead of what grows with the square of the sequence, for little arithmetic.
+keeps q, k and v instead of what grows with the square of the sequence, for little arithmetic. A
+fused kernel, as torch's, keeps no scores in the first place: there it spares a log-sum-exp a row.
 """
 
 from __future__ import annotations
