@@ -42,26 +42,8 @@ def schedule_sliders(
     result from a cell. Raises ValueError when already the first values are impossible.
     """
     simulate(make(name, ranks, microbatches, chunks), Costs.make(f, b, comm=comm))
-    return ScheduleSliders(name, ranks, microbatches, chunks, f, b, comm)
-
-
-class ScheduleSliders(VBox):
-    """The controls by name in ``controls``, the picture in ``image``, its sentence in ``message``.
-
-    Where the settings are impossible there is no picture, and ``message`` has the reason.
-    """
-
-    def __init__(
-        self,
-        name: str,
-        ranks: int,
-        microbatches: int,
-        chunks: int,
-        f: float,
-        b: float,
-        comm: float,
-    ) -> None:
-        self.controls: dict[str, Any] = {
+    return ScheduleSliders(
+        {
             "schedule": Dropdown(
                 options=list(SCHEDULES), value=name, description="schedule", **LOOK
             ),
@@ -75,14 +57,25 @@ class ScheduleSliders(VBox):
             "i": _cost("I", b / 2, 4.0),
             "w": _cost("W", b / 2, 4.0),
         }
+    )
+
+
+class ScheduleSliders(VBox):
+    """The controls by name in ``controls``, the picture in ``image``, its sentence in ``message``.
+
+    Where the settings are impossible there is no picture, and ``message`` has the reason.
+    """
+
+    def __init__(self, controls: dict[str, Any]) -> None:
+        self.controls = controls
         self.image = Image(format="png", layout={"max_width": "100%"})
         self.message = HTML()
-        grid = GridBox(list(self.controls.values()), layout=GRID)
+        grid = GridBox(list(controls.values()), layout=GRID)
         super().__init__([grid, self.message, self.image])
         self.drawn: Settings | None = None
         self.sentence = ""
-        self.controls["split"].observe(self._keep_b, names="value")
-        for control in self.controls.values():
+        controls["split"].observe(self._keep_b, names="value")
+        for control in controls.values():
             control.observe(self._changed, names="value")
         self._changed()
 
