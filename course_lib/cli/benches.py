@@ -25,6 +25,12 @@ def bench_dp(rounds: Rounds = 20, as_json: AsJson = False) -> int:
     return _run_bench("dp", rounds, as_json)
 
 
+@benches.command("zero")
+def bench_zero(rounds: Rounds = 20, as_json: AsJson = False) -> int:
+    """ZeRO beside torch's ZeroRedundancyOptimizer and FSDP2: time, bytes and peak memory."""
+    return _run_bench("zero", rounds, as_json)
+
+
 @benches.command("pp")
 def bench_pp(rounds: Rounds = 20, as_json: AsJson = False) -> int:
     """GPipe and 1F1B beside torch's, and paced steps beside simulated ones."""

@@ -122,14 +122,15 @@ class Zero3(Sharded):
         flats = [flat for unit in self.units for flat in unit.flats if not flat.frozen]
         super().__init__(flats, axis, make_optimizer)
         for index, unit in enumerate(self.units):
-            self._hooks += [
-                unit.module.register_forward_pre_hook(
-                    lambda _, inputs, i=index: self._before_forward(i, inputs)
-                ),
-                unit.module.register_forward_hook(
-                    lambda _, inputs, outputs, i=index: self._after_forward(i, outputs)
-                ),
-            ]
+            self._watch(index, unit.module)
+
+    def _watch(self, index: int, module: nn.Module) -> None:
+        self._hooks += [
+            module.register_forward_pre_hook(lambda _, inputs: self._before_forward(index, inputs)),
+            module.register_forward_hook(
+                lambda _, inputs, outputs: self._after_forward(index, outputs)
+            ),
+        ]
 
     @property
     def every_flat(self) -> list[Flat]:

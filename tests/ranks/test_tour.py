@@ -16,11 +16,12 @@ from course_lib.tour.job import main, run_tour
 from course_lib.tour.measure import Row, make_row
 
 DP_NAMES = ["dp-naive", "dp-bucketed", "dp-overlapped", "dp-accumulated"]
+ZERO_NAMES = ["zero-1", "zero-2", "zero-3"]
 PP_NAMES = ["pp-gpipe", "pp-1f1b"]
 CP_NAMES = ["cp-ring", "cp-gather", "cp-ulysses"]
 EP_NAMES = ["ep-4", "ep-2"]
 TWINS = ["serial", "serial-moe"]
-NAMES = ["serial", *DP_NAMES, *PP_NAMES, *CP_NAMES, "serial-moe", *EP_NAMES]
+NAMES = ["serial", *DP_NAMES, *ZERO_NAMES, *PP_NAMES, *CP_NAMES, "serial-moe", *EP_NAMES]
 
 
 @pytest.fixture(scope="module")
@@ -57,7 +58,8 @@ def test_every_row_equals_serial_and_its_formula(tour):
         if name in EP_NAMES:
             assert row["mesh"] == {"dp": 4, "ep": int(name[-1])}
         else:
-            assert row["mesh"] == ({} if name in TWINS else {name[:2]: 4})
+            axis = "dp" if name in ZERO_NAMES else name[:2]
+            assert row["mesh"] == ({} if name in TWINS else {axis: 4})
 
 
 def test_the_numbers_are_the_model_s(tour):
@@ -74,6 +76,19 @@ def test_the_numbers_are_the_model_s(tour):
     assert serial * 0.2 < overlapped["peak_activation_bytes"] < serial * 0.3
     halved = rows["dp-accumulated"]["peak_activation_bytes"]
     assert halved < overlapped["peak_activation_bytes"] * 0.6
+
+
+def test_the_numbers_of_zero(tour):
+    """Per parameter of 4 bytes: itself, and a quarter of gradient, moments and, last, itself."""
+    rows = {row["technique"]: row for row in json.loads(tour[0].stdout)["rows"]}
+    parameters = sum(p.numel() for p in technique.parts()[0].parameters())
+    for name, whole, quarters in (("zero-1", 1, 3), ("zero-2", 1, 3), ("zero-3", 0, 4)):
+        counters = rows[name]["state_bytes"] - 4 * parameters * (whole + quarters / 4)
+        assert 0 < counters <= 8 * 6, "4 bytes for each flat's counter, and for NaN"
+    dp = rows["dp-bucketed"]["bytes"]["dp"]["counted"]
+    sent = [rows[name]["bytes"]["dp"]["counted"] / dp for name in ZERO_NAMES]
+    assert sent[:2] == [1, 1.5], "stage 2 scatters each of two micro-batches"
+    assert 1 < sent[2] < 1.5, "root and last block are gathered once, the others twice"
 
 
 def test_the_numbers_of_the_pipelines(tour):

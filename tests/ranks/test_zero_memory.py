@@ -11,6 +11,7 @@ from equality import assert_equal, projection, worst_error
 from zero_twin import F64, GPT, STAGES, check, serial, train
 
 from course_lib import comm, dp, zero
+from course_lib.bench import zero as bench
 from course_lib.mesh import Link, Links, make_mesh
 from course_lib.model import ModelConfig, build_model
 from course_lib.trace import PeakLiveBytes, SavedActivations, state_bytes
@@ -435,3 +436,29 @@ def test_a_tied_weight_sharded_twice_is_caught(worlds, stage):
     assert worst_error(got, first) == (pytest.approx(1, abs=0.5), "embedding.token.weight")
     with pytest.raises(AssertionError):
         assert_equal(got, first, 1e-12, "gradients")
+
+
+# --- beside torch's own ----------------------------------------------------------------------
+
+
+def test_bytes_and_peak_beside_torch(worlds):
+    """The figures of `course bench zero` that no clock decides, ours also by formula."""
+    sizes = worlds(4).run(bench._sizes)
+    model = build_model(bench.CONFIG)
+    blocks = [sum(p.numel() for p in block.parameters()) for block in model.blocks]
+    root = sum(p.numel() for p in model.parameters()) - sum(blocks)
+    for rank in sizes:
+        sent = {name: sent for name, (sent, _) in rank.items()}
+        peak = {name: peak for name, (_, peak) in rank.items()}
+        assert sent["zero 1"] == zero.wire_bytes(1, [root + sum(blocks)], 4)
+        assert sent["zero 2"] == sent["zero 1"], "of one micro-batch"
+        assert sent["zero 3"] == zero.wire_bytes(3, [root, *blocks], 4, kept=(0, len(blocks)))
+        assert sent["zero 1"] <= 0.70 * sent["zero redundancy"]
+        assert sent["zero 3"] <= 0.75 * sent["fsdp2"]
+        assert peak["zero 1"] <= peak["zero redundancy"]
+        assert peak["zero 3"] <= 1.1 * peak["fsdp2"]
+    times = {name: [0.1 * number] for number, name in enumerate(sizes[0], 1)}
+    result = {"rounds": 1} | bench.summary(times, list(sizes))
+    said = bench.text(result)
+    assert all(name in said for name in times)
+    assert "fsdp2: 1.20, 0.73, 1.07" in said
