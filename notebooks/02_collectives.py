@@ -62,8 +62,9 @@ predicted_alpha = None  # what a short message costs between two ranks of this m
 
 # %% [markdown]
 # ## One message, live
-# `send` takes a tensor and a rank. `recv` takes a tensor *like* the one that will come: only bytes travel, no shape
-# and no dtype. Here rank 1 is busy for 100 ms before it asks for its message. What does rank 0 do meanwhile?
+# `mesh.world` is the axis of all ranks. `send` takes a tensor and a rank. `recv` takes a tensor *like* the one that
+# will come: only bytes travel, no shape and no dtype. Here rank 1 is busy for 100 ms before it asks for its message.
+# What does rank 0 do meanwhile?
 
 # %%
 import random
@@ -156,9 +157,9 @@ run(pass_on, n=RANKS)
 
 # %% [markdown]
 # ## Six collectives, and who ends with what
-# Each rank holds four numbers, its pieces. The digit tells the piece, its place tells the rank: 30 is the third piece
-# of rank 1, and 1111 is the first piece summed over all four ranks. (To all-gather a rank brings its first piece
-# only.)
+# Broadcast copies, reduce adds, gather joins, scatter cuts; *all* means that every rank gets the result. Each rank
+# holds four numbers, its pieces. The digit tells the piece, its place tells the rank: 30 is the third piece of rank
+# 1, and 1111 is the first piece summed over all four ranks. (To all-gather a rank brings its first piece only.)
 
 
 # %%
@@ -179,7 +180,7 @@ def six():
 
 
 ends = run(six, n=RANKS)
-print(f"{'':16}" + "".join(f"{f'rank {rank}':24}" for rank in range(RANKS)))
+print((" " * 16 + "".join(f"{f'rank {rank}':24}" for rank in range(RANKS))).rstrip())
 for name in list(ends[0])[:-1]:
     held = ("-" if one[name] is None else " ".join(map(str, one[name].tolist())) for one in ends)
     print(f"{name:16}" + "".join(f"{text:24}" for text in held).rstrip())
@@ -194,7 +195,8 @@ print("\nreduce_scatter, then all_gather, is all_reduce")
 # %% [markdown]
 # ## Build it: the ring
 # The first half adds, the second copies. In each turn a rank sends one piece to the next rank and receives one from
-# the previous: always the piece that it received, and perhaps added to, in the turn before.
+# the previous: always the piece that it received, and perhaps added to, in the turn before. Rank r begins with piece
+# r-1, so that it ends the first half with the sum of piece r.
 
 # %%
 show_source(comm.ring_reduce_scatter, comm.ring_all_gather, comm.ring_all_reduce)
@@ -284,7 +286,8 @@ for way, result in runs.items():
     print(f"{way}: messages sent by ranks 0 to 3: {messages}, bytes {sent}, in all {sum(sent):,}")
 ring_formula = int(ledger.wire("all_reduce", S, RANKS))
 print(f"\nring, a rank: formula 2(n-1)/n S = {ring_formula:,}, predicted {predicted_ring_bytes}")
-print(f"tree, rank 0: formula log2(n) S = {2 * S:,}, predicted {predicted_tree_bytes}")
+tree_formula = (RANKS - 1).bit_length() * S
+print(f"tree, rank 0: formula log2(n) S = {tree_formula:,}, predicted {predicted_tree_bytes}")
 
 # %% [markdown]
 # The same bytes in all. The ring deals them out evenly; in the tree ranks 0 and 2 send twice as much as the others.
@@ -457,7 +460,8 @@ for size in here["ring"]:
 # ## Algorithm bandwidth and bus bandwidth
 # A benchmark all-reduces S bytes in t seconds. S/t is the **algorithm bandwidth**: it tells when you are done. It
 # tells little about the link, because a rank has sent 2(n-1)/n S. Times that factor it is the **bus bandwidth**,
-# which you may hold against the link. NVIDIA's `nccl-tests` prints both (`algbw`, `busbw`).
+# which you may hold against the link. NVIDIA's `nccl-tests` prints both (`algbw`, `busbw`). Here for a link with a
+# tenth of the alpha:
 
 
 # %%
@@ -473,19 +477,19 @@ def all_reduce_seconds(size):
     return times[-1]  # the first warms up
 
 
-print(
-    f"link {LINK.beta / 1e6:.1f} MB/s\n{'ranks':>5}{'bytes':>12}{'ms':>7}{'algbw, MB/s':>13}{'busbw, MB/s':>13}"
-)
-for size in (64_000, 8_000_000):
+QUICK = Link(alpha=LINK.alpha / 10, beta=LINK.beta)
+print(f"the link carries {QUICK.beta / 1e6:.1f} MB/s")
+print(f"{'ranks':>5}{'bytes':>12}{'ms':>7}{'algbw, MB/s':>13}{'busbw, MB/s':>13}")
+for size in (16_000, 4_000_000):
     for n in (2, 4, 8):
-        seconds = max(run(all_reduce_seconds, size, n=n, links=SLOW))
+        seconds = max(run(all_reduce_seconds, size, n=n, links=Links(QUICK, QUICK)))
         algbw = size / seconds
         busbw = algbw * 2 * (n - 1) / n
         print(f"{n:5}{size:12,}{1e3 * seconds:7.0f}{algbw / 1e6:13.1f}{busbw / 1e6:13.1f}")
 
 # %% [markdown]
-# Long vectors: algbw falls from line to line although nothing got worse, busbw stays near the link. Short vectors:
-# both say nothing, because alpha is all there is. Quote the time then.
+# Long vectors (the last three lines): algbw falls although nothing got worse, busbw stays near the link. Short
+# vectors: both say nothing about it, because alpha is most of the time. Quote the time then.
 
 # %% [markdown]
 # ## Units that trap
@@ -526,7 +530,8 @@ def in_pytorch(x_of_rank):
         for work in dist.batch_isend_irecv([sending, receiving]):
             work.wait()
         pieces[into] = pieces[into] + arrived if turn < n - 1 else arrived
-    dist.all_reduce(total := x.clone())
+    total = x.clone()
+    dist.all_reduce(total)  # in place
     dist.destroy_process_group()
     return torch.cat(pieces), total
 
@@ -558,12 +563,8 @@ print(f"raw ring and ours: equal to the last bit; all_reduce of gloo differs by 
 # Run the folded cell, look at the table, and say which is which.
 
 # %%
-diagnosis = {
-    "A": None,
-    "B": None,
-    "C": None,
-    "D": None,
-}  # "healthy", "half-way", "summed twice", "own order"
+# "healthy", "half-way", "summed twice" or "own order"
+diagnosis = {"A": None, "B": None, "C": None, "D": None}
 
 # %% jupyter={"source_hidden": true}
 # The patients. Run this cell folded; open it after your answer.
@@ -659,8 +660,8 @@ except RankError as error:
 # ## The table that grows
 # Four ranks, S = 400,000 bytes. *One after another* is taken with a stopwatch: on a link where a message costs 40 ms
 # and its bytes nothing, time / alpha counts the messages that waited for each other. Bytes are those of the rank that
-# sends most. (All-to-all is torch's own; for such calls the ledger takes the formula, and `course bench wire` checks
-# it against bytes that really moved.)
+# sends most. (All-to-all is torch's own. For such calls ledger and slow link take the formulas; `course bench wire`
+# checks them against bytes that really moved.)
 
 # %%
 ALPHA = Link(alpha=0.040, beta=1e15)
@@ -930,6 +931,8 @@ for n in (4, 32, 256, 2048):
 print(f"your vote: {vote_1}")
 
 # %% [markdown]
+# A short vector takes nothing but alphas. Of a long one they are a fifth at 2,048 ranks.
+#
 # **Claim 2: false.** 620 GB are the payload (the note counts 384 all-reduces of tensor parallelism in GPT-3; lesson
 # 03 comes back to them). A rank of a ring sends 2(n-1)/n times that. And of the 600 GB/s, half are for receiving:
 
