@@ -9,6 +9,7 @@ norm, head, weights that several units share) is the root's. For a unit u with s
 
 Units in ``kept`` stay gathered between forward and backward: what backward begins with would be
 gathered again at once. With ``prefetch`` the next unit's gather travels while this one computes.
+Bytes are :func:`course_lib.zero.wire_bytes`, memory :func:`course_lib.zero.peak_bytes`.
 Sources: Rajbhandari et al. 2019, arXiv:1910.02054, section 5.3; Zhao et al. 2023 (FSDP),
 arXiv:2304.11277.
 """
@@ -98,6 +99,7 @@ class Zero3(Sharded):
 
     ``kept`` are the units that stay gathered between forward and backward: by default the root
     (``model`` itself) and the last unit, as torch's FSDP2 is used; ``()`` is none of them.
+    A unit whose inputs come by keyword, or need no gradient, is freed at the end of backward.
     Outside forward and backward the parameters have no memory, except within :meth:`gathered`.
     """
 

@@ -8,7 +8,7 @@ w_r of the weights with it, and gathers the others' shards:
 That is data parallelism with its all-reduce cut in two and the optimizer in between: the same
 bytes, and optimizer state divided by n. Stage 2 divides the gradients too: a bucket leaves as soon
 as backward has filled it, and only the own shard of its sum stays. The price is a reduce-scatter
-for each micro-batch, where stage 1 has one for the step.
+for each micro-batch, where stage 1 has one for the step: :func:`course_lib.zero.wire_bytes`.
 Source: Rajbhandari et al. 2019 (ZeRO), arXiv:1910.02054.
 """
 

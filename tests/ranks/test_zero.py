@@ -328,6 +328,37 @@ def test_reading_evaluating_and_what_is_freed(worlds):
         assert_bitwise(inside, whole, "weights")
 
 
+class ByKeyword(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(2)
+        self.layers = torch.nn.ModuleList([torch.nn.Linear(4, 4) for _ in range(3)])
+
+    def forward(self, x):
+        for layer in self.layers:
+            x = torch.tanh(layer(input=x))
+        return x
+
+
+def test_inputs_by_keyword(worlds):
+    """Then nothing says that a unit's backward is over: it is freed and reduced at the end."""
+
+    def rank():
+        mesh = make_mesh()
+        model = ByKeyword()
+        z = zero.Zero3(model, list(model.layers), mesh.dp, twin.adam)
+        model(torch.eye(4)[2 * mesh.dp.rank :][:2]).square().sum().backward()
+        z.finish()
+        return twin.gradients(z, model), [buffer.untyped_storage().nbytes() for buffer in z.buffers]
+
+    model = ByKeyword()
+    model(torch.eye(4)).square().sum().backward()
+    want = {name: p.grad for name, p in model.named_parameters()}
+    for got, left in worlds(2).run(rank):
+        assert_equal(got, want, 1e-6, "gradients")
+        assert left == [0, 0, 0]
+
+
 @given(
     stage=st.sampled_from(STAGES),
     n=st.sampled_from([2, 3]),
