@@ -31,6 +31,12 @@ def bench_zero(rounds: Rounds = 20, as_json: AsJson = False) -> int:
     return _run_bench("zero", rounds, as_json)
 
 
+@benches.command("tp")
+def bench_tp(rounds: Rounds = 20, as_json: AsJson = False) -> int:
+    """Tensor and sequence parallelism beside torch's DTensor: time and bytes; rings on a link."""
+    return _run_bench("tp", rounds, as_json)
+
+
 @benches.command("pp")
 def bench_pp(rounds: Rounds = 20, as_json: AsJson = False) -> int:
     """GPipe and 1F1B beside torch's, and paced steps beside simulated ones."""

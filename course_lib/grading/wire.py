@@ -34,7 +34,7 @@ OPERATIONS = {
     "reduce_scatter_tensor": ("reduce_scatter", 0),
     "all_to_all_single": ("all_to_all", 0),
 }
-SILENT = {"barrier", "monitored_barrier_", "wait_tensor"}
+SILENT = {"barrier", "monitored_barrier_", "wait_tensor", "_wrap_tensor_autograd"}
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,11 +17,13 @@ from course_lib.tour.measure import Row, make_row
 
 DP_NAMES = ["dp-naive", "dp-bucketed", "dp-overlapped", "dp-accumulated"]
 ZERO_NAMES = ["zero-1", "zero-2", "zero-3"]
+TP_NAMES = ["tp", "sp", "sp-again", "sp-recomputed"]
 PP_NAMES = ["pp-gpipe", "pp-1f1b"]
 CP_NAMES = ["cp-ring", "cp-gather", "cp-ulysses"]
 EP_NAMES = ["ep-4", "ep-2"]
 TWINS = ["serial", "serial-moe"]
-NAMES = ["serial", *DP_NAMES, *ZERO_NAMES, *PP_NAMES, *CP_NAMES, "serial-moe", *EP_NAMES]
+ALONE = ["serial", *DP_NAMES, *ZERO_NAMES, *TP_NAMES, *PP_NAMES, *CP_NAMES]
+NAMES = [*ALONE, "serial-moe", *EP_NAMES]
 
 
 @pytest.fixture(scope="module")
@@ -58,7 +60,7 @@ def test_every_row_equals_serial_and_its_formula(tour):
         if name in EP_NAMES:
             assert row["mesh"] == {"dp": 4, "ep": int(name[-1])}
         else:
-            axis = "dp" if name in ZERO_NAMES else name[:2]
+            axis = "dp" if name in ZERO_NAMES else "tp" if name in TP_NAMES else name[:2]
             assert row["mesh"] == ({} if name in TWINS else {axis: 4})
 
 
@@ -89,6 +91,25 @@ def test_the_numbers_of_zero(tour):
     sent = [rows[name]["bytes"]["dp"]["counted"] / dp for name in ZERO_NAMES]
     assert sent[:2] == [1, 1.5], "stage 2 scatters each of two micro-batches"
     assert 1 < sent[2] < 1.5, "root and last block are gathered once, the others twice"
+
+
+def test_the_numbers_of_tensor_and_sequence_parallelism(tour):
+    rows = {row["technique"]: row for row in json.loads(tour[0].stdout)["rows"]}
+    config, tokens = technique.CONFIG, technique.BATCH * technique.SEQ
+    x_bytes = tokens * config.hidden * 4
+    # 4 all-reduces a layer, 2 at the ends, and 3 of one number a token; 4 ranks send 3/4 twice
+    assert rows["tp"]["bytes"]["tp"]["counted"] == 4 * 1.5 * (18 * x_bytes + 3 * tokens * 4)
+    sent = [rows[name]["bytes"]["tp"]["counted"] / rows["tp"]["bytes"]["tp"]["counted"]
+            for name in TP_NAMES[1:]]  # fmt: skip
+    assert sent == pytest.approx([1, 1.25, 1.45], abs=0.01)
+    for name in TP_NAMES:
+        state = rows[name]["state_bytes"] / rows["serial"]["state_bytes"]
+        assert 0.25 < state < 0.26, "all but the norms is a quarter"
+    peaks = [rows[name]["peak_activation_bytes"] for name in ["serial", *TP_NAMES]]
+    serial, tp, sp, again, recomputed = peaks
+    assert tp < 0.5 * serial
+    assert 0.25 * serial < again < 0.8 * sp < 0.6 * tp
+    assert recomputed < 0.35 * again
 
 
 def test_the_numbers_of_the_pipelines(tour):

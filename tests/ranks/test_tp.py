@@ -38,6 +38,7 @@ from tensor_parallel import (
 from torch import nn
 
 from course_lib import comm, dp, sp, tp
+from course_lib.bench import tp as bench
 from course_lib.comm.operators import Region
 from course_lib.ledger import summarize
 from course_lib.mesh import Axis, make_mesh, sub_axis
@@ -710,3 +711,24 @@ def test_other_seeds_outside_make_replicas_drift(worlds):
     results = list(worlds(4).run(train_with, bug, sizes(4, dropout=0.2)))
     with pytest.raises(AssertionError, match="ranks 1 and 0 after training"):
         check_copies(results)
+
+
+# --- the bench beside DTensor ---------------------------------------------------------------------
+
+
+def test_the_bench_compares_equal_bytes(worlds):
+    for sent in worlds(4).run(bench.sent_in_a_step):
+        assert sent["tp"] == sent["dtensor tp"] == sent["dtensor again"]
+        assert sent["sp"] == sent["dtensor sp"] == sent["sp rings"]
+        assert sent["sp again"] > sent["sp"]
+
+
+def test_the_bench_says_what_it_measured():
+    names = ["dtensor tp", "tp", "dtensor sp", "sp"]
+    slow = {"link": "9 MB/s", "milliseconds": {"sp": 7.0, "sp rings": 3.5}, "rings_to_plain": 0.5}
+    result = {"ranks": 4, "rounds": 1, "noise": 1.0, "slow": slow}
+    result |= {"milliseconds": dict.fromkeys(names, 2.0), "bytes": dict.fromkeys(names, 8.0)}
+    said = bench.text(result | {"ratio": {"tp": 0.8, "sp": 1.3}})
+    assert "0.80" in said
+    assert "rings take 0.50 of plain" in said
+    assert "sp takes more than 1.25 times as long" in said

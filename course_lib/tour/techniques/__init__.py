@@ -9,12 +9,14 @@ from course_lib.tour.techniques.dp import DATA_PARALLEL
 from course_lib.tour.techniques.ep import EXPERT_PARALLEL
 from course_lib.tour.techniques.pp import PIPELINES
 from course_lib.tour.techniques.serial import SERIAL
+from course_lib.tour.techniques.tp import TENSOR_PARALLEL
 from course_lib.tour.techniques.zero import ZERO
 
 TECHNIQUES: list[Technique] = [
     SERIAL,
     *DATA_PARALLEL,
     *ZERO,
+    *TENSOR_PARALLEL,
     *PIPELINES,
     *CONTEXT_PARALLEL,
     *EXPERT_PARALLEL,
