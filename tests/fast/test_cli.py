@@ -214,7 +214,7 @@ def test_a_closed_pipe_is_no_error():
     assert (result.returncode, result.stdout, result.stderr) == (0, '{"order":', "")
 
 
-@pytest.mark.parametrize("name", ["launch", "dp", "cp", "wire"])
+@pytest.mark.parametrize("name", ["launch", "dp", "zero", "cp", "wire"])
 def test_bench_passes_rounds_and_prints(name, fake_module, capfd):
     fake_module(
         f"course_lib.bench.{name}",
