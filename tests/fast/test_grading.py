@@ -92,6 +92,12 @@ class _Odd:
         raise RuntimeError("no printing")
 
 
+class _OddKey(_Odd):
+    """The same, but it may be a key."""
+
+    __hash__ = object.__hash__
+
+
 @pytest.mark.parametrize(
     ("answers", "words"),
     [
@@ -99,7 +105,8 @@ class _Odd:
         ([_exits], "called sys.exit"),
         ([_unwritten], "coordinates is not written yet"),
         ([lambda *_: _Odd()], "a dict from axis to coordinate is wanted, not a _Odd"),
-        ([lambda *_: {"tp": _Odd()}], "right is"),
+        ([lambda *_: {"tp": _Odd()}], "this is a _Odd that cannot be printed"),
+        ([lambda *_: {_OddKey(): 1}], "right is"),
         ([lambda *_: 8], "): a dict from axis to coordinate"),
         ([lambda: {}], "raised TypeError"),
         ([7], "coordinates is 7; a function is wanted"),

@@ -43,7 +43,7 @@ def _as_coordinates(value: Any) -> dict[str, int]:
         raise NotRight(f"a dict from axis to coordinate is wanted, not {shown(value)}")
     says = "coordinates are whole numbers; rank // size gives one, rank / size does not"
     found = {axis: whole(where, says) for axis, where in value.items()}
-    return dict(sorted(found.items(), key=str))  # told in one order
+    return dict(sorted(found.items(), key=lambda item: shown(item[0])))  # told in one order
 
 
 # What people get wrong.
