@@ -142,11 +142,11 @@ def parallelize(
     )
     if tied and ("head" in plan) != ("embedding.token" in plan):
         raise ValueError("plan: embedding.token and head share one weight; cut both or neither")
+    places = [(name, entry) for key, entry in plan.items() for name in _matches(key, model)]
     cut = Cut(axis, region, key_value_sharers(axis, model.config.kv_heads))
-    for key, entry in plan.items():
-        for name in _matches(key, model):
-            parent, _, own_name = name.rpartition(".")
-            setattr(model.get_submodule(parent), own_name, entry(model.get_submodule(name), cut))
+    for name, entry in places:
+        parent, _, own_name = name.rpartition(".")
+        setattr(model.get_submodule(parent), own_name, entry(model.get_submodule(name), cut))
     if isinstance(model.head, VocabHead):
         model.cross_entropy = partial(loss_sum, axis=axis)
         if tied:
@@ -171,7 +171,7 @@ def _matches(key: str, model: nn.Module) -> list[str]:
     names = [name for name, _ in model.named_modules() if name]
     found = [name for name in names if _fits(parts, name.split("."))]
     if not found:
-        nearest = get_close_matches(key, names, n=3, cutoff=0.3)
+        nearest = get_close_matches(key, names, n=3, cutoff=0.3) or names[:3]
         raise ValueError(
             f"plan: {key!r} matches no module of the model; near it are {', '.join(nearest)}"
         )

@@ -59,12 +59,12 @@ def gradient_norm(parameters: Iterable[Tensor], axis: Axis) -> Tensor:
 
     The square of what r ranks hold alike counts 1/r on each. One number travels, as control.
     """
-    square: Tensor | float = 0.0
+    square = torch.zeros((), device=axis.context.device)
     for parameter in dict.fromkeys(parameters):
         if parameter.grad is not None:
             own = torch.linalg.vector_norm(parameter.grad, dtype=_accumulation(parameter.grad))
             square = square + own**2 / copies(parameter, axis)
-    return comm.all_reduce(torch.as_tensor(square), axis, control=True).sqrt()
+    return comm.all_reduce(square, axis, control=True).sqrt()
 
 
 def clip_gradients(parameters: Iterable[Tensor], axis: Axis, max_norm: float) -> Tensor:

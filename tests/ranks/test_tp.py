@@ -15,6 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tensor_parallel import (
     BATCH,
+    BY_ROWS,
     SEQ,
     SP,
     TP,
@@ -43,12 +44,14 @@ from course_lib.comm.operators import Region
 from course_lib.ledger import summarize
 from course_lib.mesh import Axis, make_mesh, sub_axis
 from course_lib.model import build_model, loss_sum
-from course_lib.tp import formulas, linear, shards
+from course_lib.tp import formulas, linear, shards, vocabulary
 from course_lib.tp.dropout import RankDropout
 from course_lib.tp.plan import as_it_is
 
 FAMILIES = ("llama", "gpt")
 GPT = {"family": "gpt", "tied": True}
+WAYS = {"tp": TP, **BY_ROWS}
+every_way = pytest.mark.parametrize("way", WAYS.values(), ids=WAYS.keys())
 
 
 # --- the whole model -----------------------------------------------------------------------------
@@ -77,7 +80,7 @@ def test_float32(worlds):
     check(list(worlds(2).run(parallel, config, TP)), serial(config), 5e-6, after_steps=1e-2)
 
 
-@pytest.mark.parametrize("way", [TP, SP], ids=["tp", "sp"])
+@every_way
 def test_bfloat16_trains_like_one_process(worlds, way):
     config = sizes(4, dtype=torch.bfloat16)
     results = list(worlds(4).run(parallel, config, way))
@@ -94,6 +97,14 @@ def test_frozen_parameters_stay(worlds, way):
     config = sizes(4)
     run = partial(parallel, frozen=frozen)
     check(list(worlds(4).run(run, config, way)), serial(config, frozen=frozen))
+
+
+@every_way
+def test_checked_mode_has_no_objection(worlds, way):
+    """All ranks make the same calls with the same shapes, and messages are what is expected."""
+    config = sizes(4)
+    run = partial(parallel, steps=1)
+    check(list(worlds(4).run(run, config, way, checked=True)), serial(config, steps=1))
 
 
 shapes = st.fixed_dictionaries(
@@ -614,6 +625,17 @@ def padding_not_masked():
     return mock.patch.object(tp.VocabHead, "forward", forward)
 
 
+def tokens_of_others_not_masked():
+    """A token that another rank holds counts here as well, as the first row."""
+    own_rows = vocabulary._in_own_rows
+
+    def wrong(tokens, rows, axis):
+        local, is_mine = own_rows(tokens, rows, axis)
+        return local, torch.ones_like(is_mine)
+
+    return mock.patch.object(vocabulary, "_in_own_rows", wrong)
+
+
 def replicas_in_the_norm():
     return mock.patch.object(shards, "copies", return_value=1)
 
@@ -672,6 +694,7 @@ BUGS = {
         options={"reduce": nothing_summed},
     ),
     "padding not masked": Bug("losses", padding_not_masked),
+    "tokens of others not masked": Bug("losses", tokens_of_others_not_masked),
     "replicas in the norm": Bug("norm of rank", replicas_in_the_norm),
     "own part of the norm": Bug("norm of rank", options={"norm": own_part_of_the_norm}),
     "heads cut as one matrix": Bug("losses", way=Way(tp.REGION, fused_qkv_in_runs)),
