@@ -105,6 +105,7 @@ def two_stages():
     model = build_model(CONFIG, seed=0)
     tokens, targets = TOKENS[:1], TARGETS[:1]
     stage = model.stage(0, 2) if mesh.pp.rank == 0 else model.stage(2, 4)  # blocks 0, 1 or 2, 3
+    stage(tokens if mesh.pp.rank == 0 else torch.zeros(1, SEQ, CONFIG.hidden))  # warms up
     comm.barrier(mesh.pp)  # fresh ranks do not start in the same moment
     mesh.trace.clear()
     mesh.ledger.clear()
@@ -179,8 +180,8 @@ except ValueError as error:
     print(f"refused: {error}")
 
 # %% [markdown]
-# The dots hide the backwards of three ranks. Fill them in as GPU 0 has them, and the rows are legal. (The grey in the
-# picture comes later.)
+# The dots hide the backwards of three ranks. Fill them in as GPU 0 has them, and the rows are legal. (In the picture a
+# *hop* is a message to a neighbour, *makespan* the length of the step; the grey comes later.)
 
 # %%
 complete = """
@@ -217,7 +218,7 @@ schedule_picture(simulated["naive"])
 
 # %% [markdown]
 # ## GPipe
-# All forwards, then all backwards.
+# All forwards, then all backwards: here the oldest first. The note's newest first takes as long.
 
 # %%
 schedule_picture(simulated["gpipe"])
@@ -228,8 +229,7 @@ schedule_picture(simulated["gpipe"])
 #
 # $$\text{step} = (m+p-1)(F+B), \qquad \text{bubble} = (p-1)(F+B)$$
 #
-# A share needs a base, and two are in use. Comparing a number of one kind with one of the other is a common mistake;
-# the second may exceed 100 %.
+# A share needs a base, and two are in use. Do not compare one kind with the other; that of ideal may exceed 100 %.
 #
 # | base | share | who uses it |
 # |---|---|---|
@@ -251,7 +251,7 @@ for p, m in ((4, 1), (4, 4), (4, 8), (4, 32), (8, 8), (8, 32)):
 # yet their backward. Their activations must be kept, and they grow to m.
 #
 # One forward, one backward (1F1B) does each backward as early as it can. Rank r starts with p-1-r forwards, then
-# alternates F and B, then does the backwards that are left.
+# alternates F and B, then does the backwards that are left. On rank 0 that is F0 to F2, then the pairs from F3 B0 on.
 
 # %%
 schedule_picture(simulated["1f1b"])
@@ -679,8 +679,8 @@ for name, results in runs.items():
 #
 # ## The claims settled
 # **Claim 1: false.** The note says that 1F1B improves the bubble "significantly". With equal stages and free messages
-# its bubble is that of GPipe. When a hop, a message to a neighbour, takes time, it is larger: where 1F1B alternates, two
-# neighbours wait for each other in turn.
+# its bubble is that of GPipe. When a hop takes time, it is larger: where 1F1B alternates, two neighbours wait for each
+# other in turn.
 
 # %%
 sizes = [(p, m) for p in range(1, 9) for m in range(1, 33)]
@@ -737,8 +737,7 @@ print(
 #
 # <details><summary>Answer</summary>
 #
-# Memory: rank r keeps min(m, p-r) micro-batches instead of m. He can raise m with the batch, or drop recomputation
-# of activations if memory had forced it.
+# Memory: rank r keeps min(m, p-r) micro-batches instead of m. So he can raise m with the batch.
 #
 # </details>
 #
@@ -799,7 +798,7 @@ from course_lib import comm
 # ## 07-1 1F1B by hand
 # p = 3 ranks, m = 5 micro-batches, stage r on rank r. A forward takes 1, a backward 2, a message no time. Draw the
 # three rows on paper, from time 0 on, each action as early as it can start, and fill in the table. A row is a text of
-# ten cells, parted by spaces; rank 2 does `2F0 2B0 2F1 2B1 2F2 2B2 2F3 2B3 2F4 2B4`. Fractions may be typed as such: `1/3`.
+# ten cells, parted by spaces; rank 2 does `2F0 2B0 2F1 2B1 2F2 2B2 2F3 2B3 2F4 2B4`. Type shares as fractions: `1/3`.
 
 # %% course={"ex": "07-1", "role": "answer"}
 traced = {
@@ -989,7 +988,7 @@ check("07-5", one_step)
 # ## Sources and what to read next
 # - Huang et al. 2018, *GPipe*, [arXiv:1811.06965](https://arxiv.org/abs/1811.06965): section 2 has the bubble of total.
 #   It also recomputes activations in backward, which shrinks what is in flight.
-# - Narayanan et al. 2018, *PipeDream*, [arXiv:1806.03377](https://arxiv.org/abs/1806.03377): where 1F1B comes from. It
+# - Harlap et al. 2018, *PipeDream*, [arXiv:1806.03377](https://arxiv.org/abs/1806.03377): where 1F1B comes from. It
 #   does not wait for the last backward before a step, and its gradients are *not* those of one process.
 # - Narayanan et al. 2021, *Efficient Large-Scale Language Model Training*,
 #   [arXiv:2104.04473](https://arxiv.org/abs/2104.04473): 1F1B as you ran it; section 2.2 has the bubble of ideal.
