@@ -110,6 +110,18 @@ BY_HAND = Worked(
             },
             "m and p are swapped: more ranks wait longer, more micro-batches fill the time.",
         ),
+        Wrong(
+            {
+                **RIGHT,
+                "row 0": RIGHT["row 0"].replace("0F", "F").replace("0B", "B"),
+                "row 1": RIGHT["row 1"].replace("1F", "F").replace("1B", "B"),
+            },
+            "a cell begins with its stage, as those of rank 2 begin with 2.",
+        ),
+        Wrong(
+            {**RIGHT, "bubble of total": 100 * 2 / 7, "bubble of ideal": 40},
+            "that is in percent; a share lies between 0 and 1 here.",
+        ),
         Wrong({**RIGHT, "step": 20}, words="'step': 20 is not right"),
         Wrong({**RIGHT, "row 1": "1F0 1F1 1B0"}, words="it has 3 values, 10 are wanted"),
     ),

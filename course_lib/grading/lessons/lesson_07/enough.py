@@ -18,7 +18,7 @@ def _enough(p: int, percent: int) -> int:
 
 
 def _some(ranks: tuple[int, int], limits: tuple[int, int]) -> Callable[..., list[Instance]]:
-    """Draws five calls; no limit is met exactly, for there rounding of floats would decide."""
+    """Draws five calls; no limit is met exactly: rounding of floats might decide there."""
 
     def draw(rng: random.Random) -> list[Instance]:
         found: list[Instance] = []
@@ -29,6 +29,11 @@ def _some(ranks: tuple[int, int], limits: tuple[int, int]) -> Callable[..., list
         return found
 
     return draw
+
+
+def _met_exactly(rng: random.Random) -> list[Instance]:
+    """Limits that some m meets: 25 and 50 %, which floats hold without rounding."""
+    return [{"p": rng.randint(3, 64), "percent": percent} for percent in (25, 50)]
 
 
 def _as_count(value: Any) -> int:
@@ -86,6 +91,10 @@ ENOUGH = Function(
             "waits.",
         ),
         Wrong(
+            lambda p, percent: (p - 1) * (100 - percent) // percent + 1,
+            "One too many where a bubble meets the limit: at most, not below.",
+        ),
+        Wrong(
             lambda p, percent: (p - 1) * (100 - percent) / percent,
             words="a whole number of micro-batches is wanted",
         ),
@@ -101,5 +110,6 @@ ENOUGH = Function(
         Case("a few ranks", _some((3, 16), (5, 30))),
         Case("hundreds of ranks", _some((128, 512), (5, 30))),
         Case("a high limit", _some((8, 64), (31, 80))),
+        Case("a limit met exactly", _met_exactly),
     ),
 )
