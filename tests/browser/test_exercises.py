@@ -55,13 +55,12 @@ def answer(learner, ex: str, source: str) -> dict:
     return verdict
 
 
-def shoot(learner, name: str, ex: str) -> None:
-    """The verdict in both themes."""
+def shoot(learner, name: str, ex: str, *themes: str) -> None:
+    """The verdict in these themes of JupyterLab."""
     shown = learner.at(learner.find(ex, "check")).locator(".jp-OutputArea-output")
-    learner.screenshot(f"{name}_light", shown)
-    learner.theme("JupyterLab Dark")
-    learner.screenshot(f"{name}_dark", shown)
-    learner.theme("JupyterLab Light")
+    for theme in themes or ("Light",):
+        learner.theme(f"JupyterLab {theme}")
+        learner.screenshot(f"{name}_{theme.lower()}", shown)
 
 
 def grade(path: Path, ex: str) -> dict:
@@ -78,12 +77,12 @@ def test_a_wrong_and_a_right_answer(learner, begin):
     verdict = answer(learner, "00-1", BACKWARDS)
     assert verdict["passed"] == 0
     assert verdict["message"].startswith("The order is read backwards")
-    shoot(learner, "00_wrong", "00-1")
+    shoot(learner, "00_wrong", "00-1", "Dark", "Light")
     learner.save()
     assert grade(path, "00-1")["passed"] == 0
     verdict = answer(learner, "00-1", RIGHT)
     assert verdict["passed"] == verdict["total"] == 4
-    shoot(learner, "00_right", "00-1")
+    shoot(learner, "00_right", "00-1", "Dark", "Light")
     learner.save()
     assert grade(path, "00-1") == {"passed": 4, "total": 4, "message": ""}
     learner.close()

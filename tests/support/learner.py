@@ -121,10 +121,13 @@ class Learner:
 
     def theme(self, name: str) -> None:
         """Change the colours of JupyterLab: "JupyterLab Light" or "JupyterLab Dark"."""
+        now = "document.body.dataset.jpThemeName"
+        if self.page.evaluate(f"() => {now}") == name:
+            return
         self.page.evaluate(
             "theme => window.jupyterapp.commands.execute('apputils:change-theme', {theme})", name
         )
-        self.page.wait_for_function(f"() => document.body.dataset.jpThemeName === '{name}'")
+        self.page.wait_for_function(f"name => {now} === name", arg=name)
         self.page.wait_for_timeout(300)  # its style sheet fades in
 
     def screenshot(self, name: str, shown: Locator) -> None:
