@@ -192,6 +192,32 @@ class CountsEachMicroBatch(Overlapped):
         self.send_full()
 
 
+class CompletesInside(Overlapped):
+    """Sends nothing inside accumulate(), but strikes the parameters off."""
+
+    def ready(self, parameter: nn.Parameter) -> None:
+        self.missing[self.bucket_of[parameter]].discard(parameter)
+        if not self.accumulating:
+            self.send_full()
+
+
+class AddsToOwn(Overlapped):
+    def adopt(self) -> None:
+        own = {p: p.grad for p in self.bucket_of if p.grad is not None}
+        super().adopt()
+        for parameter, gradient in own.items():
+            assert parameter.grad is not None
+            parameter.grad = gradient + parameter.grad
+
+
+class WaitsInHook(Overlapped):
+    """The right sums, but backward stands still until each bucket is back."""
+
+    def send(self, k: int) -> None:
+        super().send(k)
+        self.sent[k].wait()
+
+
 class NoReset(Overlapped):
     def finish(self) -> None:
         super().finish()

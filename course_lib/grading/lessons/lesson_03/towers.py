@@ -45,6 +45,7 @@ class Run:
     early: int  # calls made when the first step's last gradient was complete
     calls: list[int]  # made in each step
     in_backward: int = 0  # calls made before the first step's finish
+    waited: int = 0  # for how many of them a rank had waited by then
 
 
 def task(trial: Trial, rank: int, seed: int) -> Task:
@@ -112,7 +113,8 @@ def act(answers: Sequence[Answer], inputs: tuple[Any, ...], mesh: Mesh) -> Run:
                 for loss in losses[:-1]:
                     loss.backward()
             losses[-1].backward()
-            done.in_backward = done.in_backward or len(wire_calls.calls)
+            if step == 0:  # the trace has a span for each call that was waited for
+                done.in_backward, done.waited = len(wire_calls.calls), len(mesh.trace.spans)
             sync.finish()
             done.gradients.append(flat([p.grad for p in parameters]))
             done.calls.append(len(wire_calls.calls) - before)
@@ -181,6 +183,19 @@ def _first_bucket_empty(seen: Seen) -> list[Tensor]:
     return [torch.stack(own).sum(0).flatten()] * seen.trial.n
 
 
+def _complete_too_soon(seen: Seen) -> list[Tensor]:
+    """What comes out when all buckets leave at the first hook of the last backward."""
+    sent = own_gradients(seen, first_only=True)
+    for gradient, own in zip(sent, own_gradients(seen), strict=True):
+        gradient[-1, -WIDTH:] = own[-1, -WIDTH:]  # that hook's own gradient is complete
+    return [torch.stack(sent).sum(0).flatten()] * seen.trial.n
+
+
+def _added_to_own(seen: Seen) -> list[Tensor]:
+    own = own_gradients(seen)
+    return [(gradient + torch.stack(own).sum(0)).flatten() for gradient in own]
+
+
 def _mistakes(seen: Seen) -> list[tuple[Callable[[], list[Tensor]], str]]:
     n = seen.trial.n
     found: list[tuple[Callable[[], list[Tensor]], str]] = [
@@ -192,6 +207,15 @@ def _mistakes(seen: Seen) -> list[tuple[Callable[[], list[Tensor]], str]]:
             lambda: [torch.stack(own_gradients(seen, first_only=True)).sum(0).flatten()] * n,
             "only the first micro-batch was sent: inside accumulate() no bucket leaves, nor does "
             "any count as complete",
+        ),
+        (
+            lambda: _complete_too_soon(seen),
+            "gradients counted as complete inside accumulate(), so that the first hook after it "
+            "sent every bucket",
+        ),
+        (
+            lambda: _added_to_own(seen),
+            "the sum was added to the rank's own gradient, which it has to replace",
         ),
     ]
     if n == 4:
@@ -275,14 +299,19 @@ def once_a_step(seen: Seen) -> str:
 
 
 def while_backward_runs(seen: Seen) -> str:
-    """When the last gradient is complete, all buckets but the last have left."""
+    """When the last gradient is complete, all buckets but the last are on their way."""
     early = min(value.early for value in seen.values)
-    if early >= TOWERS - 1:
-        return ""
-    return (
-        f"when backward completed its last gradient, {early} of {TOWERS} buckets had left: all but "
-        "the last were full and could have been on their way"
-    )
+    if early < TOWERS - 1:
+        return (
+            f"when backward completed its last gradient, {early} of {TOWERS} buckets had left: all "
+            "but the last were full and could have been on their way"
+        )
+    if waited := max(value.waited for value in seen.values):
+        return (
+            f"before backward returned, a rank had waited for {waited} of {TOWERS} buckets: while "
+            "a hook waits, backward stands still; only finish may wait"
+        )
+    return ""
 
 
 def none_waits_in_vain(seen: Seen) -> str:
