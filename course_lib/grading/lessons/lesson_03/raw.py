@@ -85,6 +85,18 @@ def _right_flat(model: nn.Module, batches: Batches, optimizer: Optimizer, max_no
         optimizer.step()
 
 
+def _returned(model: nn.Module, batches: Batches, optimizer: Optimizer, max_norm: float) -> None:
+    """Takes the result of dist.all_reduce, which is None, for the gradient."""
+    for parameter in model.parameters():
+        dist.broadcast(parameter.data, 0)
+    for x, y in batches:
+        optimizer.zero_grad()
+        ((model(x) - y) ** 2).sum().backward()
+        for parameter in model.parameters():
+            parameter.grad = dist.all_reduce(parameter.grad)
+        optimizer.step()
+
+
 def _averages_weights(
     model: nn.Module, batches: Batches, optimizer: Optimizer, max_norm: float
 ) -> None:
@@ -157,8 +169,12 @@ RAW = Ranked(
     ),
     wrong=(
         Wrong(lambda model, batches, optimizer, max_norm: None, words="nothing was trained"),
+        Wrong(_returned, words="no step changed them"),
         Wrong(_but(summed=False), words="they are never summed"),
         Wrong(_but(equal=False), words="broadcast rank 0's weights"),
+        Wrong(
+            _but(equal=False, divide="own and ranks"), words="the ranks end with different weights"
+        ),
         Wrong(_but(divide="own"), words="each rank divides by its own rows"),
         Wrong(_but(divide="own and ranks"), words="averages the ranks' means"),
         Wrong(_but(divide="all and ranks"), words="once is enough"),

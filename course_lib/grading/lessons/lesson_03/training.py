@@ -159,6 +159,11 @@ MISTAKES = (
         lambda own, rows, limit: _same(own, 0 * own[0]),
         equal=False,
     ),
+    Mistake(
+        "every rank still has rank 0's first weights: no step changed them (dist.all_reduce works "
+        "in place; what it returns is no gradient)",
+        lambda own, rows, limit: _same(own, 0 * own[0]),
+    ),
     Mistake("each rank steps by its own gradient: they are never summed", _alone),
     Mistake("the ranks did not start equal: broadcast rank 0's weights", equal=False),
     Mistake(
@@ -198,6 +203,11 @@ def weights(seen: Seen) -> str:
     for mistake in MISTAKES:
         if not difference("weights", seen.values, trained(seen, mistake)):
             return f"{mistake.message} ({says})"
+    if difference("weights", seen.values, [seen.values[0]] * seen.trial.n):
+        return (
+            "the ranks end with different weights: they have to start equal, and to step by the "
+            f"same gradient ({says})"
+        )
     return says
 
 
