@@ -75,7 +75,7 @@ def _sums(seen: Seen) -> str:
 
 
 def _half_done(seen: Seen, got: list[Tensor], says: str) -> str:
-    """Whether the gradients are still those of before, or were averaged."""
+    """Whether the gradients are still those of before, were added to those, or were averaged."""
     before = []
     for rank in range(seen.trial.n):
         weights, gradients = _inputs(seen.trial, rank, seen.seed)
@@ -84,6 +84,8 @@ def _half_done(seen: Seen, got: list[Tensor], says: str) -> str:
         before.append(torch.cat([gradient.flatten() for gradient in own]))
     if not difference("gradients", got, before):
         return f"every rank still has its own gradients: nothing arrived in p.grad ({says})"
+    if not difference("gradients", got, [own + torch.stack(before).sum(0) for own in before]):
+        return f"the sum was added to the rank's own gradient, which it has to replace: {says}"
     if not difference("gradients", got, [torch.stack(before).mean(0)] * len(got)):
         return f"this is the average; the sum is wanted: {says}"
     return says
@@ -151,6 +153,11 @@ def _twice(parameters: Parameters, axis: Axis) -> None:
     _right(parameters, axis)
 
 
+def _adds(parameters: Parameters, axis: Axis) -> None:
+    own = _flat(parameters)
+    _set(parameters, own + comm.all_reduce(own, axis))
+
+
 def _one_by_one(parameters: Parameters, axis: Axis) -> None:
     for parameter, gradient in zip(parameters, _gradients(parameters), strict=True):
         parameter.grad = comm.all_reduce(gradient, axis)
@@ -208,6 +215,7 @@ BUCKET = Ranked(
         Wrong(_loses_the_sum, words="nothing arrived in p.grad"),
         Wrong(_averages, words="this is the average; the sum is wanted"),
         Wrong(_twice, words="your gradients are exactly 2 times too large"),
+        Wrong(_adds, words="which it has to replace"),
         Wrong(_sums_weights, words="only gradients are to be summed"),
         Wrong(_mixes_up, words="gradients are wrong on every rank"),
         Wrong(_keeps_none, words="counts as zeros"),

@@ -62,6 +62,10 @@ BY_HAND = Worked(
             _but({"law": 16}),
             "divided by the number of ranks: the mean of the loss is over rows.",
         ),
+        Wrong(
+            _but({"mean of means": 39, "n times": 13}),
+            "summed and averaged are swapped: of n ranks, one is n times the other.",
+        ),
         Wrong(_but({"n times": 24}), "each rank divides by its own rows, not by all six."),
         Wrong(
             _but({"buckets": "ab cd e"}),
@@ -70,6 +74,18 @@ BY_HAND = Worked(
         Wrong(
             _but({"buckets": "ed c b a"}),
             "a bucket is closed by the tensor that fills it: at 1,800 bytes it is still open.",
+        ),
+        Wrong(
+            _but({"buckets": "cde b a"}),
+            "these are the right tensors, but the last one of the model is put in first.",
+        ),
+        Wrong(
+            _but({"buckets": "edc ba"}),
+            "a tensor as large as the limit fills its bucket alone: nothing goes in after it.",
+        ),
+        Wrong(
+            _but({"leaves": "c b a"}),
+            "here the hooks do not fire in the order in which the buckets were filled.",
         ),
         Wrong(
             _but({"leaves": "d b a"}),

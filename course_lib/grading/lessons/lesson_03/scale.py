@@ -85,7 +85,11 @@ def _mistakes(own: Tensor, counts: list[int]) -> list[tuple[Tensor, str]]:
     n, each = len(counts), torch.tensor(counts).unsqueeze(1)
     return [
         (own.sum(0), "nothing is divided"),
-        ((own / each).sum(0), "each rank divides by its own tokens"),
+        (
+            (own / each).sum(0),
+            "each rank divides by its own tokens (comm.all_reduce returns the sum, and leaves what "
+            "it is given as it is)",
+        ),
         ((own / each).mean(0), "this is the mean of the ranks' means: every rank weighs the same"),
         (own.sum(0) / n, "this divides by the number of ranks; the mean is over tokens"),
         (
@@ -103,6 +107,11 @@ def _one_number(seen: Seen) -> str:
         if payload > 8:
             return f"rank {rank} handed {payload} bytes to its call; the token count has 8"
     return ""
+
+
+def _as_if_in_place(total: Tensor, count: Tensor, axis: Axis) -> Tensor:
+    comm.all_reduce(count, axis)
+    return total / count
 
 
 def _in_raw_torch(total: Tensor, count: Tensor, axis: Axis) -> Tensor:
@@ -137,6 +146,7 @@ SCALE = Ranked(
     wrong=(
         Wrong(lambda total, count, axis: total, words="nothing is divided"),
         Wrong(lambda total, count, axis: total / count, words="divides by its own tokens"),
+        Wrong(_as_if_in_place, words="comm.all_reduce returns the sum"),
         Wrong(
             lambda total, count, axis: total / (count * axis.size),
             words="mean of the ranks' means: every rank weighs the same",
