@@ -111,7 +111,8 @@ show_source(dp.Naive.finish, dp._gradient)
 
 # %% [markdown]
 # The rest of a step is the same for all three. `loss_sum` gives the *summed* loss of a micro-batch and its tokens;
-# `global_tokens` adds up those of all ranks: one number on the network. `accumulate` comes below.
+# `global_tokens` adds up those of all ranks. `control` keeps such single numbers out of the counts below.
+# `accumulate` comes later.
 
 # %%
 show_source(dp.global_tokens, dp.train_step)
@@ -142,8 +143,8 @@ show_source(dp.Overlapped._ready, dp.Overlapped.finish)
 
 # %% [markdown]
 # ## Measure: the same loss, the same bytes
-# Eight steps in one process, then on four ranks in each of the three ways. Losses and weights must be those of one
-# process, and the bytes those of the formula.
+# Eight steps in one process, then on four ranks in each of the three ways. Losses and weights must be equal, and the
+# bytes those of the formula.
 
 # %%
 from course_lib.data import batch
@@ -178,7 +179,7 @@ def train(way, micro_batches=1):
     mesh = make_mesh()
     model = build_model(CONFIG, seed=0)
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
-    dp.start_equal(model, mesh.dp)
+    dp.start_equal(model, mesh.dp)  # rank 0's weights for all
     sync = SYNCS[way](model, mesh.dp)
     losses = []
     for step in range(STEPS):
@@ -244,15 +245,14 @@ for n in (2, 4, 8, 64, 1024):
     print(f"{n:5} ranks: a rank sends {times:.3f} times the bytes of the parameters")
 
 # %% [markdown]
-# The alphas do grow: a ring takes 2(n-1) turns. And tokens do not occur: a rank sends the same for one row as for a
-# thousand.
+# What grows with n is the number of alphas: a ring takes 2(n-1) turns. Tokens do not occur: a rank sends the same for
+# one row as for a thousand.
 
 # %% [markdown]
 # ## See the overlap
-# Four ranks on two cores fight for them, which would hide what we look for. So this step is *paced*: sleep fills a
-# block's forward up to 15 ms and its backward to 30 ms, and the link is slowed to 15 MB/s and 0.5 ms a message. Ranks,
-# hooks and waiting are real. The lower line of a rank is the network; the short bars at both ends are the token count
-# and the loss.
+# This step is *paced*, as in lesson 00: sleep fills a block's forward up to 15 ms and its backward to 30 ms, and the link
+# is slowed to 15 MB/s and 0.5 ms a message. The lower line of a rank is the network. Its short bars at both ends are the
+# token count and the loss; before the last one the optimizer steps.
 
 # %%
 from course_lib.mesh import Conditions, Link, Links
@@ -290,12 +290,12 @@ picture("bucketed", "Bucketed: everybody waits for the gradients")
 picture("overlapped", "Overlapped: buckets travel while backward goes on")
 
 # %% [markdown]
-# How long do ranks wait with nothing to compute, how much is *exposed*? Bucket k of b bytes starts when it is full and
-# the one before it has left the link:
+# *Exposed* is the time in which ranks wait with nothing to compute. Bucket k of b bytes starts when it is full and the
+# one before it has left the link:
 #
 # $$\text{end}_k = \max(\text{full}_k,\ \text{end}_{k-1}) + 2(n-1)\,\alpha + \frac{2(n-1)}{n}\,\frac{b_k}{\beta}$$
 #
-# A bucket is full when backward has passed the lowest block in it.
+# A bucket is full when backward has passed the lowest block in it; for bucket 0 that is block 2.
 
 # %%
 block_of = {p: index for index, block in enumerate(model.blocks) for p in block.parameters()}
@@ -336,8 +336,8 @@ print(f"\noverlap cannot hide {share:.2f} of it, by formula; your prediction: {p
 # %% [markdown]
 # Measured is longer: a collective begins when the last rank joins, and the naive way waits for that 39 times.
 #
-# What overlap leaves cannot be hidden: the last bucket is full when backward ends. Smaller buckets shorten that tail and
-# cost more alphas.
+# What overlap leaves is a tail: the last bucket is full only when backward ends. Smaller buckets shorten it and cost
+# more alphas.
 
 # %% [markdown]
 # ## Accumulate without needless messages
@@ -371,7 +371,8 @@ print(f"any number of them sends {int(formula):,}; your prediction for 4: {predi
 # %% [markdown]
 # Half the activations, the same bytes; only the last backward, now shorter, hides messages. Sending each time would
 # also be wrong: the first sum is still in `.grad` at the second all-reduce, so the first micro-batch counts n times.
-# (DDP divides by n each time: there a forgotten `no_sync` costs bytes alone.) The library refuses it:
+# (DDP divides by n each time: there a forgotten `no_sync` costs bytes alone.) `Bucketed` cannot see it; `Overlapped`
+# refuses:
 
 # %%
 from course_lib.launch import RankError
@@ -425,8 +426,7 @@ print(f"your prediction: {predicted_error}")
 # No error message, only another gradient. DDP averages over ranks: with it, multiply your mean loss by
 # n · (own tokens) / (tokens of all ranks).
 #
-# **Clip after the sum.** Then all ranks hold the same gradient, and compute the same norm without a message. The limit
-# below is half the true norm.
+# **Clip after the sum.** Then all ranks hold the same gradient, and compute the same norm without a message.
 
 
 # %%
@@ -445,12 +445,14 @@ def clipped(after_sum, max_norm):
 
 
 limit = truth.norm().item() / 2
-print(f"the limit: {limit:.4f}")
+print(f"the limit, half the true norm: {limit:.4f}")
 for after_sum in (True, False):
     norm = run(clipped, after_sum, limit, n=RANKS)[0]
     print(f"clipped {'after' if after_sum else 'before'} the sum: norm {norm:.4f}")
 
 # %% [markdown]
+# Before the sum most ranks' parts are shorter than the limit, and stay as they are.
+#
 # ## Serving: nothing travels
 # Now every copy answers requests of its own. What does it send for one token?
 
@@ -469,12 +471,12 @@ print("calls of each rank:", [len(own.records) for own in served.ledgers])
 
 # %% [markdown]
 # Nothing. Such replicas are servers behind a load balancer: they raise throughput, and make no answer faster and no
-# model fit. (Servers that share the experts of one model do talk: expert parallelism.)
+# model fit.
 
 # %% [markdown]
 # ## The same in PyTorch
-# With `init=False` ranks get what `torchrun` would give them (RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT); the rest is
-# what you would write in a script. `DDP` broadcasts rank 0's weights, fills buckets by hooks and averages over ranks.
+# With `init=False` ranks get only what `torchrun` gives: RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT. `DDP` broadcasts
+# rank 0's weights, fills buckets by hooks and averages over ranks.
 
 # %%
 import torch.distributed as dist
@@ -602,15 +604,15 @@ except RankError as error:
 
 # %% [markdown]
 # ## When not to use it
-# - **The model does not fit.** Every rank holds all weights, gradients and optimizer states: see the state column
-#   below. Lessons 04 to 10 cut the model.
+# - **The model does not fit.** Every rank holds all weights, gradients and optimizer states: the state column below.
+#   Lessons 04 to 10 cut the model.
 # - **The batch is large enough.** More ranks make it larger. Goyal et al. kept ResNet-50's accuracy up to 8,192 images
 #   by raising the learning rate with it; beyond, it fell. McCandlish et al. estimate where more rows buy little.
 # - **Few tokens and a slow link.** The bytes stay, and backward gets too short to hide them.
 #
 # ## The table that grows
-# Every lesson adds its rows. State is the bytes of parameters, gradients and AdamW's moments and counters; code is lines
-# of the library behind each way, comm not counted.
+# Every lesson adds its rows. State is the bytes of parameters, gradients and AdamW's moments and counters; exposed is
+# that of the paced step; code is lines of the library behind each way, comm not counted.
 
 # %%
 from course_lib.view import code_lines
@@ -631,13 +633,13 @@ for way, result in runs.items():
 
 # %% [markdown]
 # ## The claims settled
-# **Claim 1: only if a rank handles many tokens in a step.** A study note for interviews states "tensor parallel > data
-# parallel > pipeline" as a fact. But one side counts parameters and the other tokens. A layer has about 12 h²
-# parameters (h: hidden size); tensor parallelism makes 4 all-reduces a layer, each of tokens × h numbers. With equal n:
+# **Claim 1: only if a rank handles many tokens in a step.** A study note for interviews orders the traffic "tensor
+# parallel > data parallel > pipeline". But data parallelism sends parameters, about 12 h² a layer (h: hidden size), and
+# tensor parallelism tokens: 4 all-reduces a layer, each of tokens × h numbers. With equal n:
 #
 # $$12\,h^2 \text{ against } 4 \cdot \text{tokens} \cdot h \quad\Rightarrow\quad \text{equal at tokens} = 3h$$
 #
-# (Where t ranks share the model, a rank has 1/t of its gradients: equal at 3h/t.) A second note takes GPT-3 and 32
+# (Together, t ranks share the model and each has 1/t of the gradients: equal at 3h/t.) A second note takes GPT-3 and 32
 # sequences of 2,048 tokens:
 
 # %%
@@ -659,9 +661,9 @@ print(f"at 25 GB/s data parallel takes {note[0] / 25:.0f} s")
 print(f"with what a rank sends: {sizes[0] / 25:.1f} s")
 
 # %% [markdown]
-# Its figures are the *payload*; a rank sends 2(n-1)/n times that. It also credits tensor parallelism with overlap. But
-# there the next operation waits for the message, while for a gradient only the optimizer waits. And the first note has
-# data parallelism talk at the end of every *epoch*: patient D, for an epoch.
+# Its figures are the *payload*; a rank sends 2(n-1)/n times that. It also has tensor parallelism overlap: but there the
+# next operation waits for the message, while for a gradient only the optimizer waits. And in the first note data
+# parallelism talks once an *epoch*: patient D, until then.
 
 # %%
 without, with_it = (1e3 * exposed[way] for way in ("bucketed", "overlapped"))
@@ -673,8 +675,8 @@ print(f"exposed without overlap {without:.0f} ms, with it {with_it:.0f} ms; your
 
 # %% [markdown]
 # ## Your turn
-# [Five exercises](../exercises/03_data_parallelism.ipynb), each on its own: a table by hand (5 minutes); and on real
-# ranks the scale before the sum (5), one bucket (10), buckets that leave from hooks (25), and the whole of it in raw
+# [Five exercises](../exercises/03_data_parallelism.ipynb), each on its own: a table by hand (10 minutes); and on real
+# ranks the scale before the sum (5), one bucket (10), buckets that leave from hooks (20), and the whole of it in raw
 # PyTorch (20).
 
 # %% course={"role": "given"}
@@ -688,7 +690,7 @@ from course_lib import comm
 
 # %% [markdown] course={"ex": "03-1"}
 # ## 03-1 Three gradients and three buckets, by hand
-# Five minutes, on paper; no code.
+# Ten minutes, on paper; no code.
 #
 # **Gradients.** A model has one weight w = 1, the loss of a row x is (w x)², and its gradient 2 w x². Three ranks hold
 #
@@ -815,13 +817,14 @@ check("03-3", sum_bucket)
 #
 # - Bucket 0 leaves first on every rank, then bucket 1, and so on, whatever the order in which the hooks fire: on some
 #   ranks of the check a later bucket is full before an earlier one.
-# - A bucket leaves as early as that allows, and never before all of its gradients are complete.
+# - A bucket leaves as early as that allows, and never before all of its gradients are complete. `ready` waits for
+#   nothing.
 # - On one rank of the check a whole bucket is not used, so that none of its hooks fires. It travels all the same.
 # - A backward inside `accumulate()` sends nothing and completes nothing.
 # - After `finish` the next step can begin.
 #
 # Checked are the gradients on one to four ranks, the weights after three steps of two micro-batches each, calls and
-# bytes, and how many buckets have left when backward completes its last gradient.
+# bytes, and how many buckets have left, none of them waited for, when backward completes its last gradient.
 
 
 # %% course={"ex": "03-4", "role": "answer"}
@@ -964,8 +967,8 @@ check("03-5", train)
 # **5.** With overlap, 20 % of the step is still communication. Name three changes that keep the gradient as it is.
 #
 # <details><summary>Answer</summary>
-# More micro-batches a step (a larger batch, or fewer ranks); another bucket size; a faster link, or an all-reduce in
-# two levels, inside the nodes and between them. Gradients in fewer bits would change it.
+# The same batch on fewer ranks, each with more rows; another bucket size; a faster link, or an all-reduce in two levels,
+# inside the nodes and between them. A larger batch, or gradients in fewer bits, would change it.
 # </details>
 #
 # ## Sources and what next
