@@ -51,7 +51,11 @@ Run = tuple[nn.Parameter, int, Tensor]  # whose, number of its first element, va
 
 
 def save(path: str | PathLike[str], model: nn.Module, optimizer: Optimizer, mesh: Mesh) -> None:
-    """Write weights and optimizer state into the folder ``path``. Call it on every rank."""
+    """Write weights and optimizer state into the folder ``path``. Call it on every rank.
+
+    Raises ValueError on a mesh with a pipeline: the stages of a model name their blocks alike.
+    """
+    _check_no_pipeline(mesh)
     planner = _Saves(_boxes(model, optimizer, mesh.tp))
     with _plainly():
         dcp.save({}, checkpoint_id=path, planner=planner, **_among(mesh.world))
@@ -60,8 +64,10 @@ def save(path: str | PathLike[str], model: nn.Module, optimizer: Optimizer, mesh
 def load(path: str | PathLike[str], model: nn.Module, optimizer: Optimizer, mesh: Mesh) -> None:
     """Read them back under this mesh; gradients are dropped. Call it on every rank.
 
-    Raises ValueError when the checkpoint lacks a tensor or has it with another shape.
+    Raises ValueError when the checkpoint lacks a tensor or has it with another shape, and on a
+    mesh with a pipeline.
     """
+    _check_no_pipeline(mesh)
     saved = dcp.FileSystemReader(path).read_metadata().state_dict_metadata
     _make_state(model, optimizer, {name.split(":")[0] for name in saved if ":" in name})
     planner = _Loads(_boxes(model, optimizer, mesh.tp))
@@ -69,6 +75,14 @@ def load(path: str | PathLike[str], model: nn.Module, optimizer: Optimizer, mesh
         dcp.load({}, checkpoint_id=path, planner=planner, **_among(mesh.world))
     if isinstance(optimizer, Sharded):
         optimizer.refresh()
+
+
+def _check_no_pipeline(mesh: Mesh) -> None:
+    if mesh.pp.size > 1:
+        raise ValueError(
+            f"checkpoint on a mesh with pp={mesh.pp.size}: every stage counts its blocks from 0, "
+            "and one would overwrite the other's; save on a mesh without a pipeline"
+        )
 
 
 # --- what a rank holds, as boxes -------------------------------------------------------------

@@ -146,7 +146,8 @@ def parallelize(
     cut = Cut(axis, region, key_value_sharers(axis, model.config.kv_heads))
     for name, entry in places:
         parent, _, own_name = name.rpartition(".")
-        setattr(model.get_submodule(parent), own_name, entry(model.get_submodule(name), cut))
+        serial = model.get_submodule(name)
+        setattr(model.get_submodule(parent), own_name, entry(serial, cut).train(serial.training))
     if isinstance(model.head, VocabHead):
         model.cross_entropy = partial(loss_sum, axis=axis)
         if tied:

@@ -23,6 +23,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
 
 from course_lib import comm
 from course_lib.mesh import Axis
@@ -173,7 +174,7 @@ class Zero3(Sharded):
             return
         if not torch.is_grad_enabled() or unit.module not in self._kept:
             unit.free()
-        for output in outputs if isinstance(outputs, tuple | list) else [outputs]:
+        for output in tree_leaves(outputs):
             if isinstance(output, Tensor) and output.requires_grad:
                 output.register_hook(lambda _: self._before_backward(index))
 
@@ -210,6 +211,11 @@ class Zero3(Sharded):
         """Scatter the root's gradients, free what is left, and wait for the last shard."""
         self._flush()
         self._land()
+
+    def refresh(self) -> None:
+        """Forget what a forward without backward left gathered: the shards were written."""
+        for unit in self.units:
+            unit.free()
 
     @contextmanager
     def gathered(self) -> Iterator[None]:

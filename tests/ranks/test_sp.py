@@ -375,6 +375,20 @@ def test_dropout_on_rows_drops_other_elements_on_other_ranks(worlds):
         check_masks(list(worlds(2).run(dropped, config, one_seed)))
 
 
+@pytest.mark.parametrize("training", [True, False])
+def test_every_dropout_is_replaced_in_the_mode_that_it_was_in(worlds, training):
+    def rank():
+        axis = make_mesh(tp=2).tp
+        model = build_model(sizes(dropout=0.3)).train(training)
+        SP.cut(model, axis)
+        names = [type(model.embedding.dropout).__name__, type(model.blocks[0].dropout).__name__]
+        return names, {module.training for module in model.modules()}
+
+    for names, modes in worlds(2).run(rank):
+        assert names == ["RankDropout"] * 2
+        assert modes == {training}
+
+
 @each_way
 def test_training_with_dropout_keeps_replicas_equal(worlds, way):
     results = list(worlds(2).run(parallel, sizes(dropout=0.2, **GPT), way))

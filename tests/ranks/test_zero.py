@@ -328,6 +328,61 @@ def test_reading_evaluating_and_what_is_freed(worlds):
         assert_bitwise(inside, whole, "weights")
 
 
+def test_a_forward_without_backward_does_not_keep_the_weights_of_before(worlds):
+    """The kept units stay gathered after it; the step must not leave them so."""
+
+    def rank():
+        mesh = make_mesh()
+        model = twin.build(F64)
+        z = twin.make(3, model, mesh.dp)
+        tokens, targets = twin.rows(0)
+        (model.loss_sum(tokens, targets)[0] / targets.numel() / mesh.dp.size).backward()
+        z.finish()
+        model.loss_sum(tokens, targets)  # somebody looks at the loss, gradients on
+        z.step()
+        loss = float(model.loss_sum(tokens, targets)[0].detach())
+        with torch.no_grad():  # the weights as they are: this forward frees what it gathers
+            return loss, float(model.loss_sum(tokens, targets)[0])
+
+    model = twin.build(F64)
+    adam = twin.adam(model.parameters())
+    tokens, targets = twin.rows(0)
+    (model.loss_sum(tokens, targets)[0] / targets.numel()).backward()
+    adam.step()
+    want = float(model.loss_sum(tokens, targets)[0].detach())
+    for loss, again in worlds(2).run(rank):
+        assert loss == pytest.approx(want, abs=1e-9)
+        assert again == pytest.approx(want, abs=1e-9)
+
+
+class InADict(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(2)
+        self.first, self.unit, self.last = (torch.nn.Linear(4, 4) for _ in range(3))
+
+    def forward(self, x):
+        return {"y": [self.last(self.unit(self.first(x)).tanh())]}
+
+
+def test_outputs_in_containers(worlds):
+    """The root's backward is known by the gradient of any tensor in what the model returns."""
+
+    def rank():
+        mesh = make_mesh()
+        model = InADict()
+        z = zero.Zero3(model, [model.unit], mesh.dp, twin.adam)
+        model(torch.eye(4)[2 * mesh.dp.rank :][:2])["y"][0].square().sum().backward()
+        z.finish()
+        return twin.gradients(z, model)
+
+    model = InADict()
+    model(torch.eye(4))["y"][0].square().sum().backward()
+    want = {name: p.grad for name, p in model.named_parameters()}
+    for got in worlds(2).run(rank):
+        assert_equal(got, want, 1e-6, "gradients")
+
+
 class ByKeyword(torch.nn.Module):
     def __init__(self):
         super().__init__()
