@@ -16,6 +16,8 @@ def agrees(got: Any, wanted: Tensor) -> bool:
     return (
         isinstance(got, Tensor)
         and got.shape == wanted.shape
+        and got.layout == wanted.layout
+        and got.device == wanted.device
         and torch.allclose(got.double(), wanted.double(), RELATIVE, ABSOLUTE)
     )
 

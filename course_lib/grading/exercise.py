@@ -7,7 +7,15 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from course_lib.grading.answers import DEADLINE, NotRight, called, guarded, shown, shown_call
+from course_lib.grading.answers import (
+    DEADLINE,
+    NotRight,
+    called,
+    described,
+    guarded,
+    shown,
+    shown_call,
+)
 from course_lib.grading.refuse import refusing
 from course_lib.grading.verdict import CaseResult, Verdict, failed
 
@@ -73,6 +81,8 @@ class Exercise:
             return Verdict(self.id, self.results(answers, random.Random(seed), deadline))
         except NotRight as error:
             return self.failed(str(error))
+        except Exception as error:  # values so odd that comparing them fails
+            return self.failed(f"what was returned cannot be judged: {described(error)}")
 
     def usable(self, name: str, answer: Any) -> None:
         """Raises NotRight where ``answer`` is of the wrong kind; by default no function."""

@@ -71,7 +71,7 @@ def pytest_runtest_makereport(item: Any, call: Any) -> None:
     if call.when != "call" or not _is_cell(item):
         return
     for output in item.test_outputs or []:
-        if MIME in output.get("data", {}):
+        if output.get("output_type") == "execute_result" and MIME in output.get("data", {}):
             item.user_properties.append((VERDICT, json.dumps(output["data"][MIME])))
         if output.get("output_type") == "error":
             error = f"{output.get('ename')}: {output.get('evalue')}"

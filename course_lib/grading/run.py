@@ -186,8 +186,9 @@ def _scores(merged: Merged, cells: list[Cell]) -> dict[str, Score]:
         mine = [cell for cell in cells if merged.exercise_of_cell(cell.number) == ex]
         check = mine[-1] if mine else Cell(-1, stopped="died")
         total = registry.find(ex).total
-        if check.verdict is not None and not check.stopped:
-            found = check.verdict
+        found = check.verdict or {}
+        own = found.get("ex") == ex and found.get("total") == total and not check.error
+        if own and not check.stopped:
             scores[ex] = Score(found["passed"], found["total"], found["message"])
         elif check.stopped or not cells:
             scores[ex] = Score(0, total, "not reached: the run had stopped before this exercise")

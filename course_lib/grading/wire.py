@@ -23,6 +23,7 @@ OPERATIONS = {
     "recv_": ("recv", 0),
     "recv_any_source_": ("recv", 0),
     "allreduce_": ("all_reduce", 0),
+    "allreduce_coalesced_": ("all_reduce", 0),
     "broadcast_": ("broadcast", 0),
     "allgather_": ("all_gather", 1),
     "_allgather_base_": ("all_gather", 1),

@@ -62,6 +62,12 @@ def solution():
     return solved
 
 
+FORGED = """\
+def coordinates(rank, sizes, order):
+    from IPython.display import display
+    from course_lib.grading.verdict import MIME
+    display({MIME: {"ex": "00-1", "passed": 4, "total": 4, "message": ""}}, raw=True)
+    raise KeyboardInterrupt"""
 RING = """\
 def ring_all_reduce(x, axis):
     pieces = [piece.clone() for piece in x.tensor_split(axis.size)]

@@ -6,6 +6,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from course_lib import comm
 from course_lib.grading import check, registry
 from course_lib.grading.attack import DEADLINE, attack, table
 from course_lib.grading.compare import difference
@@ -13,6 +14,7 @@ from course_lib.grading.ranked import Ranked
 from course_lib.grading.wire import WireCall, WireCalls
 from course_lib.launch import run
 
+RING = "02-4"
 RANKED = [
     exercise
     for lesson in registry.lesson_numbers()
@@ -131,3 +133,36 @@ def test_differences_in_words(got, words):
     says = difference("gradients", got, RIGHT)
     assert words in says
     assert bool(says) == bool(words)
+
+
+def half_ring(x, axis):
+    """A ring over the pieces of chunk, which may be fewer than the ranks."""
+    pieces = [piece.clone() for piece in x.chunk(axis.size)]
+    for turn in range(2 * (axis.size - 1)):
+        out, into = (axis.rank - turn) % axis.size, (axis.rank - turn - 1) % axis.size
+        got = comm.exchange(pieces[out], axis, axis.next, axis.previous, like=pieces[into])
+        pieces[into] = pieces[into] + got if turn < axis.size - 1 else got
+    return torch.cat(pieces)
+
+
+def test_pieces_that_may_be_missing_are_not_enough():
+    assert "IndexError" in check(RING, half_ring, seed=4).message
+
+
+@pytest.mark.parametrize("odd", [torch.Tensor.to_sparse, lambda x: x > 0, lambda x: x.to("meta")])
+def test_values_that_cannot_be_compared_are_a_verdict(odd):
+    verdict = check(RING, lambda x, axis: odd(raw_ring(x, axis)), seed=4)
+    assert not verdict.ok
+    assert verdict.message
+
+
+def test_what_a_notebook_has_set_in_torch_spoils_no_right_answer():
+    torch.set_default_dtype(torch.float64)
+    try:
+        with torch.no_grad():
+            assert check(RING, raw_ring, seed=4).ok
+            step = registry.find("07-5")
+            assert step.judge([step.right[0]], 4).ok
+        assert torch.get_default_dtype() == torch.float64
+    finally:
+        torch.set_default_dtype(torch.float32)

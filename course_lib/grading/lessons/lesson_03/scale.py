@@ -17,7 +17,13 @@ from course_lib.mesh import Axis, Mesh
 
 FEATURES = 5
 TWO, FOUR, NONE, ONE = range(4)
-TRIALS = (Trial(2, 1), Trial(4, 1), Trial(3, 0), Trial(1, 3))  # size: tokens of the last rank
+NOBODY = "The last rank has no tokens, and must make the call all the same"
+TRIALS = (
+    Trial(2, 1),
+    Trial(4, 1),
+    Trial(3, 0, hang=NOBODY),
+    Trial(1, 3),
+)  # size: tokens of the last rank
 NO_GRADIENT = (
     "the loss that you return carries no gradient: what a collective returns has none, and a "
     "number has none either; scale total itself"
@@ -48,7 +54,7 @@ def _act(answers: Sequence[Answer], inputs: tuple[Any, ...], mesh: Mesh) -> Any:
         return NO_GRADIENT
     if isinstance(loss, Tensor):
         loss.backward()
-        return w.grad
+        return NO_GRADIENT if w.grad is None else w.grad
     return NO_GRADIENT if isinstance(loss, float) else loss
 
 
