@@ -16,6 +16,7 @@ def agrees(got: Any, wanted: Tensor) -> bool:
     return (
         isinstance(got, Tensor)
         and got.shape == wanted.shape
+        and got.dtype == wanted.dtype
         and got.layout == wanted.layout
         and got.device == wanted.device
         and torch.allclose(got.double(), wanted.double(), RELATIVE, ABSOLUTE)
@@ -56,6 +57,8 @@ def difference(what: str, got: Sequence[Any], wanted: Sequence[Tensor]) -> str:
         return f"rank {rank} returned a {type(value).__name__}; a tensor is wanted"
     if value.shape != right.shape:
         return f"{what} of rank {rank} have shape {list(value.shape)}; {list(right.shape)} is right"
+    if value.dtype != right.dtype:
+        return f"{what} of rank {rank} have {value.dtype}; {right.dtype} is right"
     if (k := _common_factor(got, wanted)) is not None:
         return f"your {what} are {times(k)}"
     where = "every rank" if len(bad) == len(got) else f"ranks {', '.join(map(str, bad))} only"

@@ -209,3 +209,14 @@ def test_grading_loads_no_torch():
     )
     environ = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
     subprocess.run([sys.executable, "-c", script], check=True, timeout=60, env=environ)
+
+
+def test_whole_numbers_of_torch_and_numpy_count_as_such():
+    import torch
+
+    where = registry.find("00-1")
+    right = where.right[0]
+    as_tensors = lambda *args: {k: torch.tensor(v) for k, v in right(*args).items()}  # noqa: E731
+    assert where.judge([as_tensors], 5).ok
+    as_floats = lambda *args: {k: float(v) for k, v in right(*args).items()}  # noqa: E731
+    assert "whole numbers" in where.judge([as_floats], 5).message

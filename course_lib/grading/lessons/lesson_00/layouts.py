@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import random
 from collections.abc import Mapping
-from numbers import Integral
 from typing import Any
 
 from course_lib.grading.answers import NotRight, shown
@@ -54,6 +53,11 @@ def coordinates_by_strides(rank: int, sizes: Mapping[str, int], order: str) -> d
 
 def whole(value: Any, what: str) -> int:
     """``value`` as an int. 1.0 is none: it fails later, as an index or in range()."""
-    if isinstance(value, bool) or not isinstance(value, Integral):
-        raise NotRight(f"{what} (this is {shown(value)})")
-    return int(value)
+    try:
+        return _no_bool(value).__index__()  # what may be an index: an int of numpy or torch too
+    except (AttributeError, TypeError):
+        raise NotRight(f"{what} (this is {shown(value)})") from None
+
+
+def _no_bool(value: Any) -> Any:
+    return None if isinstance(value, bool) else value

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from course_lib import comm
-from course_lib.grading.compare import difference
+from course_lib.grading.compare import agrees, difference
 from course_lib.grading.exercise import Answer, Wrong
 from course_lib.grading.lessons.lesson_02.messages import (
     REFUSAL,
@@ -51,7 +51,7 @@ def _sums(seen: Seen) -> str:
         return f"every rank has rank 0's x: that is a broadcast ({says})"
     if says and not difference("outputs", seen.values, [total / n] * n):
         return f"this is the mean; the sum is wanted: {says}"
-    return says + _only_own_piece(seen, total) if says else ""
+    return _only_own_piece(seen, total) + says if says else ""
 
 
 def _only_own_piece(seen: Seen, total: Tensor) -> str:
@@ -61,13 +61,13 @@ def _only_own_piece(seen: Seen, total: Tensor) -> str:
         right = [
             isinstance(value, Tensor)
             and value.shape == total.shape
-            and torch.allclose(
+            and agrees(
                 value.tensor_split(n)[(rank + turn) % n], total.tensor_split(n)[(rank + turn) % n]
             )
             for rank, value in enumerate(seen.values)
         ]
         if all(right):
-            return "; one piece is right on each rank: the all-gather half is missing or wrong"
+            return "one piece is right on each rank: the all-gather half is missing or wrong; "
     return ""
 
 

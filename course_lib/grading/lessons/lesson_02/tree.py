@@ -21,8 +21,8 @@ from course_lib.grading.lessons.lesson_02.messages import (
 from course_lib.grading.ranked import RankCase, Ranked, Seen, Trial
 from course_lib.mesh import Axis, Mesh
 
-TWO, FOUR, THREE, ONE = range(4)
-TRIALS = (Trial(2, 6), Trial(4, 1000), Trial(3, 5), Trial(1, 4))
+TWO, EIGHT, THREE, ONE = range(4)
+TRIALS = (Trial(2, 6), Trial(8, 1000), Trial(3, 5), Trial(1, 4))
 
 
 def _inputs(trial: Trial, rank: int, seed: int) -> tuple[Tensor]:
@@ -127,6 +127,16 @@ def _chain(x: Tensor, axis: Axis) -> Tensor:
     return x
 
 
+def _heap(x: Tensor, axis: Axis) -> Tensor:
+    """Two children each: a tree, but not every rank that has x is always sending."""
+    if axis.rank:
+        x = comm.recv(x, axis, source=(axis.rank - 1) // 2)
+    for child in (2 * axis.rank + 1, 2 * axis.rank + 2):
+        if child < axis.size:
+            comm.send(x, axis, to=child)
+    return x
+
+
 def _no_bound(x: Tensor, axis: Axis) -> Tensor:
     step = 1
     while step < axis.size:
@@ -189,12 +199,13 @@ TREE = Ranked(
     wrong=(
         Wrong(lambda x, axis: x, words="nothing arrived"),
         Wrong(lambda x, axis: None, words="returned a NoneType; a tensor is wanted"),
-        Wrong(_flat, words="after 3 messages one after another; a tree of 4 ranks needs 2"),
-        Wrong(_chain, words="after 3 messages one after another"),
+        Wrong(_flat, words="after 7 messages one after another; a tree of 8 ranks needs 3"),
+        Wrong(_chain, words="after 7 messages one after another"),
+        Wrong(_heap, words="after 4 messages one after another; a tree of 8 ranks needs 3"),
         Wrong(_no_bound, words="to=3 is no coordinate of axis world"),
         Wrong(_listens_to_0, words="rank 3 was at: recv"),
         Wrong(_result_lost, words="nothing arrived"),
-        Wrong(_around_the_ring, words="12 messages on 4 ranks; n-1 = 3 are enough"),
+        Wrong(_around_the_ring, words="56 messages on 8 ranks; n-1 = 7 are enough"),
         Wrong(lambda x, axis: comm.broadcast(x, axis), words="use send and recv alone"),
         Wrong(_sum_of_zeros, words="called all_reduce: use send and recv alone"),
         Wrong(lambda x, axis: comm.tree_broadcast(x, axis), words=REFUSAL),
@@ -208,12 +219,12 @@ TREE = Ranked(
     act=_act,
     looks=(
         RankCase("outputs", "two ranks", TWO, _everywhere),
-        RankCase("outputs", "four ranks", FOUR, _everywhere),
+        RankCase("outputs", "eight ranks", EIGHT, _everywhere),
         RankCase("outputs", "three ranks", THREE, _everywhere),
-        RankCase("outputs", "x is left as it is", FOUR, left_alone(_given), later=True),
+        RankCase("outputs", "x is left as it is", EIGHT, left_alone(_given), later=True),
         RankCase("outputs", "one rank", ONE, _everywhere),
-        RankCase("wire", "messages", FOUR, _messages),
-        RankCase("wire", "one after another", FOUR, _rounds),
+        RankCase("wire", "messages", EIGHT, _messages),
+        RankCase("wire", "one after another", EIGHT, _rounds),
     ),
     refused=(
         "course_lib.comm.from_messages:tree_broadcast",
