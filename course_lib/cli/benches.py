@@ -21,7 +21,7 @@ BENCHES = {
     "tp": "Tensor and sequence parallelism beside torch's DTensor: time, bytes; rings on a link.",
     "pp": "GPipe and 1F1B beside torch's, and paced steps beside simulated ones.",
     "cp": "Our context-parallel attentions beside torch's ring, zig-zag beside contiguous.",
-    "ep": "A layer with experts by all-to-all, beside gathering all tokens and holding all experts.",
+    "ep": "A layer with experts by all-to-all, beside gathering all tokens, and all experts.",
     "wire": "Bytes that really moved over loopback beside the bytes of the formula.",
 }
 
