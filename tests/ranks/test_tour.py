@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import subprocess
@@ -10,8 +11,9 @@ from dataclasses import replace
 from fractions import Fraction
 
 import pytest
+from rich.console import Console
 
-from course_lib.tour import measure, pipelines, technique, techniques
+from course_lib.tour import measure, pipelines, report, technique, techniques
 from course_lib.tour.job import main, run_tour
 from course_lib.tour.measure import Row, make_row
 
@@ -214,6 +216,26 @@ def fake_row(**changes) -> Row:
     naive = techniques.TECHNIQUES[1]
     row = Row(naive, 1e-7, {"dp": Fraction(8)}, {"dp": Fraction(8)}, 1, 1, [5.0, 4.0], [])
     return replace(row, **changes)
+
+
+def test_nothing_of_any_row_is_cut_at_80_columns():
+    """Numbers as large as the tour's may become, and a mesh of all axes with a long name."""
+    sizes = dict.fromkeys(["pp", "tp", "tp_kv", "cp", "dp_cp", "ep", "edp"], Fraction(43_249_900))
+    large = {"counted": sizes, "formula": sizes, "state_bytes": 40_450_000}
+    five = dict.fromkeys(["dp", "pp", "cp", "tp", "ep"], 16)
+    longest = replace(techniques.TECHNIQUES[0], name="5d-interleaved-zero1", mesh=five)
+    rows = [
+        fake_row(technique=each, peak_activation_bytes=43_249_900, **large)
+        for each in [*techniques.TECHNIQUES, longest]
+    ]
+    page = io.StringIO()
+    report.print_table(rows, [], Console(file=page, width=80))
+    printed = page.getvalue()
+    assert "…" not in printed
+    assert printed.count("43,250") == 15 * len(rows)
+    assert printed.count("=16") == 5
+    for head in ("counted", "formula", "state", "activ.", "technique", "mesh", "axis", "off by"):
+        assert head in printed[:320]
 
 
 @pytest.mark.parametrize(
