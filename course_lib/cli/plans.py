@@ -71,7 +71,9 @@ def schedule(
     name: Annotated[str | None, typer.Argument(help="1f1b, say; a wrong one lists all.")] = None,
     stages: Annotated[int | None, typer.Option(help="Pipeline ranks p; default: 4.")] = None,
     microbatches: Annotated[int | None, typer.Option(help="Default: 8.")] = None,
-    chunks: Annotated[int | None, typer.Option(help="Stages a rank holds; default: 1.")] = None,
+    chunks: Annotated[
+        int | None, typer.Option(help="Stages a rank holds; default: 1 or 2.")
+    ] = None,
     f: Annotated[float, typer.Option("--f", help="Cost of a forward, on one stage.")] = 1.0,
     b: Annotated[float | None, typer.Option("--b", help="Of a backward; default: 2 F.")] = None,
     i: Annotated[float | None, typer.Option("--i", help="Of its half for the input.")] = None,
@@ -113,10 +115,11 @@ def _schedule(name: str | None, file: Path | None, sizes: dict[str, int | None])
     if file is not None:
         return _schedule_in(file, given)
     assert name is not None
-    ranks, microbatches, chunks = ({"stages": 4, "microbatches": 8, "chunks": 1} | given).values()
-    if ranks * chunks * microbatches > MOST_PAIRS:
+    ranks, microbatches = given.get("stages", 4), given.get("microbatches", 8)
+    chunks = given.get("chunks")
+    if ranks * (chunks or 2) * microbatches > MOST_PAIRS:
         raise ValueError(
-            f"{ranks} ranks x {chunks} chunks x {microbatches} micro-batches are more than the "
+            f"{ranks} ranks x {chunks or 2} chunks x {microbatches} micro-batches are more than the "
             f"{MOST_PAIRS:,} (stage, micro-batch) pairs simulated here"
         )
     return make(name.lower(), ranks, microbatches, chunks)

@@ -14,6 +14,7 @@ from course_lib.schedule.data import (
 from course_lib.schedule.named import (
     SCHEDULES,
     gpipe,
+    interleaved,
     make,
     naive,
     one_f_one_b,
@@ -38,6 +39,7 @@ __all__ = [
     "from_rows",
     "from_zero",
     "gpipe",
+    "interleaved",
     "looped",
     "make",
     "makespan",

@@ -7,6 +7,7 @@ p is the number of ranks, m of micro-batches; with ``chunks`` > 1 each rank hold
 from __future__ import annotations
 
 from collections.abc import Callable
+from itertools import pairwise
 
 from course_lib.schedule.data import Action, Schedule, as_rows, check_sizes, looped
 
@@ -62,26 +63,59 @@ def one_f_one_b(ranks: int, microbatches: int, chunks: int = 1) -> Schedule:
         )
     rows = []
     for rank in range(ranks):
-        warm_up = min(ranks - 1 - rank, microbatches)
-        row = [Action("F", rank, mb) for mb in range(warm_up)]
-        for mb in range(microbatches - warm_up):
-            row += [Action("F", rank, warm_up + mb), Action("B", rank, mb)]
-        row += [Action("B", rank, mb) for mb in range(microbatches - warm_up, microbatches)]
-        rows.append(row)
+        fs, bs = ([Action(op, rank, mb) for mb in range(microbatches)] for op in "FB")
+        rows.append(one_and_one(fs, bs, warm_up=ranks - 1 - rank))
     return Schedule("1f1b", as_rows(rows), looped(ranks))
+
+
+def interleaved(ranks: int, microbatches: int, chunks: int = 2) -> Schedule:
+    """1F1B with several stages a rank: the bubble is cut by ``chunks``, in flight there is more.
+
+    Micro-batches go in rounds of p or a few more: a round passes all chunks before the next one
+    starts. Where m is a multiple of p the order is Megatron's; otherwise the m // p rounds are as
+    even as can be, the larger first, so that no round is too short to fill the ring.
+    Source: Narayanan et al. 2021, arXiv:2104.04473, 2.2.
+    """
+    check_sizes(ranks=ranks, microbatches=microbatches, chunks=chunks)
+    count = max(1, microbatches // ranks)
+    least, more = divmod(microbatches, count)
+    starts = [at * least + min(at, more) for at in range(count + 1)]
+    rounds = [range(*ends) for ends in pairwise(starts)]
+    forwards = [(chunk, mb) for mbs in rounds for chunk in range(chunks) for mb in mbs]
+    backwards = [(chunk, mb) for mbs in rounds for chunk in reversed(range(chunks)) for mb in mbs]
+    rows = []
+    for rank in range(ranks):
+        warm_up = (chunks - 1) * len(rounds[0]) + (1 + (chunks > 1)) * (ranks - 1 - rank)
+        fs = [Action("F", chunk * ranks + rank, mb) for chunk, mb in forwards]
+        bs = [Action("B", chunk * ranks + rank, mb) for chunk, mb in backwards]
+        rows.append(one_and_one(fs, bs, warm_up))
+    return Schedule("interleaved", as_rows(rows), looped(ranks, chunks))
+
+
+def one_and_one(fs: list[Action], bs: list[Action], warm_up: int) -> list[Action]:
+    """``warm_up`` of ``fs``, then one of each by turns, then what is left of ``bs``."""
+    steady = [action for pair in zip(fs[warm_up:], bs, strict=False) for action in pair]
+    return fs[:warm_up] + steady + bs[max(0, len(fs) - warm_up) :]
 
 
 SCHEDULES: dict[str, Callable[[int, int, int], Schedule]] = {
     "naive": naive,
     "gpipe": gpipe,
     "1f1b": one_f_one_b,
+    "interleaved": interleaved,
 }
+CHUNKS = {"interleaved": 2}  # stages of a rank unless said; 1 for the others
 
 
-def make(name: str, ranks: int, microbatches: int, chunks: int = 1) -> Schedule:
-    """The schedule called ``name``. Raises ValueError that lists the names there are."""
+def make(name: str, ranks: int, microbatches: int, chunks: int | None = None) -> Schedule:
+    """The schedule called ``name``; ``chunks`` left out is 2 for interleaved, else 1.
+
+    Raises ValueError that lists the names there are.
+    """
     if name not in SCHEDULES:
         raise ValueError(f"no schedule is called {name!r}; there are {', '.join(SCHEDULES)}")
+    if chunks is None:
+        chunks = CHUNKS.get(name, 1)
     return SCHEDULES[name](ranks, microbatches, chunks)
 
 

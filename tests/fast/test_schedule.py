@@ -35,6 +35,7 @@ from course_lib.schedule import (
     validate,
     write_csv,
 )
+from course_lib.schedule.named import CHUNKS
 from course_lib.schedule.validate import before, progress, settled
 
 sizes = st.integers(1, 8)
@@ -124,6 +125,18 @@ def torch_run(name: str, rank: int, p: int, m: int) -> list[str]:
     return done
 
 
+def torch_interleaved(p: int, m: int, chunks: int) -> list[list[str]]:
+    """The order table of torch's interleaved 1F1B, rank by rank, made without stages."""
+    kind = torch_schedules().ScheduleInterleaved1F1B
+    rounds = max(1, m // p)
+    sizes = SimpleNamespace(
+        n_local_stages=chunks, microbatches_per_round=m // rounds, pp_group_size=p,
+        _n_microbatches=m,
+    )  # fmt: skip
+    rows = [kind._calculate_single_rank_operations(sizes, rank) for rank in range(p)]
+    return [[str(cell or "") for cell in row] for row in rows]
+
+
 PAIRS = [(1, 3), (2, 2), (4, 8), (5, 7), (8, 8)]
 
 
@@ -138,6 +151,15 @@ def test_gpipe_is_what_torch_draws_and_runs(p, m):
 def test_1f1b_is_what_torch_runs(p, m):
     for rank in range(p):
         assert torch_run("Schedule1F1B", rank, p, m) == texts(one_f_one_b(p, m))[rank]
+
+
+@pytest.mark.parametrize("chunks", [2, 3])
+@pytest.mark.parametrize(("p", "m"), [(1, 3), (3, 8), (4, 8), (4, 10), (4, 3), (3, 3), (8, 16)])
+def test_interleaved_is_what_torch_draws(p, m, chunks):
+    """torch takes only m that its rounds divide; ours are then the same, cell for cell."""
+    ours = make("interleaved", p, m, chunks)
+    drawn = from_rows(torch_interleaved(p, m, chunks))
+    assert (drawn.rows, drawn.placement) == (ours.rows, ours.placement)
 
 
 def test_torch_draws_another_1f1b_than_it_runs():
@@ -198,8 +220,9 @@ def test_no_hop_within_a_rank():
 def test_few_ranks_and_few_micro_batches(name, p, m):
     schedule = make(name, p, m)
     validate(schedule)
-    assert (schedule.ranks, schedule.stages, schedule.microbatches) == (p, p, m)
-    assert simulate(schedule, Costs.make(1, 2)).work == 3 * m
+    chunks = CHUNKS.get(name, 1)
+    assert (schedule.ranks, schedule.stages, schedule.microbatches) == (p, p * chunks, m)
+    assert simulate(schedule, Costs.make(1, 2)).work == 3 * m * chunks
     if p == 1:
         assert simulate(schedule, Costs.make(0.1, 0.2)).bubble_of_total == 0
 
@@ -213,6 +236,23 @@ def test_chunks_go_round(chunks):
         assert schedule.stages_of(1) == list(range(1, 4 * chunks, 4))
         assert simulate(schedule, Costs()).work == 5 * 3 * chunks
     assert simulate(gpipe(4, 8, chunks), Costs()).makespan == (8 * chunks + 3) * 3
+
+
+@given(p=sizes, m=st.integers(1, 24), chunks=st.integers(1, 4))
+def test_interleaved_of_any_size(p, m, chunks):
+    """Legal for any m; where m is a multiple of p the textbook's bubble and memory."""
+    schedule = make("interleaved", p, m, chunks)
+    validate(schedule)
+    result = simulate(schedule, Costs())
+    full = simulate(one_f_one_b(p, m), Costs()).makespan * chunks
+    assert result.makespan <= full
+    if chunks == 1:
+        assert schedule.rows == one_f_one_b(p, m).rows
+    elif m % p == 0 and m > p:
+        assert result.makespan == 3 * (m * chunks + p - 1)
+        assert schedule.peak_in_flight()[0] == p * chunks + p - 1
+    elif m >= p:
+        assert result.makespan == 3 * (m * chunks + p - 1)
 
 
 def test_unequal_stages():
@@ -596,7 +636,7 @@ def test_span_is_the_longest_of_one_rank():
 
 
 def test_names():
-    assert list(SCHEDULES) == ["naive", "gpipe", "1f1b"]
+    assert list(SCHEDULES) == ["naive", "gpipe", "1f1b", "interleaved"]
     with pytest.raises(ValueError, match="no schedule is called 'zb'; there are naive"):
         make("zb", 4, 8)
     with pytest.raises(ValueError, match="no textbook formula for 'zb'"):
