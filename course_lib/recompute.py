@@ -76,6 +76,9 @@ def _set_random_state(states: tuple[Tensor, ...]) -> None:
         torch.cuda.set_rng_state(states[1])
 
 
+# --- what is kept, from shapes alone -------------------------------------------------------------
+
+
 @dataclass(frozen=True)
 class Kept:
     """Bytes that autograd keeps of one block, by where they lie under tensor parallelism.
@@ -92,6 +95,11 @@ class Kept:
     F = 4 D. Their 34: 4 norms' inputs, 2 + 2 entered, 6 q k v, 2 output of attention, 16 inner
     features, 2 masks of one byte. Ours with the same sizes has 36 (torch's CPU masks take two
     bytes) and no s^2: the attention kernel keeps one log-sum-exp a row instead of the scores.
+
+    Each number is a storage, counted once: the input of q, k and v is one, and so are the output
+    of attention and the input of o. A residual sum keeps nothing of its own; it is the next norm's
+    input. SiLU and its product keep gate, silu(gate), up and what goes down; GELU its input and
+    output. What a linear keeps is its input, never its output.
     """
 
     outside: int
@@ -114,13 +122,77 @@ def kept_by_block(config: ModelConfig, sequences: int, seq_len: int) -> Kept:
     wide = max(width, 4)  # statistics and rotations are computed in float32 at least
     x_bytes, inner_bytes = rows * config.hidden * width, rows * config.ffn * width
     llama = config.family == "llama"
-    # RMSNorm keeps its input, the normalized input and 1/rms; LayerNorm input, mean and 1/std
-    norm = rows * wide * (2 * config.hidden + 1) if llama else x_bytes + 2 * rows * width
     return Kept(
-        outside=2 * norm,
+        outside=2 * _kept_by_norm(config, rows),
         masks=2 * x_bytes if config.dropout else 0,
         entered=2 * x_bytes,
         inside=2 * x_bytes + rows * config.heads * wide + (4 if llama else 2) * inner_bytes,
         keys_values=2 * x_bytes * config.kv_heads // config.heads,
         tables=4 * seq_len * config.head_dim // 2 * wide if llama else 0,
     )
+
+
+def _kept_by_norm(config: ModelConfig, rows: int) -> int:
+    """RMSNorm keeps its input, the normalized input and 1/rms; LayerNorm input, mean, 1/std."""
+    width = config.dtype.itemsize
+    if config.family == "llama":
+        return rows * max(width, 4) * (2 * config.hidden + 1)
+    return rows * width * (config.hidden + 2)
+
+
+@dataclass(frozen=True)
+class KeptAtEnds:
+    """Bytes that autograd keeps before the first block and after the last one.
+
+    ``positions``: numbers of the rows that the embedding looked up (gpt). ``mask``: its dropout's.
+    ``norm``: what the final norm keeps. ``entered``: the head's input.
+    ``log_probabilities``: of every token and word, in float32 at least, and one scalar of theirs.
+
+    Tokens and targets are kept too, 8 bytes each (:data:`ID_BYTES`): not a copy, but the batch
+    itself, which micro-batches share and of which any part keeps all.
+    """
+
+    positions: int
+    mask: int
+    norm: int
+    entered: int
+    log_probabilities: int
+
+    @property
+    def first(self) -> int:
+        """With the embedding."""
+        return self.positions + self.mask
+
+    @property
+    def last(self) -> int:
+        """With final norm, head and loss."""
+        return self.norm + self.entered + self.log_probabilities
+
+
+ID_BYTES = 8
+
+
+def kept_at_ends(config: ModelConfig, sequences: int, seq_len: int) -> KeptAtEnds:
+    """What backward needs of embedding, final norm, head and loss of one process."""
+    rows, width = sequences * seq_len, config.dtype.itemsize
+    x_bytes = rows * config.hidden * width
+    return KeptAtEnds(
+        positions=seq_len * ID_BYTES if config.family == "gpt" else 0,
+        mask=x_bytes if config.dropout else 0,
+        norm=_kept_by_norm(config, rows),
+        entered=x_bytes,
+        log_probabilities=(rows * config.vocab + 1) * max(width, 4),
+    )
+
+
+def kept_by_stage(
+    config: ModelConfig, sequences: int, seq_len: int, first: int = 0, end: int | None = None
+) -> int:
+    """Bytes kept of the whole model, or of its slice ``first``..``end - 1``, by one forward.
+
+    Tokens and targets are not in it: :class:`KeptAtEnds` says why.
+    """
+    end = config.layers if end is None else end
+    ends = kept_at_ends(config, sequences, seq_len)
+    blocks = (end - first) * kept_by_block(config, sequences, seq_len).total
+    return blocks + (first == 0) * ends.first + (end == config.layers) * ends.last

@@ -17,7 +17,7 @@ sequence.
 """
 
 from course_lib.model.config import ModelConfig, tiny_config
-from course_lib.model.counting import block_parameter_count, parameter_count
+from course_lib.model.counting import block_parameter_count, parameter_count, parameter_sizes
 from course_lib.model.decoder import IGNORE_INDEX, Decoder, build_model, loss_sum
 from course_lib.model.layers import (
     Attention,
@@ -40,6 +40,7 @@ __all__ = [
     "causal_attention",
     "loss_sum",
     "parameter_count",
+    "parameter_sizes",
     "rotary_angles",
     "rotate",
     "tiny_config",

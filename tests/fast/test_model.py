@@ -22,6 +22,7 @@ from course_lib.model import (
     causal_attention,
     loss_sum,
     parameter_count,
+    parameter_sizes,
     rotary_angles,
     rotate,
     tiny_config,
@@ -110,6 +111,10 @@ def test_parameter_count_is_that_of_the_built_model(family, tied, changes):
     assert parameter_count(config) == sum(p.numel() for p in model.parameters())
     for block in model.blocks:
         assert block_parameter_count(config) == sum(p.numel() for p in block.parameters())
+    layers = config.layers
+    for first, end in [(0, layers), (0, 1), (1, layers), (layers - 1, layers)]:
+        sizes = [p.numel() for p in model.stage(first, end).parameters()]
+        assert parameter_sizes(config, first, end) == sizes, "in order, by slice"
 
 
 @pytest.mark.parametrize("family", FAMILIES)

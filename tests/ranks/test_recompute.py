@@ -7,6 +7,8 @@ from functools import partial
 import pytest
 import torch
 from equality import assert_bitwise
+from hypothesis import given
+from hypothesis import strategies as st
 from tensor_parallel import (
     AGAIN,
     BATCH,
@@ -26,8 +28,8 @@ from tensor_parallel import (
 
 from course_lib import recompute
 from course_lib.mesh import make_mesh
-from course_lib.model import build_model
-from course_lib.recompute import kept_by_block
+from course_lib.model import ModelConfig, build_model
+from course_lib.recompute import ID_BYTES, kept_by_block, kept_by_stage
 from course_lib.trace.memory import PeakLiveBytes, SavedActivations
 
 both = pytest.mark.parametrize("how", RECOMPUTE)
@@ -125,6 +127,46 @@ def test_what_is_kept_is_its_formula(changes):
     assert peak == full + block.total - (x_bytes if alike else 0)
     log_sum_exp = BATCH * SEQ * config.heads * wide
     assert blocks_only(config, "selective")[0] == 3 * (block.total - log_sum_exp)
+
+
+shapes = st.fixed_dictionaries(
+    {
+        "family": st.sampled_from(["llama", "gpt"]),
+        "tied": st.booleans(),
+        "layers": st.integers(1, 4),
+        "kv_heads": st.sampled_from([1, 2, 4]),
+        "hidden": st.sampled_from([8, 16, 40]),
+        "ffn": st.integers(1, 30),
+        "vocab": st.integers(256, 270),
+        "dropout": st.sampled_from([0.0, 0.1]),
+        "dtype": st.sampled_from([torch.float32, torch.float64, torch.bfloat16]),
+    }
+)
+
+
+@given(shape=shapes, sequences=st.integers(1, 3), seq_len=st.integers(1, 12))
+def test_what_a_whole_model_and_its_slices_keep_is_their_formula(shape, sequences, seq_len):
+    config = ModelConfig(heads=4, max_seq_len=12, **shape)
+    tokens = torch.zeros(sequences, seq_len, dtype=torch.int64)
+    model, cut = build_model(config), config.layers // 2
+
+    def kept(first, end):
+        x = tokens
+        if first:
+            x = torch.zeros(*tokens.shape, config.hidden, dtype=config.dtype).requires_grad_()
+        stage = model.stage(first, end)
+        with SavedActivations(model) as saved:
+            y = stage(x)
+            if end == config.layers:
+                y = stage.cross_entropy(y, tokens)[0]
+            y.float().sum().backward()
+        return saved.peak
+
+    ids = ID_BYTES * tokens.numel()  # one storage: here the targets are the tokens themselves
+    assert kept(0, config.layers) == kept_by_stage(config, sequences, seq_len) + ids
+    if cut:
+        for ends in ((0, cut), (cut, config.layers)):
+            assert kept(*ends) == kept_by_stage(config, sequences, seq_len, *ends) + ids
 
 
 def plain_attention(q_BSHK, k_BSGK, v_BSGK):
