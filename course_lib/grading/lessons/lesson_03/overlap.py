@@ -46,6 +46,8 @@ OVERLAP = Ranked(
         Wrong(answers.AddsToOwn, words="which it has to replace"),
         Wrong(answers.NoReset, words="is all reset in finish?"),
         Wrong(answers.NeverEmpties, words="is all reset in finish?"),
+        Wrong(answers.ResetsWhatHooksSent, words="also with those that no hook sent"),
+        Wrong(answers.KeepsOldContent, words="with zeros for what this rank did not use"),
         Wrong(answers.EachMicroBatch, words="calls in steps of 2 micro-batches"),
         Wrong(answers.AllInFinish, words="0 of 3 buckets had left"),
         Wrong(answers.WaitsInHook, words="only finish may wait"),
@@ -64,7 +66,7 @@ OVERLAP = Ranked(
     looks=(
         RankCase("gradients", "two ranks", TWO, towers.gradients),
         RankCase("gradients", "hooks in another order on some ranks", FOUR, towers.gradients),
-        RankCase("gradients", "a bucket that a rank did not use", UNUSED, towers.gradients),
+        RankCase("gradients", "a bucket that a rank did not use", UNUSED, towers.in_every_step),
         RankCase("gradients", "two micro-batches", STEPS, towers.gradients),
         RankCase("gradients", "one rank", ONE, towers.gradients),
         RankCase("weights", "after three steps", STEPS, towers.weights),

@@ -233,6 +233,33 @@ class NeverEmpties(Overlapped):
         self.adopt()
 
 
+class ResetsWhatHooksSent(InRawTorch):
+    """Counts down anew only where a hook sent: a bucket that finish sent is never full again."""
+
+    def count_down(self, k: int) -> None:
+        if self.sending:
+            self.left[k] -= 1
+            while len(self.works) < len(self.left) and self.left[len(self.works)] == 0:
+                self.left[len(self.works)] = len(self.buckets[len(self.works)])
+                self.launch(len(self.works))
+
+    def finish(self) -> None:
+        left = list(self.left)
+        super().finish()
+        self.left = left
+
+
+class KeepsOldContent(InRawTorch):
+    """Writes into its buffer what this rank has, and sends what an earlier step left beside it."""
+
+    def launch(self, k: int) -> None:
+        views = comm.unflatten(self.flats[k], self.buckets[k])
+        for view, parameter in zip(views, self.buckets[k], strict=True):
+            if parameter.grad is not None:
+                view.copy_(parameter.grad)
+        self.works.append(dist.all_reduce(self.flats[k], async_op=True))
+
+
 class Twice(Overlapped):
     def finish(self) -> None:
         super().finish()

@@ -35,6 +35,10 @@ class Task:
     micro_batches: int
     order: tuple[int, ...]  # the towers that it uses, first to last
 
+    def order_in(self, step: int) -> tuple[int, ...]:
+        """The same in every step, but for a tower left out: the second step uses it too."""
+        return tuple(range(TOWERS)) if len(self.order) < TOWERS and step == 1 else self.order
+
 
 @dataclass
 class Run:
@@ -49,13 +53,17 @@ class Run:
 
 
 def task(trial: Trial, rank: int, seed: int) -> Task:
-    """Trial.size is the number of micro-batches; with several there are three steps too."""
+    """Trial.size is the number of micro-batches.
+
+    Three steps where several of these, or a tower that a rank does not use, may leave something
+    behind for the next step.
+    """
     order = tuple(range(TOWERS))
     if trial.n == 4 and rank % 2:
         order = order[::-1]
     if trial.n == 3 and rank == 1:
         order = (0, 2)
-    return Task(rank, seed, 3 if trial.size > 1 else 1, trial.size, order)
+    return Task(rank, seed, 3 if trial.size > 1 or trial.n == 3 else 1, trial.size, order)
 
 
 def towers_of(seed: int) -> list[Bucket]:
@@ -74,7 +82,7 @@ def loss_of(towers: Sequence[Bucket], own: Task, step: int, micro_batch: int) ->
     generator = torch.Generator().manual_seed(own.seed + 1 + number)
     x = torch.randn(ROWS, WIDTH, generator=generator)
     y = torch.randn(ROWS, generator=generator)
-    for tower in own.order:
+    for tower in own.order_in(step):
         first, second = towers[tower]
         y = y - torch.tanh(x @ first) @ second
     return (y**2).sum()
@@ -250,6 +258,21 @@ def gradients(seen: Seen) -> str:
         if not difference("gradients", got, mistaken()):
             return f"{message} ({says})"
     return _left_early(got[0], wanted[0]) + says
+
+
+def in_every_step(seen: Seen) -> str:
+    """The gradients of all steps, of which the later ones show what the first left behind."""
+    if says := gradients(seen):
+        return says
+    for step, wanted in enumerate(twin(seen).gradients):
+        got = [value.gradients[step] for value in seen.values]
+        if says := difference("gradients", got, [wanted] * seen.trial.n):
+            return (
+                f"step 1 is right and step {step + 1} is not: is all reset in finish? Begin anew "
+                "with every bucket, also with those that no hook sent, and with zeros for what "
+                f"this rank did not use ({says})"
+            )
+    return ""
 
 
 def _left_early(got: Tensor, wanted: Tensor) -> str:

@@ -35,22 +35,58 @@ GOES_ON = "backward must go on with the gradient that arrives"
 
 
 def _inputs(trial: Trial, rank: int, seed: int) -> tuple[Row, nn.Module, Batches]:
-    row = [(action.op, action.mb) for action in one_f_one_b(trial.n, trial.size).rows[rank]]
-    return row, stages(trial, seed)[rank], batches(trial, seed)
+    return _row(trial, rank), stages(trial, seed)[rank], batches(trial, seed)
+
+
+def _row(trial: Trial, rank: int) -> Row:
+    """1F1B; on two ranks GPipe that goes back from the last micro-batch to the first."""
+    if trial.n == 2:
+        return [("F", mb) for mb in range(trial.size)] + [
+            ("B", mb) for mb in reversed(range(trial.size))
+        ]
+    return [(action.op, action.mb) for action in one_f_one_b(trial.n, trial.size).rows[rank]]
 
 
 def _act(given: Sequence[Answer], inputs: tuple[Any, ...], mesh: Mesh) -> dict[str, Any]:
     row, stage, pairs = inputs
     optimizer = torch.optim.SGD(stage.parameters(), lr=RATE)
+    done: list[str] = []  # F and B of this stage, as they came
+    watching = stage.register_forward_hook(lambda *call: _note(done, call[-1]))
     with SavedActivations(stage, [tensor for pair in pairs for tensor in pair]) as saved:
         loss = given[0](row, stage, pairs, mean_square, mesh.world)
+    watching.remove()
     if isinstance(loss, Tensor):
         loss = loss.detach()  # a tensor with its graph does not travel
     complete = all(p.grad is not None for p in stage.parameters())
     gradients = gradients_of([stage])[0].clone() if complete else None
     optimizer.step()
     weights = flat(stage.parameters()).detach()
-    return {"loss": loss, "gradients": gradients, "weights": weights, "saved": saved.peak}
+    return {
+        "loss": loss,
+        "gradients": gradients,
+        "weights": weights,
+        "saved": saved.peak,
+        "done": done,
+    }
+
+
+def _note(done: list[str], y: Tensor) -> None:
+    """A forward has been, and a backward will be when the gradient of its output is there."""
+    done.append("F")
+    if y.requires_grad:
+        y.register_hook(lambda _: done.append("B"))
+
+
+def _in_order(seen: Seen) -> str:
+    """Forwards and backwards came as the row has them."""
+    for rank, value in enumerate(seen.values):
+        wanted = "".join(op for op, _ in _row(seen.trial, rank))
+        if (came := "".join(value["done"])) != wanted:
+            return (
+                f"rank {rank} did {came or 'nothing with its stage'} where its row says {wanted}: "
+                "do the actions of `row` in its order, whatever the schedule"
+            )
+    return ""
 
 
 def _loss(seen: Seen) -> str:
@@ -115,7 +151,7 @@ def _gradients(seen: Seen) -> str:
 def _last_alone(seen: Seen) -> list[Tensor]:
     """What is left where every backward begins by throwing away the gradients."""
     parts = stages(seen.trial, seen.seed)
-    x, target = batches(seen.trial, seen.seed)[-1]
+    x, target = batches(seen.trial, seen.seed)[_row(seen.trial, 0)[-1][1]]
     (mean_square(nn.Sequential(*parts)(x), target) / seen.trial.size).backward()
     return gradients_of(parts)
 
@@ -227,7 +263,8 @@ STEP = Ranked(
         Wrong(answers.PlainSend(), words="every rank waits in send"),
         Wrong(answers.TellsAllTheLoss(), words="called all_reduce"),
         Wrong(answers.InHalves(), words="sent 16 messages to rank 1; 8 activations are wanted"),
-        Wrong(answers.moves_weights, words="called all_gather"),
+        Wrong(answers.moves_weights, words="nothing with its stage"),
+        Wrong(answers.Always1F1B(), words="in its order, whatever the schedule"),
         Wrong(answers.StepsItself(), words="leave the weights to the optimizer"),
     ),
     right=(answers.Step(), answers.with_exchanges),
@@ -238,7 +275,7 @@ STEP = Ranked(
     looks=(
         RankCase("outputs", "loss on two ranks", TWO, _loss),
         RankCase("outputs", "loss on four ranks", FOUR, _loss),
-        RankCase("gradients", "two ranks", TWO, _gradients),
+        RankCase("gradients", "two ranks", TWO, lambda seen: _gradients(seen) or _in_order(seen)),
         RankCase("gradients", "four ranks", FOUR, _gradients),
         RankCase("gradients", "one rank", ONE, lambda seen: _loss(seen) or _gradients(seen)),
         RankCase("weights", "after a step, four ranks", FOUR, _weights),

@@ -20,14 +20,18 @@ ALONE = "Only the two ranks of a swap call it: a collective would wait for all f
 TRIALS = (Trial(2, 3), Trial(4, 2, hang=ALONE))  # size: rounds of the alternating part
 LATE = 0.05  # seconds: whoever does not wait for a message sees that it is not there yet
 ACTIVATION, GRADIENT = (3, 4, 8), (2, 4, 8)  # of two micro-batches, the second a shorter one
+DTYPE = torch.float64  # not the default: a buffer has to be made like `like`
 
 
 def _inputs(trial: Trial, rank: int, seed: int) -> tuple[list[Tensor], list[Tensor]]:
     """What a rank sends on and what it sends back, round by round."""
     generator = torch.Generator().manual_seed(seed + rank)
     rounds = range(trial.size)
-    activations = [torch.randn(ACTIVATION, generator=generator) for _ in rounds]
-    return activations, [torch.randn(GRADIENT, generator=generator) for _ in rounds]
+    activations, gradients = (
+        [torch.randn(shape, generator=generator, dtype=DTYPE) for _ in rounds]
+        for shape in (ACTIVATION, GRADIENT)
+    )
+    return activations, gradients
 
 
 def _act(answers: Sequence[Answer], inputs: tuple[Any, ...], mesh: Mesh) -> dict[str, list]:
@@ -36,8 +40,8 @@ def _act(answers: Sequence[Answer], inputs: tuple[Any, ...], mesh: Mesh) -> dict
     found: dict[str, list] = {"got": [], "like": []}
     for activation, gradient in zip(*inputs, strict=True):
         for mine, like, peer in (
-            (activation, torch.full(GRADIENT, -7.0), rank + 1),
-            (gradient, torch.full(ACTIVATION, -7.0), rank - 1),
+            (activation, torch.full(GRADIENT, -7.0, dtype=DTYPE), rank + 1),
+            (gradient, torch.full(ACTIVATION, -7.0, dtype=DTYPE), rank - 1),
         ):
             if 0 <= peer <= last:
                 time.sleep(LATE * (rank % 2))
@@ -162,6 +166,13 @@ def _into_like(mine: Tensor, like: Tensor, peer: int) -> Tensor:
     return like
 
 
+def _of_default_dtype(mine: Tensor, like: Tensor, peer: int) -> Tensor:
+    got = torch.empty(like.shape)
+    for work in _batch(mine, got, peer):
+        work.wait()
+    return got
+
+
 def _own(mine: Tensor, like: Tensor, peer: int) -> Tensor:
     for work in _batch(mine, torch.empty_like(like), peer):
         work.wait()
@@ -191,7 +202,7 @@ def _next_rank(mine: Tensor, like: Tensor, peer: int) -> Tensor:
 def _gathers(mine: Tensor, like: Tensor, peer: int) -> Tensor:
     """A collective in the place of two messages."""
     rows = max(mine.shape[0], like.shape[0])
-    padded = torch.zeros(rows, *mine.shape[1:])
+    padded = mine.new_zeros(rows, *mine.shape[1:])
     padded[: mine.shape[0]] = mine
     every = [torch.empty_like(padded) for _ in range(dist.get_world_size())]
     dist.all_gather(every, padded)
@@ -236,6 +247,7 @@ SWAP = Ranked(
         Wrong(_both_receive, words="the answer had not returned"),
         Wrong(_without_waiting, words="wait for the receive before you return"),
         Wrong(_into_like, words="like was written"),
+        Wrong(_of_default_dtype, words="compare calls, peers and shapes by rank"),
         Wrong(_own, words="returned what rank 0 sent, not what rank 1 sent"),
         Wrong(_twice, words="rank 0 posted 4 sends"),
         Wrong(_next_rank, words="compare calls, peers and shapes by rank"),
