@@ -21,7 +21,9 @@ class Decoder(nn.Module):
 
     ``forward`` takes tokens (B, S) where there is an embedding, else x (B, S, D), and returns
     logits (B, S, V) where there is a head, else x. Build a whole one with :func:`build_model`.
-    ``cross_entropy`` is :func:`loss_sum`, unless whoever cuts the vocabulary puts another there.
+    ``cross_entropy`` is :func:`loss_sum`, unless whoever cuts the vocabulary puts another there;
+    ``own_rows`` says for which of the positions x has rows between blocks: all, unless whoever
+    divides them over ranks puts another function there.
     """
 
     def __init__(
@@ -39,6 +41,7 @@ class Decoder(nn.Module):
         self.norm = norm
         self.head = head
         self.cross_entropy: CrossEntropy = loss_sum
+        self.own_rows: Callable[[Tensor], Tensor] = as_they_are
 
     def forward(self, x: Tensor, positions_S: Tensor | None = None) -> Tensor:
         """``positions_S`` left out means 0..S-1. Raises ValueError when S exceeds max_seq_len."""
@@ -82,8 +85,13 @@ class Decoder(nn.Module):
             self.norm if last else None,
             self.head if last else None,
         )
-        stage.cross_entropy = self.cross_entropy
+        stage.cross_entropy, stage.own_rows = self.cross_entropy, self.own_rows
         return stage
+
+
+def as_they_are(positions_S: Tensor) -> Tensor:
+    """All of them."""
+    return positions_S
 
 
 def loss_sum(logits_BSV: Tensor, targets_BS: Tensor) -> tuple[Tensor, Tensor]:

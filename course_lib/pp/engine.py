@@ -12,12 +12,13 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from course_lib import comm
 from course_lib.mesh import Axis, Mesh
-from course_lib.model import IGNORE_INDEX, Decoder, loss_sum
+from course_lib.model import IGNORE_INDEX, Decoder
 from course_lib.pp.mail import Mail, input_of
 from course_lib.schedule import Action, Schedule, Span, from_zero, validate
 from course_lib.trace import Trace
 
-Batch = tuple[Tensor, Tensor]  # tokens (b, S) and targets (b, S)
+# tokens (b, S), targets (b, S) and, where they are not 0..S-1, the positions (S,) of both
+Batch = tuple[Tensor, Tensor] | tuple[Tensor, Tensor, Tensor]
 Loss = Callable[[Tensor, Tensor], Tensor]  # logits (b, S, V), targets (b, S) -> share of the loss
 
 
@@ -58,9 +59,9 @@ class Engine:
         self.mail.post(needed_next, action, result)
 
     def _forward(self, stage: int, mb: int, x: Tensor | None) -> Tensor | None:
-        tokens, targets = self.micro_batches[mb]
+        tokens, targets = self.micro_batches[mb][:2]
         x = tokens if x is None else x.detach().requires_grad_()
-        y = self.stages[stage](x)
+        y = self.stages[stage](x, positions_of(self.micro_batches[mb]))
         last = stage + 1 == self.schedule.stages
         if last:
             y = self.loss(y, targets)
@@ -98,6 +99,11 @@ def run(
     the step's loss: it must divide by the tokens (or by m) itself, or gradients are m times too
     large. Every rank is given the same schedule and ``micro_batches``; these may differ in size.
 
+    Stages may be cut further. Under tensor and sequence parallelism every stage is called with all
+    positions of the micro-batch, and what travels are the rows that it holds outside its regions
+    (``stage.own_rows``): x_bSD, or x_bScD of S/t rows. Under context parallelism a micro-batch is
+    what ``cp.shard`` gives, (tokens, targets, positions) of this rank.
+
     Raises ValueError when schedule, stages, axis and micro-batches do not fit, and ScheduleError
     (a ValueError) when the schedule is not legal.
     """
@@ -106,7 +112,9 @@ def run(
     weight = next(some.parameters())
 
     def like(mb: int) -> Tensor:  # shape and dtype alone: it takes no memory
-        return weight.new_empty(()).expand(*micro_batches[mb][0].shape, some.config.hidden)
+        batch = micro_batches[mb]
+        rows = len(some.own_rows(positions_of(batch)))
+        return weight.new_empty(()).expand(len(batch[0]), rows, some.config.hidden)
 
     tied = _tied_apart(schedule, stages, mesh.pp)
     before = None if tied is None else tied.grad
@@ -118,6 +126,15 @@ def run(
         _sum_tied_gradient(tied, schedule, mesh.pp, before)
     total = torch.as_tensor(engine.total, dtype=torch.float64, device=weight.device)
     return Outcome(total, engine.peak_in_flight)
+
+
+def positions_of(batch: Batch) -> Tensor:
+    """The positions (S,) of a micro-batch's tokens: its own, or 0..S-1.
+
+    A stage cannot count them, for its input may have fewer rows than its attention sees.
+    """
+    tokens = batch[0]
+    return batch[2] if len(batch) == 3 else torch.arange(tokens.shape[1], device=tokens.device)
 
 
 def _tied_apart(schedule: Schedule, stages: Mapping[int, Decoder], pp: Axis) -> Tensor | None:
@@ -156,13 +173,15 @@ def train_step(
 
     ``optimizer`` holds :func:`parameters` of ``stages``.
     """
-    tokens = sum(int((targets != IGNORE_INDEX).sum()) for _, targets in micro_batches)
+    tokens = sum(int((batch[1] != IGNORE_INDEX).sum()) for batch in micro_batches)
     if tokens == 0:
         raise ValueError("no target of any micro-batch counts: there is nothing to average")
     optimizer.zero_grad()
-    outcome = run(
-        schedule, stages, mesh, micro_batches, lambda y, targets: loss_sum(y, targets)[0] / tokens
-    )
+
+    def share(y: Tensor, targets: Tensor) -> Tensor:
+        return stages[schedule.stages - 1].cross_entropy(y, targets)[0] / tokens
+
+    outcome = run(schedule, stages, mesh, micro_batches, share)
     optimizer.step()
     return comm.all_reduce(outcome.loss, mesh.pp, control=True)
 

@@ -96,12 +96,24 @@ class Mail:
         receives = [message for message in batch if message.to == self.axis.rank]
         exchange = comm.start_exchange(
             self.axis,
-            [(result, message.to) for message in sends if result is not None],
+            [(self._checked(message, result), message.to) for message in sends],
             [(self.like(message.action.mb), message.source) for message in receives],
         )
         self.leaving.update(zip(sends, exchange.sends, strict=True))
         for message, handle in zip(receives, exchange.receives, strict=True):
             self.arriving[message.action] = handle
+
+    def _checked(self, message: Message, result: Tensor | None) -> Tensor:
+        """A message shorter than the buffer that waits for it would leave noise in the rest."""
+        like = self.like(message.action.mb)
+        if result is None or result.shape != like.shape or result.dtype != like.dtype:
+            made = "nothing" if result is None else f"{tuple(result.shape)} of {result.dtype}"
+            raise ValueError(
+                f"rank {self.axis.rank} of axis {self.axis.name}: {message.action} made {made}, "
+                f"rank {message.to} waits for {tuple(like.shape)} of {like.dtype}; a stage takes "
+                "and gives x_bSD, of the rows that its own_rows says"
+            )
+        return result
 
     def take(self, wanted: Action) -> Tensor:
         """The result of ``wanted``, as soon as it is here."""
