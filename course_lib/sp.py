@@ -31,6 +31,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from course_lib import comm
+from course_lib.comm import Held
 from course_lib.comm.operators import Region
 from course_lib.ledger import wire
 from course_lib.mesh import Axis
@@ -125,13 +126,14 @@ def enter_again(x_BScD: Tensor, axis: Axis) -> Tensor:
 GATHER_AGAIN = Region(enter_again, leave, own_rows)
 
 
-def sum_gradients(parameters: Iterable[Tensor], axis: Axis) -> None:
+def sum_gradients(held: Iterable[Held], axis: Axis) -> None:
     """Add up the gradients of what is not cut: each rank has them for its own rows only.
 
-    One flat all-reduce; call it once a step, after the last backward. Forgetting it is the classic
-    mistake: the ranks' norms drift apart and the loss still falls.
+    One flat all-reduce; call it once a step, after the last backward and what sums or shards over
+    data parallelism. Forgetting it is the classic mistake: the ranks' norms drift apart and the
+    loss still falls.
     """
-    whole = [p for p in dict.fromkeys(parameters) if getattr(p, "tp_dim", None) is None]
+    whole = [one for one in held if getattr(one.parameter, "tp_dim", None) is None]
     comm.sum_gradients(whole, axis)
 
 

@@ -19,7 +19,6 @@ from course_lib.comm.flat import (
     flatten,
     start_all_gather_flat,
     start_all_reduce_flat,
-    sum_gradients,
     unflatten,
 )
 from course_lib.comm.from_messages import (
@@ -29,6 +28,14 @@ from course_lib.comm.from_messages import (
     tree_all_reduce,
     tree_broadcast,
     tree_reduce,
+)
+from course_lib.comm.held import (
+    Held,
+    clip_gradients,
+    held_gradients,
+    refuse_cut,
+    squared_norm,
+    sum_gradients,
 )
 from course_lib.comm.operators import (
     Region,
@@ -56,6 +63,7 @@ from course_lib.comm.p2p import (
 __all__ = [
     "Exchange",
     "Handle",
+    "Held",
     "Region",
     "all_gather",
     "all_reduce",
@@ -65,14 +73,17 @@ __all__ = [
     "barrier",
     "broadcast",
     "by_dtype_and_size",
+    "clip_gradients",
     "copy",
     "exchange",
     "flatten",
     "gather",
+    "held_gradients",
     "own_shard",
     "recv",
     "reduce",
     "reduce_scatter",
+    "refuse_cut",
     "reshard",
     "ring",
     "ring_all_gather",
@@ -80,6 +91,7 @@ __all__ = [
     "ring_reduce_scatter",
     "send",
     "shard",
+    "squared_norm",
     "start_all_gather",
     "start_all_gather_flat",
     "start_all_reduce",

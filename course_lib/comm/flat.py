@@ -46,22 +46,6 @@ def start_all_reduce_flat(tensors: Sequence[Tensor], axis: Axis, label: str = ""
     return start_in_place_all_reduce(flat, axis, label=label)
 
 
-def sum_gradients(parameters: Iterable[Tensor], axis: Axis) -> None:
-    """Add up ``.grad`` of ``parameters`` over the axis, one flat all-reduce for each dtype.
-
-    For gradients of which every rank holds a part. One that this rank lacks counts as zeros.
-    Frozen parameters are left out.
-    """
-    wanted = [parameter for parameter in parameters if parameter.requires_grad]
-    if axis.size == 1 or not wanted:
-        return
-    for bucket in by_dtype_and_size(wanted, sum(parameter.nbytes for parameter in wanted)):
-        gradients = [torch.zeros_like(p) if p.grad is None else p.grad for p in bucket]
-        flat = start_all_reduce_flat(gradients, axis, label="partial gradients").wait()
-        for parameter, gradient in zip(bucket, unflatten(flat, bucket), strict=True):
-            parameter.grad = gradient
-
-
 def start_all_gather_flat(full: Tensor, shard: Tensor, axis: Axis, label: str = "") -> Handle:
     """Begin to fill ``full`` [n*d] with every rank's ``shard`` [d]; wait gives ``full``.
 

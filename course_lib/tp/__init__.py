@@ -23,7 +23,7 @@ from course_lib.tp.dropout import RankDropout
 from course_lib.tp.linear import ColumnLinear, RowLinear, key_value_sharers
 from course_lib.tp.overlap import overlapped
 from course_lib.tp.plan import GPT, LLAMA, REGION, parallelize, plan_for
-from course_lib.tp.shards import clip_gradients, gradient_norm, sum_shared_gradients
+from course_lib.tp.shards import clip_gradients, squared_norm, sum_shared_gradients
 from course_lib.tp.vocabulary import VocabEmbedding, VocabHead, loss_sum
 
 __all__ = [
@@ -36,11 +36,11 @@ __all__ = [
     "VocabEmbedding",
     "VocabHead",
     "clip_gradients",
-    "gradient_norm",
     "key_value_sharers",
     "loss_sum",
     "overlapped",
     "parallelize",
     "plan_for",
+    "squared_norm",
     "sum_shared_gradients",
 ]

@@ -166,22 +166,34 @@ class Sharded:
         """After the last backward: from here on every ``shard.grad`` is complete."""
         raise NotImplementedError
 
+    def held_gradients(self) -> list[comm.Held]:
+        """The runs of summed gradients that this rank holds, 1-D and in shard's dtype.
+
+        For sums and norms over other axes (tp, pp), after ``finish()``: what is written to them is
+        what ``step()`` uses. In the order of the flats, the same on all ranks of those axes.
+        Raises ValueError when no backward has been finished.
+        """
+        gradients = [(flat, flat.shard.grad) for flat in self.flats]
+        if all(gradient is None for _, gradient in gradients):
+            raise ValueError("no gradients in any shard: call it after backward and finish()")
+        return [
+            comm.Held(parameter, run)
+            for flat, gradient in gradients
+            if gradient is not None
+            for parameter, _, run in flat.own_parts(gradient)
+        ]
+
     def clip(self, max_norm: float) -> Tensor:
         """Scale all gradients down together to a global norm of at most ``max_norm``.
 
         Returns the norm before: every element is in one shard of one rank, so that the squares
-        of the shards' norms add up (one all-reduce of one number, as control).
+        of the shards' norms add up (one all-reduce of one number, as control). Where parameters
+        are cut over other axes too: ``tp.clip_gradients(z.held_gradients(), ..., over=[axis])``.
         """
-        if max_norm <= 0:
-            raise ValueError(f"max_norm={max_norm}: a norm above 0 is wanted")
-        gradients = [flat.shard.grad for flat in self.flats if flat.shard.grad is not None]
-        squares = self.flats[0].shard.new_zeros(())
-        for gradient in gradients:
-            squares = squares + torch.linalg.vector_norm(gradient).square()
-        norm = comm.all_reduce(squares, self.axis, control=True).sqrt()
-        factor = (max_norm / (norm + 1e-6)).clamp(max=1.0)  # as torch's clip_grad_norm_
-        for gradient in gradients:
-            gradient.mul_(factor)
+        comm.refuse_cut(self._flat_of)
+        held = self.held_gradients()
+        norm = comm.squared_norm(held, [self.axis]).sqrt()
+        comm.clip_gradients(held, norm, max_norm)
         return norm
 
     def step(self) -> None:

@@ -215,8 +215,8 @@ def rank_layer(sizes, ep_size, patch=nullcontext, cp=1, **options):
         values, _ = backward(layer, x, weight, sum(sizes))
     row_bytes = x.shape[1] * x.element_size()
     sent = mesh.ledger.wire_bytes("ep"), ep.wire_bytes(layer.load, mesh.ep.rank, row_bytes)
-    comm.sum_gradients(layer.experts.parameters(), mesh.edp)
-    comm.sum_gradients([layer.router.weight], mesh.dp_cp)
+    comm.sum_gradients(comm.held_gradients(layer.experts.parameters()), mesh.edp)
+    comm.sum_gradients(comm.held_gradients([layer.router.weight]), mesh.dp_cp)
     return values, grads(layer), layer.load, sent
 
 

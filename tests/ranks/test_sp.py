@@ -310,7 +310,7 @@ def test_ring_products_alone(worlds, n):
         x, dy = (along(draw(2, SEQ, 10, seed=i), axis, SP) for i in (0, 1))
         pair(x.requires_grad_()).backward(dy)
         ops = {call.op for call in axis.ledger.select("tp")}
-        sp.sum_gradients(pair.parameters(), axis)
+        sp.sum_gradients(comm.held_gradients(pair.parameters()), axis)
         return joined(pair, axis, lambda p: p.grad) | {"dx": whole(x.grad, axis, SP)}, ops
 
     x, pair = draw(2, SEQ, 10).requires_grad_(), Pair()
@@ -405,16 +405,16 @@ def split_where_it_must_be_summed(x, axis):
 
 
 def norms_not_summed(model, axis, way):
-    tp.sum_shared_gradients(model.parameters())
+    tp.sum_shared_gradients(comm.held_gradients(model.parameters()))
 
 
 def all_summed(model, axis, way):
     """What is cut is summed too: the ranks' different parts are added up."""
-    comm.sum_gradients(model.parameters(), axis)
+    comm.sum_gradients(comm.held_gradients(model.parameters()), axis)
 
 
 def norms_averaged(model, axis, way):
-    sp.sum_gradients(model.parameters(), axis)
+    sp.sum_gradients(comm.held_gradients(model.parameters()), axis)
     for parameter in model.parameters():
         if not tp.shards.is_cut(parameter):
             parameter.grad /= axis.size

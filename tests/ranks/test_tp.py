@@ -164,7 +164,8 @@ def on_two_axes(config, way, t):
         (model.loss_sum(tokens, targets)[0] / count).backward()
         sync.finish()
         reduce_gradients(model, mesh.tp, way)
-        norms.append(float(tp.clip_gradients(model.parameters(), mesh.tp, 0.1)))
+        held = comm.held_gradients(model.parameters())
+        norms.append(float(tp.clip_gradients(held, mesh.tp, 0.1)))
         optimizer.step()
     sent = mesh.ledger.wire_bytes("dp")
     weights = joined(model, mesh.tp, lambda p: p)
@@ -216,7 +217,7 @@ def part_on_rank(config, part, way):
     model = way.cut(disturbed(config), axis)
     x, dy = (along(draw(BATCH, SEQ, config.hidden, seed=i), axis, way) for i in (0, 1))
     rows = backed_part(part, model.blocks[0], x, dy)
-    reduce_gradients(model, axis, way)
+    reduce_gradients(model.blocks[0].get_submodule(part), axis, way)
     gradients = joined(model.blocks[0], axis, lambda p: p.grad)
     got = {name: whole(tensor, axis, way) for name, tensor in rows.items()}
     return got | gradients_of_part(part, gradients)
@@ -407,22 +408,22 @@ def test_runs_of_an_axis(worlds):
 
 
 def test_gradients_of_parts_are_summed(worlds):
-    """One call for each dtype; what a rank lacks is zeros, what is frozen is left alone."""
+    """One call for each dtype; written in place, what is frozen is left alone."""
 
     def rank():
         axis = make_mesh(tp=2).tp
         parameters = [nn.Parameter(torch.ones(2, dtype=d)) for d in (torch.float32, torch.float64)]
         parameters += [nn.Parameter(torch.ones(3)), nn.Parameter(torch.ones(1))]
         parameters[-1].requires_grad_(False)
-        for parameter in parameters[:2]:
+        for parameter in parameters[:3]:
             parameter.grad = torch.full_like(parameter, 1.0 + axis.rank)
-        if axis.rank == 0:
-            parameters[2].grad = torch.full((3,), 5.0)
-        comm.sum_gradients(parameters, axis)
+        places = [p.grad.data_ptr() for p in parameters[:3]]
+        comm.sum_gradients(comm.held_gradients(parameters), axis)
+        assert places == [p.grad.data_ptr() for p in parameters[:3]]
         calls = axis.ledger.calls("tp", "all_reduce")
         return [None if p.grad is None else p.grad.tolist() for p in parameters], calls
 
-    assert list(worlds(2).run(rank)) == [([[3, 3], [3, 3], [5, 5, 5], None], 2)] * 2
+    assert list(worlds(2).run(rank)) == [([[3, 3], [3, 3], [3, 3, 3], None], 2)] * 2
 
 
 def test_shared_heads_are_summed_in_one_call_over_their_sharers(worlds):
@@ -432,7 +433,7 @@ def test_shared_heads_are_summed_in_one_call_over_their_sharers(worlds):
         model = tp.parallelize(build_model(config), mesh.tp)
         model.loss_sum(*tokens_of(0, config))[0].backward()
         mesh.ledger.clear()
-        tp.sum_shared_gradients(model.parameters())
+        tp.sum_shared_gradients(comm.held_gradients(model.parameters()))
         return mesh.ledger.calls("tp_kv", "all_reduce"), mesh.ledger.wire_bytes("tp_kv")
 
     assert list(worlds(4).run(rank)) == [(1, formulas.shared_head_bytes(sizes(4), 4))] * 4
@@ -467,6 +468,16 @@ def test_features_that_do_not_divide_are_named():
         tp.RowLinear(nn.Linear(5, 4), axis_of(0, 2))
     with pytest.raises(ValueError, match="runs of 3 ranks on axis tp of 4"):
         sub_axis(axis_of(0, 4), 3, "run")
+
+
+def test_gradients_that_are_not_there_and_norms_of_parts_are_refused():
+    used, unused = nn.Parameter(torch.ones(1)), nn.Parameter(torch.ones(3))
+    used.grad = torch.ones(1)
+    with pytest.raises(ValueError, match=r"1 of 2 trained parameters have no gradient .*\(3,\)"):
+        comm.held_gradients([used, unused])
+    model = tp.parallelize(build_model(sizes()), axis_of(1, 2))
+    with pytest.raises(ValueError, match="is cut over tp.* use tp.clip_gradients"):
+        dp.clip_gradients(model.parameters(), 1.0)
 
 
 def test_a_plan_is_data_and_its_mistakes_are_named():
@@ -514,7 +525,7 @@ def test_other_bad_input_is_named():
     with pytest.raises(ValueError, match="a head with a bias"):
         tp.VocabHead(nn.Linear(4, 8), axis_of(0, 2))
     with pytest.raises(ValueError, match="max_norm=0: a norm above 0"):
-        tp.clip_gradients([nn.Parameter(torch.ones(1))], axis_of(0, 1), 0)
+        tp.clip_gradients([], axis_of(0, 1), 0)
     sequence = torch.zeros(1, 10, 4)
     with pytest.raises(ValueError, match="a sequence of 10 positions .* 4 equal parts .* axis tp"):
         sp.leave(sequence, axis_of(0, 4))
@@ -578,7 +589,7 @@ def beside_dtensor(config, way):
     axis.ledger.clear()
     own_y, own_dx, _ = backed(ours.blocks[0], x, dy, torch.arange(SEQ))
     calls = {THEIR_NAMES[line.op]: line.calls for line in summarize([axis.ledger])}
-    reduce_gradients(ours, axis, way)
+    reduce_gradients(ours.blocks[0], axis, way)
     own_gradients = joined(ours.blocks[0], axis, lambda p: p.grad)
     own = {"y": own_y, "dx": own_dx, **{name: own_gradients[name] for name in gradients}}
     return own, {"y": y, "dx": dx, **gradients}, calls, counts
@@ -640,8 +651,8 @@ def replicas_in_the_norm():
     return mock.patch.object(shards, "copies", return_value=1)
 
 
-def own_part_of_the_norm(parameters, axis):
-    return torch.nn.utils.get_total_norm([parameter.grad for parameter in parameters])
+def own_part_of_the_norm(held, axis):
+    return comm.squared_norm(held)
 
 
 def nothing_summed(model, axis, way):
@@ -696,7 +707,7 @@ BUGS = {
     "padding not masked": Bug("losses", padding_not_masked),
     "tokens of others not masked": Bug("losses", tokens_of_others_not_masked),
     "replicas in the norm": Bug("norm of rank", replicas_in_the_norm),
-    "own part of the norm": Bug("norm of rank", options={"norm": own_part_of_the_norm}),
+    "own part of the norm": Bug("norm of rank", options={"squared_norm": own_part_of_the_norm}),
     "heads cut as one matrix": Bug("losses", way=Way(tp.REGION, fused_qkv_in_runs)),
     "heads dealt in turn": Bug("losses", way=Way(tp.REGION, features_dealt_in_turn)),
     "other seeds outside": Bug(

@@ -530,8 +530,12 @@ def test_bad_input_is_named():
         zero.Zero3(model, [model], axis, twin.adam)
     with pytest.raises(ValueError, match="kept has .'Attention'., which are no units"):
         zero.Zero3(model, list(model.blocks), axis, twin.adam, kept=[model.blocks[0].attn])
+    z = zero.Zero1(model.parameters(), axis, twin.adam)
+    with pytest.raises(ValueError, match=r"no gradients in any shard: .* after .* finish\(\)"):
+        z.clip(1.0)
+    z.finish()
     with pytest.raises(ValueError, match="max_norm=0"):
-        zero.Zero1(model.parameters(), axis, twin.adam).clip(0)
+        z.clip(0)
     with pytest.raises(ValueError, match="stage=4: ZeRO has stages 1, 2 and 3"):
         zero.wire_bytes(4, [1], 2)
 

@@ -183,9 +183,10 @@ def serial(
 
 def reduce_gradients(model: torch.nn.Module, axis: Axis, way: Way) -> None:
     """What a step does between the last backward and the optimizer."""
-    tp.sum_shared_gradients(model.parameters())
+    held = comm.held_gradients(model.parameters())
+    tp.sum_shared_gradients(held)
     if way.by_rows:
-        sp.sum_gradients(model.parameters(), axis)
+        sp.sum_gradients(held, axis)
 
 
 def parallel(
@@ -199,7 +200,7 @@ def parallel(
     seed: int = 0,
     recomputed: str | None = None,
     reduce: Callable = reduce_gradients,
-    norm: Callable = tp.gradient_norm,
+    squared_norm: Callable = tp.squared_norm,
 ) -> Trained:
     """What one rank does; the same as :func:`serial`, and what it sent and holds."""
     mesh = make_mesh(tp=make_mesh().world.size)
@@ -217,9 +218,10 @@ def parallel(
         result.sent.append(mesh.ledger.wire_bytes("tp") + mesh.ledger.wire_bytes("tp_kv"))
         assert result.sent[-1] == mesh.ledger.wire_bytes()
         result.gradients = result.gradients or joined(model, mesh.tp, lambda p: p.grad)
-        result.norms.append(float(norm(model.parameters(), mesh.tp)))
+        held = comm.held_gradients(model.parameters())
+        result.norms.append(float(squared_norm(held, mesh.tp).sqrt()))
         if max_norm is not None:
-            tp.clip_gradients(model.parameters(), mesh.tp, max_norm)
+            tp.clip_gradients(held, mesh.tp, max_norm)
         optimizer.step()
         result.losses.append(float(total.detach() / count))
     result.weights = joined(model, mesh.tp, lambda p: p)

@@ -7,7 +7,7 @@ from fractions import Fraction
 
 import torch
 
-from course_lib import recompute, sp, tp
+from course_lib import comm, recompute, sp, tp
 from course_lib.comm.operators import Region
 from course_lib.mesh import make_mesh
 from course_lib.model import Decoder, build_model
@@ -43,7 +43,7 @@ def train_tensor_parallel(region: Region, *changes: Change) -> Report:
             total, count = model.loss_sum(*rows(step, mesh))
             (total / count).backward()
         if region != tp.REGION:  # equal, not the same: it came from another process
-            sp.sum_gradients(model.parameters(), mesh.tp)
+            sp.sum_gradients(comm.held_gradients(model.parameters()), mesh.tp)
         optimizer.step()
         losses.append(float(total.detach() / count))
     return Report(losses, state_bytes(model, optimizer), saved.peak)
