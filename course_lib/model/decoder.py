@@ -44,7 +44,10 @@ class Decoder(nn.Module):
         self.own_rows: Callable[[Tensor], Tensor] = as_they_are
 
     def forward(self, x: Tensor, positions_S: Tensor | None = None) -> Tensor:
-        """``positions_S`` left out means 0..S-1. Raises ValueError when S exceeds max_seq_len."""
+        """``positions_S`` left out means 0..S-1; (B, S) gives each sequence its own.
+
+        Raises ValueError when S exceeds max_seq_len.
+        """
         seq_len = x.shape[1]
         if seq_len > self.config.max_seq_len:
             raise ValueError(

@@ -14,12 +14,13 @@ from course_lib.model.config import ModelConfig
 def rotary_angles(positions_S: Tensor, head_dim: int, base: float, dtype: torch.dtype) -> Tensor:
     """Angles by which RoPE turns each pair of features: ``position * base ** (-2 r / K)``, (S, R).
 
+    ``positions_S`` may be (B, S), each sequence's own, and then the angles are (B, S, R).
     Computed in float32 at least, float64 in a float64 model: bfloat16 cannot tell position 257
     from 258. Source: Su et al. 2021, RoFormer.
     """
     dtype = torch.promote_types(dtype, torch.float32)
     pairs_R = torch.arange(0, head_dim, 2, device=positions_S.device, dtype=dtype) / head_dim
-    return positions_S.to(dtype)[:, None] * base**-pairs_R
+    return positions_S.to(dtype)[..., None] * base**-pairs_R
 
 
 def rotate(x_BSHK: Tensor, angles_SR: Tensor) -> Tensor:
@@ -27,7 +28,7 @@ def rotate(x_BSHK: Tensor, angles_SR: Tensor) -> Tensor:
 
     Dot products of two rotated vectors depend on the difference of their positions alone.
     """
-    cos_S1R, sin_S1R = angles_SR.cos()[:, None], angles_SR.sin()[:, None]
+    cos_S1R, sin_S1R = angles_SR.cos().unsqueeze(-2), angles_SR.sin().unsqueeze(-2)
     first_BSHR, second_BSHR = x_BSHK.to(angles_SR.dtype).chunk(2, dim=-1)
     turned_BSHK = torch.cat(
         (

@@ -1,0 +1,188 @@
+"""Requests, and the book that says which of them take part in the next forward. No network.
+
+A *slot* is a place in the cache that one request has from its admission to its last token. In
+every step the book gives either the *prefill* of one new request (all its prompt, which also
+gives its first token) or the *decode* of one token for each request that is running. So requests
+of any length come and go while others run: continuous batching (Yu et al. 2022, Orca, OSDI). The
+book is a function of the requests and the tokens alone: ranks that record the same tokens in the
+same order hold the same book, without a word about it.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from course_lib.model import ModelConfig
+
+
+@dataclass(frozen=True)
+class Request:
+    """``number`` names it; it wants ``max_new_tokens`` tokens after ``prompt``."""
+
+    number: int
+    prompt: tuple[int, ...]
+    max_new_tokens: int
+
+    def __post_init__(self) -> None:
+        if not self.prompt:
+            raise ValueError(
+                f"request {self.number} has an empty prompt: the first token must follow from "
+                "something; give at least one token"
+            )
+        if self.max_new_tokens < 1:
+            raise ValueError(
+                f"request {self.number}: max_new_tokens={self.max_new_tokens}; 1 or more is wanted"
+            )
+
+    @property
+    def room(self) -> int:
+        """Positions that its keys and values take: the last token is never fed back."""
+        return len(self.prompt) + self.max_new_tokens - 1
+
+
+def make_requests(
+    prompts: Iterable[Sequence[int]], max_new_tokens: int | Sequence[int]
+) -> list[Request]:
+    """Requests numbered from 0; ``max_new_tokens`` is one number for all, or one for each."""
+    given = [tuple(map(int, prompt)) for prompt in prompts]
+    wanted = max_new_tokens
+    each = [wanted] * len(given) if isinstance(wanted, int) else list(wanted)
+    if len(each) != len(given):
+        raise ValueError(f"{len(each)} values of max_new_tokens for {len(given)} prompts")
+    return [Request(number, given[number], each[number]) for number in range(len(given))]
+
+
+def check_fits(requests: Iterable[Request], config: ModelConfig) -> None:
+    """Raises ValueError for a request that the model cannot take."""
+    for request in requests:
+        if request.room > config.max_seq_len:
+            raise ValueError(
+                f"request {request.number}: a prompt of {len(request.prompt)} and "
+                f"{request.max_new_tokens} new tokens take {request.room} positions, but the model "
+                f"was built for max_seq_len={config.max_seq_len}; shorten one of them"
+            )
+        bad = [token for token in request.prompt if not 0 <= token < config.vocab]
+        if bad:
+            raise ValueError(
+                f"request {request.number}: token {bad[0]} is outside the vocabulary of "
+                f"{config.vocab}"
+            )
+
+
+@dataclass(frozen=True)
+class Work:
+    """One forward of B requests: S ``tokens`` of each, the first at position ``starts``."""
+
+    slots: tuple[int, ...] = ()
+    requests: tuple[int, ...] = ()
+    tokens: tuple[tuple[int, ...], ...] = ()
+    starts: tuple[int, ...] = ()
+
+    def __bool__(self) -> bool:
+        return bool(self.slots)
+
+    @property
+    def width(self) -> int:
+        """S: the length of the prompt, or 1."""
+        return len(self.tokens[0]) if self.tokens else 1
+
+    @property
+    def is_prefill(self) -> bool:
+        """Whether it begins a request."""
+        return bool(self.starts) and self.starts[0] == 0
+
+    @property
+    def end(self) -> int:
+        """One more than the largest position."""
+        return max(self.starts, default=0) + self.width
+
+    def tokens_BS(self, device: torch.device | str = "cpu") -> Tensor:
+        """The tokens as a tensor, (0, 1) where there is no work."""
+        flat = [token for row in self.tokens for token in row]
+        tokens = torch.tensor(flat, dtype=torch.int64, device=device)
+        return tokens.view(len(self.slots), self.width)
+
+    def positions_BS(self, device: torch.device | str = "cpu") -> Tensor:
+        """Where in its sequence each token stands."""
+        starts_B = torch.tensor(self.starts, dtype=torch.int64, device=device)
+        return starts_B[:, None] + torch.arange(self.width, device=device)
+
+
+NOTHING = Work()
+
+
+class Book:
+    """Who waits, who runs in which slot, and every token so far.
+
+    ``slots`` requests run at once, in ``groups`` that take turns (in a pipeline, so that all
+    stages are busy). ``stop`` is a token after which a request is over. Raises ValueError for
+    slots that the groups cannot share, and for two requests of one number.
+    """
+
+    def __init__(
+        self, requests: Iterable[Request], slots: int, *, groups: int = 1, stop: int | None = None
+    ) -> None:
+        self.waiting = deque(requests)
+        if groups < 1 or slots < 1 or slots % groups:
+            raise ValueError(
+                f"slots={slots} in groups={groups}: each group takes slots / groups requests; "
+                "choose a divisor"
+            )
+        self.slots, self.groups, self.stop = slots, groups, stop
+        self.running: dict[int, Request] = {}  # by slot
+        self.tokens: dict[int, list[int]] = {request.number: [] for request in self.waiting}
+        self.unfinished = len(self.waiting)
+        if len(self.tokens) < len(self.waiting):
+            raise ValueError("two requests have the same number: give each its own")
+
+    @property
+    def done(self) -> bool:
+        """Whether every request has its tokens."""
+        return not self.unfinished
+
+    def next_work(self, group: int = 0) -> Work:
+        """What ``group`` does next; it must have recorded the tokens of its last work."""
+        share = self.slots // self.groups
+        mine = range(group * share, (group + 1) * share)
+        free = [slot for slot in mine if slot not in self.running]
+        active = [slot for slot in mine if slot in self.running]
+        if self.waiting and free and self.admits(active):
+            request = self.running[free[0]] = self.waiting.popleft()
+            return Work((free[0],), (request.number,), (request.prompt,), (0,))
+        running = [self.running[slot] for slot in active]
+        tokens = [self.tokens[request.number] for request in running]
+        return Work(
+            tuple(active),
+            tuple(request.number for request in running),
+            tuple((own[-1],) for own in tokens),
+            tuple(len(r.prompt) + len(own) - 1 for r, own in zip(running, tokens, strict=True)),
+        )
+
+    def admits(self, active: Sequence[int]) -> bool:
+        """Whether a request may join those in the slots ``active``: always."""
+        return True
+
+    def record(self, work: Work, tokens: Sequence[int]) -> None:
+        """Write down the token that each request of ``work`` got; who has all leaves its slot."""
+        for slot, number, token in zip(work.slots, work.requests, tokens, strict=True):
+            own = self.tokens[number]
+            own.append(int(token))
+            if len(own) == self.running[slot].max_new_tokens or token == self.stop:
+                del self.running[slot]
+                self.unfinished -= 1
+
+
+class StaticBook(Book):
+    """Batches that begin and end together: a slot stays empty until the last request is over.
+
+    What continuous batching is better than.
+    """
+
+    def admits(self, active: Sequence[int]) -> bool:
+        """Only while the batch is being filled: before anyone has a second token."""
+        return all(len(self.tokens[self.running[slot].number]) == 1 for slot in active)

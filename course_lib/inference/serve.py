@@ -1,0 +1,142 @@
+"""The loop of a server: ask the book for work, run it, write the tokens down.
+
+:class:`Replica` is one model, whole or cut by tensor parallelism, with experts shared out or not.
+Data parallelism is one replica on each rank, each with requests of its own (:func:`share`): they
+send nothing at all. Only experts that replicas share tie them together: then all must take every
+step, those without work too, for an all-to-all waits for everyone.
+
+Pace: a step of a paced run takes ``pace["F"]``, whatever it holds (the weights are read once),
+and ``pace["token"]`` for each token in it.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from itertools import pairwise
+
+import torch
+from torch import Tensor
+
+from course_lib import comm
+from course_lib.ep import ExpertParallelMoE
+from course_lib.inference.book import NOTHING, Book, Request, Work, check_fits
+from course_lib.inference.cache import Cache
+from course_lib.inference.choose import Chooser, chooser
+from course_lib.mesh import Axis, Mesh
+from course_lib.model import Decoder
+
+
+@dataclass
+class Served:
+    """What came out: ``tokens`` of each request by its number, and when each was known.
+
+    ``times`` are seconds on the clock of the trace, from the ``start`` of the loop.
+    """
+
+    tokens: dict[int, list[int]]
+    start: float = field(default_factory=time.perf_counter)
+    times: dict[int, list[float]] = field(default_factory=dict)
+    steps: int = 0
+
+    def stamp(self, work: Work) -> None:
+        """Note that the tokens of ``work`` are known."""
+        now = time.perf_counter() - self.start
+        for number in work.requests:
+            self.times.setdefault(number, []).append(now)
+
+    @property
+    def throughput(self) -> float:
+        """Tokens a second, from the start to the last token."""
+        stamps = [stamp for own in self.times.values() for stamp in own]
+        return len(stamps) / max(stamps) if stamps else 0.0
+
+    @property
+    def latency(self) -> float:
+        """Seconds from one token of a request to the next, on average over all."""
+        gaps = [later - earlier for own in self.times.values() for earlier, later in pairwise(own)]
+        return sum(gaps) / len(gaps) if gaps else 0.0
+
+
+class Replica:
+    """A model with its cache. ``choose`` left out is greedy; the model must have both its ends."""
+
+    def __init__(
+        self, model: Decoder, mesh: Mesh, slots: int, choose: Chooser | None = None
+    ) -> None:
+        if model.embedding is None or model.head is None:
+            raise ValueError("this is a stage, not a model: serve stages with serve_pipeline")
+        self.model, self.mesh = model, mesh
+        self.cache = self.make_cache(slots)
+        self.choose = choose or chooser(model)
+
+    def make_cache(self, slots: int) -> Cache:
+        """The cache of this kind of replica."""
+        return Cache(self.model, slots)
+
+    def step(self, work: Work) -> Tensor:
+        """One forward, and the next token of each request, (B)."""
+        with forward_span(self.mesh, work):
+            logits_BSV = self.model(*self.cache.open(work))
+        return self.choose(logits_BSV[:, -1], work)
+
+    def others(self) -> Axis | None:
+        """The ranks whose replicas share experts with this one, if any do."""
+        layers = (m for m in self.model.modules() if isinstance(m, ExpertParallelMoE))
+        return next((layer.data for layer in layers), None)
+
+
+@contextmanager
+def forward_span(mesh: Mesh, work: Work, **what: int) -> Iterator[None]:
+    """Measure a forward; in a paced run it takes what its tokens take."""
+    pace = mesh.conditions.pace
+    tokens = len(work.slots) * work.width
+    seconds = pace.get("F", 0.0) + tokens * pace.get("token", 0.0) if work else 0.0
+    with mesh.trace.span("F", at_least=seconds, label="prefill" * work.is_prefill, **what):
+        yield
+
+
+@torch.no_grad()
+def serve(replica: Replica, book: Book) -> Served:
+    """Run until every request of ``book`` has its tokens, and all of other replicas if it must."""
+    check_fits(book.waiting, replica.model.config)
+    _check_slots(book, replica.cache)
+    served, others = Served(book.tokens), replica.others()
+    while _anyone_busy(book, others):
+        work = NOTHING if book.done else book.next_work()
+        book.record(work, replica.step(work).tolist())
+        served.stamp(work)
+        served.steps += 1
+    return served
+
+
+def _anyone_busy(book: Book, others: Axis | None) -> bool:
+    """Whether a step is needed here, or by a replica that shares experts (one number, control)."""
+    if others is None:
+        return not book.done
+    busy = torch.tensor(int(not book.done), device=others.context.device)
+    return bool(comm.all_reduce(busy, others, control=True))
+
+
+def _check_slots(book: Book, cache: Cache) -> None:
+    if book.groups > 1:
+        raise ValueError(
+            f"a book of {book.groups} groups: groups take turns in a pipeline, one model has one"
+        )
+    if book.slots > cache.slots:
+        raise ValueError(f"a book of {book.slots} slots, but the cache has {cache.slots}")
+
+
+def share(requests: Sequence[Request], axis: Axis) -> list[Request]:
+    """The requests that this replica of data parallelism answers: every n-th."""
+    return list(requests[axis.rank :: axis.size])
+
+
+def generate(
+    model: Decoder, mesh: Mesh, requests: Sequence[Request], choose: Chooser | None = None
+) -> dict[int, list[int]]:
+    """The tokens of all ``requests`` at once, by number: a slot for each."""
+    slots = max(len(requests), 1)
+    return serve(Replica(model, mesh, slots, choose), Book(requests, slots)).tokens
