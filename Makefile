@@ -6,13 +6,14 @@ READY := .venv/.ready
 PYTEST := $(BIN)/python -m pytest
 TESTS := tests/test_architecture.py tests/fast tests/ranks tests/notebooks tests/browser
 
-.PHONY: help setup tour test test-long attack lab lint fmt notebooks execute length clean
+.PHONY: help setup tour test test-long test-gpu attack lab lint fmt notebooks execute length clean
 
 help:
 	@echo "make setup      make .venv and install the course into it"
 	@echo "make tour       the main job: train on 4 ranks with each technique, compare with one process"
 	@echo "make test       every test that a learner runs (what is missing is skipped, with the reason)"
 	@echo "make test-long  the rest: large worlds, soak"
+	@echo "make test-gpu   what only NVIDIA cards can show; without one all of it is skipped"
 	@echo "make attack     every exercise against its wrong answers, which must all be rejected"
 	@echo "make lab        open JupyterLab on the course"
 	@echo "make lint       ruff and mypy;  make fmt  put the code in form"
@@ -37,6 +38,9 @@ test: $(READY)
 
 test-long: $(READY)
 	$(PYTEST) -m long $(TESTS)
+
+test-gpu: $(READY)
+	$(PYTEST) tests/gpu
 
 attack: $(READY)
 	$(BIN)/python -m course_lib.grading.attack
