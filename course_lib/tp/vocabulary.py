@@ -25,10 +25,16 @@ def padded_rows(vocab: int, n: int) -> int:
 
 
 def _own_rows(weight_VD: Tensor, axis: Axis) -> nn.Parameter:
-    """This rank's rows; those beyond the vocabulary are zeros and never get a gradient."""
+    """This rank's rows; those beyond the vocabulary are zeros and never get a gradient.
+
+    Beside the notes of own_part it leaves ``tp_rows`` = V: on another number of ranks the padding
+    is another one.
+    """
     missing = padded_rows(len(weight_VD), axis.size) * axis.size - len(weight_VD)
     padded = F.pad(weight_VD.detach(), (0, 0, 0, missing)).requires_grad_(weight_VD.requires_grad)
-    return own_part(padded, axis, dim=0)
+    part = own_part(padded, axis, dim=0)
+    part.tp_rows = len(weight_VD)  # type: ignore[attr-defined]
+    return part
 
 
 class VocabEmbedding(nn.Module):

@@ -1,0 +1,104 @@
+"""Sharded checkpoints: saved under one mesh, loaded under another, not one bit changed.
+
+A checkpoint knows no ranks. Each weight is one tensor of its full shape under its name in the
+whole model, and so is each tensor of its optimizer state (``name:exp_avg``); what a rank holds are
+boxes in these tensors. Saving, every rank writes its boxes, what several hold once; loading, it
+reads the parts of the saved boxes that lie in its own. So what matters is only where a rank's
+values belong:
+
+=====================  ==================================================================
+held under             is, of the whole tensor
+=====================  ==================================================================
+dp, cp, one process    all of it
+pp, ep                 all of it, of some blocks or experts; a tied pair is one tensor
+tp                     a box cut along one dim; the padding of a vocabulary is in no box
+ZeRO                   a run of the flattened tensor (or of tp's box), which is a few boxes
+=====================  ==================================================================
+
+A weight is saved in the precision it is updated in: ZeRO's float32 master, not its bfloat16 copy.
+Hyperparameters, learning-rate schedules and random states are the caller's.
+
+names says what the whole model calls a rank's weights, boxes where their values lie, and files has
+torch.distributed.checkpoint write and read them: it drops what several ranks hold, checks that the
+boxes fill their tensor, and plans who reads which file.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from os import PathLike
+
+from course_lib.checkpoint import files
+from course_lib.checkpoint.boxes import Box, Optimizer, State, holders, run_boxes
+from course_lib.checkpoint.names import Model, names_in_whole, stages_of, tied_copies
+from course_lib.mesh import Mesh
+from course_lib.zero import Sharded
+
+__all__ = ["Optimizer", "load", "run_boxes", "save"]
+
+Optimizers = Optimizer | Sequence[Optimizer]
+
+
+def save(path: str | PathLike[str], model: Model, optimizers: Optimizers, mesh: Mesh) -> None:
+    """Write weights and optimizer state into the folder ``path``. Call it on every rank.
+
+    ``model`` is this rank's decoder, or its stages by number (``pp.cut``'s result).
+    ``optimizers`` is what updates it, or several, each with weights of its own (with experts under
+    ZeRO one over edp and one over dp_cp); ``()`` saves weights alone. The folder must be one that
+    all ranks see. A save that broke off leaves a folder that :func:`load` refuses.
+
+    Raises ValueError when the folder holds a checkpoint, when an optimizer has weights that are
+    none of the model's, and for optimizer state that cannot be cut.
+    """
+    stages, several = stages_of(model), _several(optimizers)
+
+    def own() -> list[Box]:
+        copies = tied_copies(stages)
+        return [
+            box
+            for holder in holders(names_in_whole(stages), several)
+            for box in holder.boxes(State.of(holder), mesh.tp, without=copies)
+            if not box.is_padding
+        ]
+
+    files.write(path, own, mesh.world)
+
+
+def load(path: str | PathLike[str], model: Model, optimizers: Optimizers, mesh: Mesh) -> None:
+    """Read them back under this mesh; gradients are dropped. Call it on every rank.
+
+    Arguments as of :func:`save`; ``optimizers`` = ``()`` reads weights alone. What an optimizer
+    knew before is forgotten; a checkpoint from before the first step leaves it without state.
+    Padding becomes zeros. A narrower dtype is read exactly into a wider one.
+
+    Raises ValueError, the same on every rank and before anything is changed, when there is no
+    finished checkpoint, when it has other names (too few or too many), shapes or state than this
+    model and these optimizers, or a dtype of which bits would be lost. A file that turns out to be
+    broken is a ValueError too, but by then some of the model may be read.
+    """
+    stages, several = stages_of(model), _several(optimizers)
+    fresh: list[State] = []
+    padding: list[Box] = []
+
+    def own(saved: Collection[str]) -> list[Box]:
+        with_state = {name.split(":")[0] for name in saved if ":" in name}
+        fresh.extend(
+            State.empty(each, with_state) for each in holders(names_in_whole(stages), several)
+        )
+        found = [box for state in fresh for box in state.holder.boxes(state, mesh.tp)]
+        padding.extend(box for box in found if box.is_padding)
+        return [box for box in found if not box.is_padding]
+
+    files.read(path, own, mesh.world, with_state=bool(several))
+    for box in padding:
+        box.values.zero_()
+    for state in fresh:
+        state.give()
+    for optimizer in several:
+        optimizer.zero_grad()
+        if isinstance(optimizer, Sharded):
+            optimizer.refresh()
+
+
+def _several(optimizers: Optimizers) -> list[Optimizer]:
+    return list(optimizers) if isinstance(optimizers, Sequence) else [optimizers]
