@@ -148,13 +148,17 @@ def wire_bytes(
     *,
     again: bool = False,
     forwards: int = 1,
+    shards: int = 1,
 ) -> Fraction:
     """Bytes a rank sends for activations and for what is not cut, per optimizer step.
 
     A layer has 2 all-gathers and 2 reduce-scatters of x_BSD in every forward (``forwards=2`` with
     full recomputation) and in backward, 2 gathers more with ``again``; embedding and head have 2
     and 2, one gather more with ``again``. Then one all-reduce of the gradients of what is not cut.
-    Loss and shared key and value heads are tensor parallelism's own.
+    Under ZeRO over ``shards`` ranks each sums the runs that it holds: then it is the average over
+    these ranks. Loss and shared key and value heads are tensor parallelism's own.
+    All parameters are trained: what is frozen is not summed, and where early ones are frozen
+    backward ends sooner; so that less is sent.
     """
     size = sequences * seq_len * config.hidden * config.dtype.itemsize
     scatters = 2 * config.layers * (forwards + 1) + 2
@@ -162,7 +166,7 @@ def wire_bytes(
     return (
         gathers * wire("all_gather", size // n, n)
         + scatters * wire("reduce_scatter", size, n)
-        + wire("all_reduce", whole_parameters(config) * config.dtype.itemsize, n)
+        + wire("all_reduce", whole_parameters(config) * config.dtype.itemsize, n) / shards
     )
 
 

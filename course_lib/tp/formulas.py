@@ -13,20 +13,27 @@ from course_lib.tp.vocabulary import padded_rows
 
 
 def wire_bytes(
-    config: ModelConfig, sequences: int, seq_len: int, n: int, *, forwards: int = 1
+    config: ModelConfig,
+    sequences: int,
+    seq_len: int,
+    n: int,
+    *,
+    forwards: int = 1,
+    shards: int = 1,
 ) -> Fraction:
     """Bytes a rank sends per optimizer step on ``sequences``: activations, loss, shared heads.
 
     Two all-reduces of x_BSD a layer in every forward (``forwards=2`` with full recomputation) and
     two in backward, one where the embedding leaves, one where the head enters. With one forward
-    (8 layers + 4) (n-1)/n B S D b in all.
+    (8 layers + 4) (n-1)/n B S D b in all. ``shards`` as in :func:`shared_head_bytes`.
+    All parameters are trained: where early ones are frozen backward ends sooner and sends less.
     """
     x_bytes = sequences * seq_len * config.hidden * config.dtype.itemsize
     moves = 2 * config.layers * (forwards + 1) + 2
     return (
         moves * wire("all_reduce", x_bytes, n)
         + loss_bytes(config, sequences * seq_len, n)
-        + shared_head_bytes(config, n)
+        + shared_head_bytes(config, n, shards=shards)
     )
 
 
@@ -36,13 +43,17 @@ def loss_bytes(config: ModelConfig, tokens: int, n: int) -> Fraction:
     return 3 * wire("all_reduce", tokens * itemsize, n)
 
 
-def shared_head_bytes(config: ModelConfig, n: int) -> Fraction:
-    """The gradients of one key and one value head a layer, over the ranks that share it."""
+def shared_head_bytes(config: ModelConfig, n: int, *, shards: int = 1) -> Fraction:
+    """The gradients of one key and one value head a layer, over the ranks that share it.
+
+    All of them trained. Under ZeRO over ``shards`` ranks each sums the runs that it holds: then
+    it is the average over these ranks.
+    """
     if config.kv_heads >= n:
         return Fraction(0)
     head = config.head_dim * (config.hidden + (config.family == "gpt"))
     payload = 2 * config.layers * head * config.dtype.itemsize
-    return wire("all_reduce", payload, n // config.kv_heads)
+    return wire("all_reduce", payload, n // config.kv_heads) / shards
 
 
 def parameters_per_rank(config: ModelConfig, n: int) -> int:
