@@ -61,10 +61,22 @@ class Worked(Exercise):
         return f"{key!r}: {shown(value)} is not right{_hint_at(value, self.wanted[key])}"
 
 
+def _listed(value: Any) -> Any:
+    """The numbers of an array or tensor as Python's own; anything else as it is."""
+    return value.tolist() if hasattr(type(value), "tolist") else value
+
+
+def _words(text: str) -> list[str]:
+    """A text without its spaces and commas."""
+    return text.replace(",", " ").split()
+
+
 def same(value: Any, wanted: Any) -> bool:
-    """Whether two entries are equal: numbers up to rounding, texts up to spaces, lists in order."""
+    """Whether two entries are equal: numbers up to rounding, texts up to spaces and commas, lists
+    in order. An array or tensor counts as the list of its numbers."""
+    value = _listed(value)
     if isinstance(wanted, str):
-        return isinstance(value, str) and value.split() == wanted.split()
+        return isinstance(value, str) and _words(value) == _words(wanted)
     if isinstance(wanted, Sequence):
         return (
             isinstance(value, Sequence)
@@ -80,13 +92,24 @@ def same(value: Any, wanted: Any) -> bool:
 
 def _hint_at(value: Any, wanted: Any) -> str:
     """Where it goes wrong, without what is right: the form, or the first place that differs."""
+    value = _listed(value)
     if isinstance(wanted, str) and isinstance(value, str):
-        value, wanted = value.split(), wanted.split()
+        value, wanted = _words(value), _words(wanted)
+    if isinstance(wanted, Real) and isinstance(value, Real) and _rounded(value, wanted):
+        return ": it looks rounded; type it as a fraction, such as 3/7"
     if not isinstance(wanted, Sequence) or isinstance(wanted, str):
         return ""
     if not isinstance(value, Sequence) or isinstance(value, str):
         return f"; {len(wanted)} values are wanted"
     if len(value) != len(wanted):
-        return f": it has {len(value)} values, {len(wanted)} are wanted"
+        values = "1 value" if len(value) == 1 else f"{len(value)} values"
+        return f": it has {values}, {len(wanted)} are wanted"
     place = next(n for n, pair in enumerate(zip(value, wanted, strict=True)) if not same(*pair))
     return f": look at {shown(value[place])}, number {place + 1}"
+
+
+def _rounded(value: Real, wanted: Real) -> bool:
+    """Whether ``value`` is what a fraction looks like with two to five digits."""
+    return float(wanted) % 1 != 0 and any(
+        math.isclose(value, round(float(wanted), digits), rel_tol=1e-9) for digits in range(2, 6)
+    )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from fractions import Fraction
 
+import numpy as np
 import pytest
 
 from course_lib.grading import registry
@@ -22,12 +23,15 @@ TABLE = Worked(
     names=("table",),
     hints=("a", "b", "c"),
     wrong=(
-        Wrong({"sum": 5.0, "row": "0F0 0B0", "turns": [1, 2]}, "That is the mean."),
-        Wrong({"sum": 10.0, "row": "0B0 0F0", "turns": [1, 2]}, "Backward needs its forward."),
+        Wrong({"sum": 5.0, "row": "0F0 0B0", "turns": [1, 2], "share": 0.5}, "That is the mean."),
+        Wrong(
+            {"sum": 10.0, "row": "0B0 0F0", "turns": [1, 2], "share": 0.5},
+            "Backward needs its forward.",
+        ),
     ),
-    right=({"sum": 10.0, "row": "0F0  0B0", "turns": (1, 2)},),
-    stub={"sum": None, "row": None, "turns": None},
-    wanted={"sum": 10, "row": "0F0 0B0", "turns": [1, 2]},
+    right=({"sum": 10.0, "row": "0F0  0B0", "turns": (1, 2), "share": Fraction(7, 30)},),
+    stub={"sum": None, "row": None, "turns": None, "share": None},
+    wanted={"sum": 10, "row": "0F0 0B0", "turns": [1, 2], "share": Fraction(7, 30)},
 )
 
 
@@ -58,6 +62,10 @@ def test_each_table_has_six_wrong_answers(exercise):
         (Fraction(1, 3), 1 / 3, True),
         ((1, 2), [1.0, 2.0], True),
         (" 0F0   0B0 ", "0F0 0B0", True),
+        ("0F0, 0B0", "0F0 0B0", True),
+        (np.array([1, 2]), [1, 2], True),
+        (np.float32(10), 10, True),
+        (np.ndarray, [1, 2], False),
         (True, 1, False),
         ("10", 10, False),
         (10, "10", False),
@@ -80,13 +88,16 @@ def test_entries_that_are_the_same(value, wanted, equal):
         ({"sum": 11}, "'sum': 11 is not right"),
         ({"row": "0B0 0F0"}, "'row': Backward needs its forward."),
         ({"row": "0F0 1B0"}, "'row': '0F0 1B0' is not right: look at '1B0', number 2"),
-        ({"row": "0F0"}, "it has 1 values, 2 are wanted"),
+        ({"row": "0F0"}, "it has 1 value, 2 are wanted"),
+        ({"share": 0.233}, "'share': 0.233 is not right: it looks rounded; type it as a fraction"),
+        ({"share": 0.3}, "'share': 0.3 is not right"),
+        ({"turns": [1]}, "'turns': [1] is not right: it has 1 value, 2 are wanted"),
         ({"turns": 3}, "'turns': 3 is not right; 2 values are wanted"),
     ],
 )
 def test_the_verdict_names_the_entry_and_never_what_is_right(entry, words):
     verdict = TABLE.judge([{**TABLE.right[0], **entry}], 0)
-    assert (verdict.passed, verdict.total) == (2, 3)
+    assert (verdict.passed, verdict.total) == (3, 4)
     assert words in verdict.message
 
 

@@ -26,7 +26,10 @@ TRIALS = (Trial(2, 3), Trial(4, 500), Trial(3, 2), Trial(1, 4))
 
 
 def _inputs(trial: Trial, rank: int, seed: int) -> tuple[Tensor]:
+    """On four ranks a row is a matrix, and in double precision: [n, ...] of any dtype."""
     generator = torch.Generator().manual_seed(seed + rank)
+    if trial.n == 4:
+        return (torch.randn(4, trial.size, 2, generator=generator, dtype=torch.float64),)
     return (torch.randn(trial.n, trial.size, generator=generator),)
 
 
@@ -86,7 +89,7 @@ def _peers(seen: Seen) -> str:
 
 def _bytes(seen: Seen) -> str:
     """(n-1)/n S: to each other rank its row."""
-    n, row = seen.trial.n, 4 * seen.trial.size
+    n, row = seen.trial.n, _given(seen)[0][0].nbytes
     for rank, observed in enumerate(seen.ranks):
         sent = sum(call.payload for call in observed.calls if call.op == "send")
         if sent != (n - 1) * row:
@@ -119,6 +122,19 @@ def _lower_rank_first(x: Tensor) -> Tensor:
         elif rank > other:
             dist.recv(rows[other], other)
             dist.send(x[other], other)
+    return torch.stack(rows)
+
+
+def _of_vectors(x: Tensor) -> Tensor:
+    """Into buffers of float32, as long as a row of a matrix."""
+    rank, n = dist.get_rank(), dist.get_world_size()
+    rows = [torch.empty(x.shape[1]) for _ in range(n)]
+    rows[rank] = x[rank].clone()
+    others = [other for other in range(n) if other != rank]
+    operations = [dist.P2POp(dist.isend, x[other], other) for other in others]
+    operations += [dist.P2POp(dist.irecv, rows[other], other) for other in others]
+    for work in dist.batch_isend_irecv(operations) if operations else ():
+        work.wait()
     return torch.stack(rows)
 
 
@@ -217,6 +233,7 @@ ALL_TO_ALL = Ranked(
         Wrong(lambda x: _turn_by_turn(x, sends="own"), words="its own row to everybody"),
         Wrong(lambda x: _turn_by_turn(x, sends="all"), words="send each rank its row, not all"),
         Wrong(lambda x: _turn_by_turn(x).T, words="is right"),
+        Wrong(_of_vectors, words="compare calls, peers and shapes by rank"),
         Wrong(_send_first, words="every rank waits in send"),
         Wrong(_through_rank_0, words="one message to every other rank is wanted"),
         Wrong(_collective, words="called all_to_all: use send and recv alone"),
