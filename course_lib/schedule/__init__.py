@@ -24,6 +24,7 @@ from course_lib.schedule.simulate import Costs, Simulation, bubble, makespan, si
 from course_lib.schedule.span import Span, from_zero
 from course_lib.schedule.text import drawing
 from course_lib.schedule.validate import validate
+from course_lib.schedule.zero_bubble import zb_h1, zb_h2
 
 __all__ = [
     "SCHEDULES",
@@ -51,4 +52,6 @@ __all__ = [
     "v_shape",
     "validate",
     "write_csv",
+    "zb_h1",
+    "zb_h2",
 ]

@@ -10,6 +10,8 @@ from collections.abc import Callable
 from itertools import pairwise
 
 from course_lib.schedule.data import Action, Schedule, as_rows, check_sizes, looped
+from course_lib.schedule.simulate import Costs
+from course_lib.schedule.zero_bubble import zb_h1, zb_h2
 
 
 def naive(ranks: int, microbatches: int, chunks: int = 1) -> Schedule:
@@ -98,24 +100,36 @@ def one_and_one(fs: list[Action], bs: list[Action], warm_up: int) -> list[Action
     return fs[:warm_up] + steady + bs[max(0, len(fs) - warm_up) :]
 
 
-SCHEDULES: dict[str, Callable[[int, int, int], Schedule]] = {
+SCHEDULES: dict[str, Callable[..., Schedule]] = {
     "naive": naive,
     "gpipe": gpipe,
     "1f1b": one_f_one_b,
     "interleaved": interleaved,
+    "zb-h1": zb_h1,
+    "zb-h2": zb_h2,
 }
 CHUNKS = {"interleaved": 2}  # stages of a rank unless said; 1 for the others
+PLANNED = {"zb-h1", "zb-h2"}  # their rows depend on the costs
 
 
-def make(name: str, ranks: int, microbatches: int, chunks: int | None = None) -> Schedule:
+def make(
+    name: str,
+    ranks: int,
+    microbatches: int,
+    chunks: int | None = None,
+    costs: Costs | None = None,
+) -> Schedule:
     """The schedule called ``name``; ``chunks`` left out is 2 for interleaved, else 1.
 
-    Raises ValueError that lists the names there are.
+    ``costs`` are those that a zero-bubble schedule is made for (F = I = W unless given); the
+    others have the same rows at any. Raises ValueError that lists the names there are.
     """
     if name not in SCHEDULES:
         raise ValueError(f"no schedule is called {name!r}; there are {', '.join(SCHEDULES)}")
     if chunks is None:
         chunks = CHUNKS.get(name, 1)
+    if costs is not None and name in PLANNED:
+        return SCHEDULES[name](ranks, microbatches, chunks, costs)
     return SCHEDULES[name](ranks, microbatches, chunks)
 
 

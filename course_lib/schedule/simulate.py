@@ -161,6 +161,15 @@ def bubble(rows: Rows) -> tuple[float, float]:
     return (waited / total, waited / work) if work else (0.0, 0.0)
 
 
+def arrival(schedule: Schedule, costs: Costs, action: Action, end: Mapping[Action, float]) -> float:
+    """When all that ``action`` needs is on its rank; ``end`` has the ends of what came before."""
+    rank, latest = schedule.placement[action.stage], 0.0
+    for needed in before(action, schedule.stages):
+        hop = costs.comm if schedule.placement[needed.stage] != rank else 0.0
+        latest = max(latest, end[needed] + hop)
+    return latest
+
+
 def simulate(schedule: Schedule, costs: Costs) -> Simulation:
     """Play the schedule. Raises ScheduleError on a deadlock. Linear in the number of actions."""
     if costs.per_stage is not None and len(costs.per_stage) != schedule.stages:
@@ -171,10 +180,8 @@ def simulate(schedule: Schedule, costs: Costs) -> Simulation:
     end: dict[Action, float] = {}
     rows: list[list[Span]] = [[] for _ in schedule.rows]
     for rank, _, action in progress(schedule):
-        start = rows[rank][-1].end if rows[rank] else 0.0
-        for needed in before(action, schedule.stages):
-            hop = costs.comm if schedule.placement[needed.stage] != rank else 0.0
-            start = max(start, end[needed] + hop)
+        free = rows[rank][-1].end if rows[rank] else 0.0
+        start = max(free, arrival(schedule, costs, action, end))
         over = start + costs.of(action)
         rows[rank].append(Span(rank, action.op, start, over, stage=action.stage, mb=action.mb))
         end.update(dict.fromkeys(settled(action), over))
