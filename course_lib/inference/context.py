@@ -73,6 +73,8 @@ class ContextReplica(Replica):
     the layout do not divide max_seq_len.
     """
 
+    cuts_sequences = True
+
     def __init__(
         self,
         model: Decoder,

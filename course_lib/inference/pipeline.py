@@ -26,7 +26,7 @@ from course_lib import comm, pp
 from course_lib.inference.book import NOTHING, Book, Work, check_fits
 from course_lib.inference.cache import Cache
 from course_lib.inference.choose import Chooser, chooser
-from course_lib.inference.serve import Served, forward_span
+from course_lib.inference.serve import Served, forward_span, sharing_experts
 from course_lib.mesh import Mesh
 from course_lib.model import Decoder, ModelConfig
 
@@ -57,6 +57,13 @@ class Stage:
     def __init__(
         self, model: Decoder, mesh: Mesh, slots: int, choose: Chooser | None = None
     ) -> None:
+        if mesh.cp.size > 1:
+            raise ValueError("cp with pp: prompts are not cut over cp in a pipeline; drop one axis")
+        if sharing_experts(model) is not None:
+            raise ValueError(
+                "experts shared by replicas with pp: every tick of one pipeline would wait for the "
+                "same tick of all others; keep all experts of a stage on each replica"
+            )
         self.model, self.mesh = model, mesh
         self.cache = Cache(model, slots)
         self.choose = choose or chooser(model)

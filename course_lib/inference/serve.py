@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 from itertools import pairwise
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from course_lib import comm
 from course_lib.ep import ExpertParallelMoE
@@ -63,11 +63,18 @@ class Served:
 class Replica:
     """A model with its cache. ``choose`` left out is greedy; the model must have both its ends."""
 
+    cuts_sequences = False
+
     def __init__(
         self, model: Decoder, mesh: Mesh, slots: int, choose: Chooser | None = None
     ) -> None:
         if model.embedding is None or model.head is None:
             raise ValueError("this is a stage, not a model: serve stages with serve_pipeline")
+        if mesh.cp.size > 1 and not self.cuts_sequences:
+            raise ValueError(
+                f"axis cp has {mesh.cp.size} ranks, and this replica would hold the whole cache on "
+                "each: take ContextReplica"
+            )
         self.model, self.mesh = model, mesh
         self.cache = self.make_cache(slots)
         self.choose = choose or chooser(model)
@@ -84,8 +91,13 @@ class Replica:
 
     def others(self) -> Axis | None:
         """The ranks whose replicas share experts with this one, if any do."""
-        layers = (m for m in self.model.modules() if isinstance(m, ExpertParallelMoE))
-        return next((layer.data for layer in layers), None)
+        return sharing_experts(self.model)
+
+
+def sharing_experts(model: nn.Module) -> Axis | None:
+    """All ranks whose tokens travel to each other's experts; None without shared experts."""
+    layers = (module for module in model.modules() if isinstance(module, ExpertParallelMoE))
+    return next((layer.data for layer in layers), None)
 
 
 @contextmanager
