@@ -24,7 +24,7 @@ from course_lib.schedule.simulate import Costs, Simulation, bubble, makespan, si
 from course_lib.schedule.span import Span, from_zero
 from course_lib.schedule.text import drawing
 from course_lib.schedule.validate import validate
-from course_lib.schedule.zero_bubble import zb_h1, zb_h2
+from course_lib.schedule.zero_bubble import dualpipe_v, zb_h1, zb_h2, zb_v
 
 __all__ = [
     "SCHEDULES",
@@ -37,6 +37,7 @@ __all__ = [
     "bubble",
     "check_sizes",
     "drawing",
+    "dualpipe_v",
     "from_rows",
     "from_zero",
     "gpipe",
@@ -54,4 +55,5 @@ __all__ = [
     "write_csv",
     "zb_h1",
     "zb_h2",
+    "zb_v",
 ]

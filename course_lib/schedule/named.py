@@ -11,7 +11,7 @@ from itertools import pairwise
 
 from course_lib.schedule.data import Action, Schedule, as_rows, check_sizes, looped
 from course_lib.schedule.simulate import Costs
-from course_lib.schedule.zero_bubble import zb_h1, zb_h2
+from course_lib.schedule.zero_bubble import dualpipe_v, zb_h1, zb_h2, zb_v
 
 
 def naive(ranks: int, microbatches: int, chunks: int = 1) -> Schedule:
@@ -107,9 +107,11 @@ SCHEDULES: dict[str, Callable[..., Schedule]] = {
     "interleaved": interleaved,
     "zb-h1": zb_h1,
     "zb-h2": zb_h2,
+    "zb-v": zb_v,
+    "dualpipe-v": dualpipe_v,
 }
-CHUNKS = {"interleaved": 2}  # stages of a rank unless said; 1 for the others
-PLANNED = {"zb-h1", "zb-h2"}  # their rows depend on the costs
+CHUNKS = {"interleaved": 2, "zb-v": 2, "dualpipe-v": 2}  # unless said; 1 for the others
+PLANNED = {"zb-h1", "zb-h2", "zb-v"}  # their rows depend on the costs
 
 
 def make(
@@ -119,7 +121,7 @@ def make(
     chunks: int | None = None,
     costs: Costs | None = None,
 ) -> Schedule:
-    """The schedule called ``name``; ``chunks`` left out is 2 for interleaved, else 1.
+    """The schedule called ``name``; ``chunks`` left out is 2 for interleaved and the Vs, else 1.
 
     ``costs`` are those that a zero-bubble schedule is made for (F = I = W unless given); the
     others have the same rows at any. Raises ValueError that lists the names there are.

@@ -1,72 +1,77 @@
 """Schedules that split the backward: W waits until a rank has nothing better to do.
 
 Only I stands between a rank and the one before it, so that W can fill what would be a bubble.
-Source: Qi et al. 2023, arXiv:2401.10241. Each schedule here is made in two steps: the order of F
-and I (a *skeleton*), and then the Ws, put where its gaps are. Where gaps are depends on the costs,
-and so the rows do; a few skeletons and ways of filling are tried, and the shortest is kept.
+A schedule here is made in two steps: the order of F and I (a *skeleton*), which the papers give,
+and then the Ws, put where its gaps are (:mod:`course_lib.schedule.fill`). Where they are depends
+on the costs, and so the rows do. A made schedule may be run at any costs.
 """
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Iterable, Iterator
+from collections import Counter, deque
+from collections.abc import Iterator, Sequence
 
-from course_lib.schedule.data import Action, Schedule, as_rows, check_sizes, looped
-from course_lib.schedule.simulate import Costs, arrival, simulate
-from course_lib.schedule.validate import progress, settled
+from course_lib.schedule.data import Action, Schedule, as_rows, check_sizes, looped, v_shape
+from course_lib.schedule.fill import fastest, shortest
+from course_lib.schedule.simulate import Costs
 
 EQUAL = Costs()
-OVERSHOOTS = (0.0, 0.25, 0.5, 0.75, 1.0)
+Move = tuple[str, int]  # an operation, and on which of the rank's stages: 0 or 1
 
 
 def zb_h1(ranks: int, microbatches: int, chunks: int = 1, costs: Costs = EQUAL) -> Schedule:
-    """The order of 1F1B, W in its gaps, at most p in flight: bubble (p-1)(F + I - W).
+    """The order of 1F1B, W in its gaps, p in flight: bubble (p-1)(F + I - W).
 
-    ``costs`` are those that the rows are made for; they can be run at any others.
+    Source: Qi et al. 2023, arXiv:2401.10241, as are zb-h2 and zb-v.
     """
-    check_halves("zb-h1", ranks, microbatches, chunks)
-    return _fastest("zb-h1", _one_by_one(ranks, microbatches, costs, ranks), costs, ranks)
+    _check("zb-h1", ranks, microbatches, chunks, 1)
+    return fastest("zb-h1", _one_by_one(ranks, microbatches, costs, ranks), costs, ranks)
 
 
 def zb_h2(ranks: int, microbatches: int, chunks: int = 1, costs: Costs = EQUAL) -> Schedule:
     """More forwards first, until the first I is there: no rank waits once it has begun.
 
-    It takes up to 2p in flight (2p-1 at equal costs). The bubble is (p-1)(F + I - 2W) where
-    that is not below 0, counted from each rank's own start: ranks begin and end one after another.
+    It takes up to 2p in flight (2p-1 at equal costs). The bubble is (p-1)(F + I - 2W) where that
+    is not below 0, counted from each rank's own start: ranks begin and end one after another.
     """
-    check_halves("zb-h2", ranks, microbatches, chunks)
-    found = [
-        _fastest("zb-h2", _one_by_one(ranks, microbatches, costs, limit), costs, limit)
-        for limit in (max(1, 2 * ranks - 1), 2 * ranks)
-    ]
+    _check("zb-h2", ranks, microbatches, chunks, 1)
+    found = (
+        fastest("zb-h2", _one_by_one(ranks, microbatches, costs, limit), costs, limit)
+        for limit in (2 * ranks - 1, 2 * ranks)
+    )
     return shortest(found, costs)
 
 
-def check_halves(name: str, ranks: int, microbatches: int, chunks: int) -> None:
-    """Sizes as they must be for a schedule with one stage a rank."""
+def zb_v(ranks: int, microbatches: int, chunks: int = 2, costs: Costs = EQUAL) -> Schedule:
+    """There and back: no bubble at equal costs with 2p half stages in flight, 1F1B's memory.
+
+    A micro-batch that has gone there and back is on rank 0 again, which so has its loss, and can
+    begin the backward, as early as the last rank has in a looped placement.
+    """
+    _check("zb-v", ranks, microbatches, chunks, 2)
+    rows = [_there_and_back(ranks, rank, microbatches) for rank in range(ranks)]
+    skeleton = _numbered("skeleton", rows, microbatches)
+    return fastest("zb-v", [skeleton], costs, 2 * ranks)
+
+
+def dualpipe_v(ranks: int, microbatches: int, chunks: int = 2) -> Schedule:
+    """A V whose steady state pairs one forward with one whole backward, to overlap their messages.
+
+    Halves of the backward are used only where ranks begin and end; 2p+1 half stages in flight.
+    Source: DeepSeek's DualPipeV, the half with one copy of the parameters of DualPipe
+    (DeepSeek-V3, arXiv:2412.19437, 3.2.1). It wants m >= 2p; here a smaller m is that of 2p with
+    the others left out.
+    """
+    _check("dualpipe-v", ranks, microbatches, chunks, 2)
+    rows = [_pairs(ranks, rank, microbatches) for rank in range(ranks)]
+    return _numbered("dualpipe-v", rows, microbatches)
+
+
+def _check(name: str, ranks: int, microbatches: int, chunks: int, wanted: int) -> None:
     check_sizes(ranks=ranks, microbatches=microbatches, chunks=chunks)
-    if chunks > 1:
-        raise ValueError(
-            f"{name} has one chunk a rank, got chunks={chunks}; zb-v and dualpipe-v have two"
-        )
-
-
-def shortest(schedules: Iterable[Schedule], costs: Costs) -> Schedule:
-    """The one with the least makespan; of equals that with the least rank span, then peak."""
-
-    def measure(schedule: Schedule) -> tuple[float, float, int]:
-        result = simulate(schedule, costs)
-        unit = 1e-9 * result.work  # rounding decides nothing
-        peak = max(schedule.peak_in_flight())
-        return round(result.makespan / unit), round(result.span / unit), peak
-
-    return min(schedules, key=measure)
-
-
-def _fastest(name: str, skeletons: Iterable[Schedule], costs: Costs, limit: int) -> Schedule:
-    filled = (fill(s, costs, limit, over) for s in set(skeletons) for over in OVERSHOOTS)
-    best = shortest(filled, costs)
-    return Schedule(name, best.rows, best.placement)
+    if chunks != wanted:
+        number = {1: "one chunk", 2: "two chunks"}[wanted]
+        raise ValueError(f"{name} has {number} a rank, got chunks={chunks}; leave it out")
 
 
 def _one_by_one(p: int, m: int, costs: Costs, limit: int) -> Iterator[Schedule]:
@@ -96,39 +101,44 @@ def _alternate(stage: int, m: int, first: int) -> list[Action]:
     return row
 
 
-def fill(skeleton: Schedule, costs: Costs, limit: int, overshoot: float) -> Schedule:
-    """``skeleton``, which has F and I, with a W for each I, oldest first.
-
-    A W is done where the rank would wait for its next action and may then be late by at most
-    ``overshoot`` times the W; and before an F that would exceed ``limit`` in flight.
-    """
-    rows: list[list[Action]] = [[] for _ in skeleton.rows]
-    owed: list[deque[Action]] = [deque() for _ in skeleton.rows]
-    now, kept = [0.0] * len(rows), [0] * len(rows)
-    end: dict[Action, float] = {}
-
-    def do(rank: int, action: Action, start: float) -> None:
-        rows[rank].append(action)
-        now[rank] = start + costs.of(action)
-        end.update(dict.fromkeys(settled(action), now[rank]))
-        kept[rank] += (action.op == "F") - (action.op == "W")
-
-    for rank, _, action in progress(skeleton):
-        start = arrival(skeleton, costs, action, end)
-        full = limit if action.op == "F" else limit + 1
-        while owed[rank] and (
-            kept[rank] >= full or _fits(costs.of(owed[rank][0]), now[rank], start, overshoot)
-        ):
-            do(rank, owed[rank].popleft(), now[rank])
-        do(rank, action, max(now[rank], start))
-        if action.op == "I":
-            owed[rank].append(Action("W", action.stage, action.mb))
-    for row, left in zip(rows, owed, strict=True):
-        row += left
-    return Schedule(skeleton.name, as_rows(rows), skeleton.placement)
+def _there_and_back(p: int, rank: int, m: int) -> list[Move]:
+    """F and I of one rank of ZB-V. Fewer than 2p-1 micro-batches are played as 2p-1."""
+    m, after = max(m, 2 * p - 1), p - 1 - rank
+    f0, f1, i0, i1 = ("F", 0), ("F", 1), ("I", 0), ("I", 1)
+    until_the_first_is_back = [f0] * (2 * after + 1) + [f1, f0] * rank + [f1, i1] * (after + 1)
+    steady = [f0, i0, f1, i1] * (m - p - after) + [i0, f1, i1] * after
+    return until_the_first_is_back + steady + [i0, i1] * rank + [i0] * (after + 1)
 
 
-def _fits(cost: float, now: float, start: float, overshoot: float) -> bool:
-    """Whether a W between ``now`` and ``start`` is worth what it delays."""
-    least = 1e-9 * start  # rounding is no gap
-    return start - now > least and now + cost - start <= overshoot * cost + least
+def _pairs(p: int, rank: int, m: int) -> list[Move]:
+    """One rank of DualPipe-V; W is that of the oldest I."""
+    m, after = max(m, 2 * p), p - 1 - rank
+    f0, f1, b0, b1 = ("F", 0), ("F", 1), ("B", 0), ("B", 1)
+    i0, i1, w = ("I", 0), ("I", 1), ("W", 0)
+    filling = [f0] * (2 * after) + [f0, f1] * (rank + 1) + [i1, w, f1] * after
+    steady = [f0, b1, f1, b0] * (m - p - after) + [b1, f1, b0] * after
+    half = rank + 1  # of the last backwards are whole, the others leave W for later
+    draining = ([b1, b0] * half)[:half] + ([i1, i0] * half)[half:]
+    return filling + steady + draining + [w, i0] * after + [w] * half
+
+
+def _numbered(name: str, moves: Sequence[Sequence[Move]], m: int) -> Schedule:
+    """Moves with their micro-batches, in order for each stage; those from ``m`` on are left out."""
+    rows = []
+    for rank, mine in enumerate(moves):
+        stages = (rank, 2 * len(moves) - 1 - rank)
+        row: list[Action] = []
+        owed: deque[Action] = deque()
+        count: Counter[tuple[bool, int]] = Counter()
+        for op, chunk in mine:
+            if op == "W":
+                row += [owed.popleft()] if owed else []
+                continue
+            mb = count[op == "F", chunk]  # B and I are of one kind
+            count[op == "F", chunk] += 1
+            if mb < m:
+                row.append(Action(op, stages[chunk], mb))
+            if mb < m and op == "I":
+                owed.append(Action("W", stages[chunk], mb))
+        rows.append(row)
+    return Schedule(name, as_rows(rows), v_shape(len(rows)))
