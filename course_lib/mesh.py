@@ -56,24 +56,38 @@ class Links:
         return self.inside if len(nodes) == 1 else self.between
 
 
+# Seconds by operation ("F") or by operation and stage of a pipeline (("F", 2)), which comes first.
+Pace = Mapping[Any, float]
+KINDS = ([str], [str, int])
+
+
 @dataclass(frozen=True)
 class Conditions:
     """Under what conditions a run is made.
 
-    ``pace`` gives a fixed time in seconds to an operation, e.g. ``{"F": 0.02, "B": 0.04}``;
+    ``pace`` gives a fixed time in seconds to an operation, e.g. ``{"F": 0.02, "B": 0.04}``, and
+    may give another one to a stage whose hardware is slower, e.g. ``{("F", 2): 0.04}``;
     ``links`` slows communication down to the links given; ``checked`` compares every call's
     operation, shape and dtype across the ranks before it is made.
     """
 
-    pace: Mapping[str, float] = field(default_factory=dict)
+    pace: Pace = field(default_factory=dict)
     links: Links | None = None
     checked: bool = False
 
     def __post_init__(self) -> None:
         for op, seconds in self.pace.items():
             if isinstance(seconds, bool) or not isinstance(seconds, Real) or not seconds >= 0:
+            kinds = (op,) if isinstance(op, str) else op
+            if not isinstance(kinds, tuple) or [type(part) for part in kinds] not in KINDS:
+                raise ValueError(f"pace of {op!r}: an operation or (operation, stage) is wanted")
                 raise ValueError(f"pace of {op!r} is {seconds!r}: seconds are wanted, 0 or more")
 
+
+    def pace_of(self, op: str, stage: int | None = None) -> float:
+        """How many seconds ``op`` takes at least; 0 where it is not paced."""
+        everywhere = self.pace.get(op, 0.0)
+        return everywhere if stage is None else self.pace.get((op, stage), everywhere)
 
 @dataclass
 class RankContext:
@@ -193,9 +207,10 @@ class Mesh:
         return {axis: size for axis, size in self.layout.sizes.items() if size > 1}
 
     @contextmanager
-    def compute(self, op: str, **what) -> Iterator[None]:
+    def compute(self, op: str, *, stage: int | None = None, **what) -> Iterator[None]:
         """Measure the body as a compute span; in a paced run it takes at least its pace."""
-        with self.trace.span(op, at_least=self.conditions.pace.get(op, 0.0), **what):
+        pace = self.conditions.pace_of(op, stage)
+        with self.trace.span(op, at_least=pace, stage=stage, **what):
             yield
 
 

@@ -26,8 +26,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
+from torch.overrides import handle_torch_function, has_torch_function
 
 from course_lib.comm.call import checked_piece
 from course_lib.comm.collectives import (
@@ -142,3 +144,14 @@ class Region:
     enter: Move
     leave: Move
     rows: Move
+
+
+def apply_weight(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """``x weight^T + bias``, by the ``product`` of ``x`` where what let it in has left one.
+
+    A TorchFunctionMode sees it, as it sees ``F.linear``.
+    """
+    if has_torch_function((x, weight)):
+        return handle_torch_function(apply_weight, (x, weight), x, weight, bias)
+    product = getattr(x, "product", None)
+    return (F.linear if product is None else product)(x, weight, bias)

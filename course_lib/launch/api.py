@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from course_lib.launch import arguments, faults, joined
@@ -15,7 +15,7 @@ from course_lib.launch.supervise import Run
 from course_lib.launch.task import Outcome, Task
 from course_lib.launch.travel import pack_call, unpack
 from course_lib.ledger import Ledger
-from course_lib.mesh import Links
+from course_lib.mesh import Links, Pace
 from course_lib.trace import Trace
 
 
@@ -34,7 +34,7 @@ def run(
     *args: Any,
     n: int = 4,
     timeout: float = 60,
-    pace: Mapping[str, float] | None = None,
+    pace: Pace | None = None,
     links: Links | None = None,
     checked: bool = False,
     init: bool = True,
@@ -43,10 +43,11 @@ def run(
     """Call ``fn(*args)`` on ``n`` fresh ranks and return the results by rank.
 
     ``fn`` may be typed in a notebook cell and use its variables: it travels by value. ``timeout``
-    is in seconds. ``pace`` gives operations a fixed time, ``links`` slows communication down,
-    ``checked`` compares every collective across the ranks before it is made. The default group
-    is initialised (gloo; with ``device="cuda"`` nccl, one card a rank); with ``init=False`` only
-    RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and a free MASTER_PORT are set.
+    is in seconds. ``pace`` gives operations, or an operation of one stage, a fixed time; ``links``
+    slows communication down; ``checked`` compares every collective across the ranks before it is
+    made. The default group is initialised (gloo; with ``device="cuda"`` nccl, one card a rank);
+    with ``init=False`` only RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and a free MASTER_PORT are
+    set.
 
     The ranks do not know what torch.manual_seed or torch.set_default_dtype did here: call these in
     ``fn``. If ``fn`` is from a file of yours it is as it was when imported here, while modules
@@ -74,7 +75,7 @@ class World:
         n: int = 4,
         *,
         timeout: float = 60,
-        pace: Mapping[str, float] | None = None,
+        pace: Pace | None = None,
         links: Links | None = None,
         checked: bool = False,
         init: bool = True,
@@ -95,7 +96,7 @@ class World:
         fn: Callable,
         *args: Any,
         timeout: float | None = None,
-        pace: Mapping[str, float] | None = None,
+        pace: Pace | None = None,
         links: Links | None = None,
         checked: bool | None = None,
     ) -> Results:

@@ -11,7 +11,7 @@ import torch
 
 from course_lib.launch.rank import inside_rank
 from course_lib.launch.server import MAX_RANKS
-from course_lib.mesh import Conditions, Links
+from course_lib.mesh import Conditions, Links, Pace
 
 
 def check_world(n: int, timeout: float, device: str | None, init: bool) -> None:
@@ -41,7 +41,7 @@ def check_cards(n: int) -> None:
         )
 
 
-def conditions(pace: Mapping[str, float], links: Links | None, checked: bool) -> Conditions:
+def conditions(pace: Pace, links: Links | None, checked: bool) -> Conditions:
     """The conditions of a run; raises TypeError or ValueError if they are none."""
     if not isinstance(pace, Mapping):
         what = 'must give seconds by operation, such as pace={"F": 0.02, "B": 0.04}'

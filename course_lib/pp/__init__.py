@@ -12,18 +12,23 @@ embedding also one all-reduce of its gradient between first and last stage (:fun
 """
 
 from course_lib.pp.cut import cut, hops, parameters, partition, wire_bytes
-from course_lib.pp.engine import Batch, Loss, Outcome, measured_rows, run, stage_traces, train_step
+from course_lib.pp.engine import Batch, Loss, Outcome, StageDone, run, train_step
 from course_lib.pp.mail import Message, messages
+from course_lib.pp.measured import measured_rows, pace_of, stage_traces
+from course_lib.pp.split import WeightsLater
 
 __all__ = [
     "Batch",
     "Loss",
     "Message",
     "Outcome",
+    "StageDone",
+    "WeightsLater",
     "cut",
     "hops",
     "measured_rows",
     "messages",
+    "pace_of",
     "parameters",
     "partition",
     "run",

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from copy import copy
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 
 import torch
@@ -13,22 +13,29 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 from course_lib import comm
 from course_lib.mesh import Axis, Mesh
 from course_lib.model import IGNORE_INDEX, Decoder
-from course_lib.pp.mail import Mail, input_of
-from course_lib.schedule import Action, Schedule, Span, from_zero, validate
-from course_lib.trace import Trace
+from course_lib.pp import tied
+from course_lib.pp.mail import Mail, handed_on, input_of
+from course_lib.pp.split import WeightsLater
+from course_lib.schedule import Action, Schedule, validate
 
 # tokens (b, S), targets (b, S) and, where they are not 0..S-1, the positions (S,) of both
 Batch = tuple[Tensor, Tensor] | tuple[Tensor, Tensor, Tensor]
 Loss = Callable[[Tensor, Tensor], Tensor]  # logits (b, S, V), targets (b, S) -> share of the loss
+Work = Callable[[int, int, Tensor | None], Tensor | None]
+StageDone = Callable[[int], None]  # the number of a stage whose gradients are complete
+
+
+def nobody_waits(stage: int) -> None:
+    """What is done at the end of a stage, unless something is asked for."""
 
 
 @dataclass
 class Engine:
     """One step of one rank.
 
-    ``kept`` holds (input, graph of the output) of every micro-batch in flight. The output itself
-    is not kept: backward does not read it, and its memory is free when it has been sent (what
-    Megatron calls deallocating the output tensor).
+    ``kept`` holds (input, graph of the output) from F to B or I. The output itself is not kept:
+    backward does not read it, and its memory is free when it has been sent (what Megatron calls
+    deallocating the output tensor). ``later`` holds what a backward in halves needs from F to W.
     """
 
     schedule: Schedule
@@ -37,44 +44,64 @@ class Engine:
     micro_batches: Sequence[Batch]
     loss: Loss
     mail: Mail
+    stage_done: StageDone
     kept: dict[tuple[int, int], tuple[Tensor, GradientEdge | None]] = field(default_factory=dict)
+    later: dict[tuple[int, int], WeightsLater] = field(default_factory=dict)
     total: float | Tensor = 0.0
     peak_in_flight: int = 0
 
     def run(self) -> None:
         """Do this rank's row."""
-        row = self.schedule.rows[self.mesh.pp.rank]
-        inputs = [*(input_of(action, self.schedule.stages) for action in row), None]
+        inputs = [*(input_of(action, self.schedule.stages) for action in self.row), None]
+        last = {action.stage: place for place, action in enumerate(self.row)}
         self.mail.post(inputs[0])
-        for action, needed, needed_next in zip(row, inputs, inputs[1:], strict=False):
-            self._do(action, needed, needed_next)
+        for place, action in enumerate(self.row):
+            self._do(action, inputs[place], inputs[place + 1])
+            if place == last[action.stage]:
+                self.stage_done(action.stage)
         self.mail.close()
+
+    @property
+    def row(self) -> tuple[Action, ...]:
+        """This rank's actions."""
+        return self.schedule.rows[self.mesh.pp.rank]
 
     def _do(self, action: Action, needed: Action | None, needed_next: Action | None) -> None:
         given = None if needed is None else self.mail.take(needed)
         self.mail.post(needed_next)  # if it may come now, it travels while this rank computes
+        work: dict[str, Work] = {"F": self._forward, "B": self._backward, "W": self._weights}
         with self.mesh.compute(action.op, stage=action.stage, mb=action.mb):
-            work = self._forward if action.op == "F" else self._backward
-            result = work(action.stage, action.mb, given)
-        self.mail.post(needed_next, action, result)
+            result = work["B" if action.op == "I" else action.op](action.stage, action.mb, given)
+        self.mail.post(needed_next, handed_on(action), result)
 
     def _forward(self, stage: int, mb: int, x: Tensor | None) -> Tensor | None:
-        tokens, targets = self.micro_batches[mb][:2]
-        x = tokens if x is None else x.detach().requires_grad_()
-        y = self.stages[stage](x, positions_of(self.micro_batches[mb]))
+        batch = self.micro_batches[mb]
+        x = batch[0] if x is None else x.detach().requires_grad_()
+        if Action("I", stage, mb) in self.row:
+            self.later[stage, mb] = WeightsLater()
+        with self._put_off(stage, mb):
+            y = self.stages[stage](x, positions_of(batch))
         last = stage + 1 == self.schedule.stages
         if last:
-            y = self.loss(y, targets)
+            y = self.loss(y, batch[1])
             self.total = self.total + y.detach()
         self.kept[stage, mb] = (x, get_gradient_edge(y) if y.requires_grad else None)
-        self.peak_in_flight = max(self.peak_in_flight, len(self.kept))
+        self.peak_in_flight = max(self.peak_in_flight, len(self.kept.keys() | self.later.keys()))
         return None if last else y.detach()
 
     def _backward(self, stage: int, mb: int, gradient: Tensor | None) -> Tensor | None:
+        """B, or I where forward kept the gradients of the weights apart."""
         x, output = self.kept.pop((stage, mb))
         if output is not None:  # None: all of the first stage is frozen
-            torch.autograd.backward(output, gradient)
+            with self._put_off(stage, mb):
+                torch.autograd.backward(output, gradient)
         return x.grad
+
+    def _weights(self, stage: int, mb: int, _: Tensor | None) -> None:
+        self.later.pop((stage, mb)).run()
+
+    def _put_off(self, stage: int, mb: int) -> AbstractContextManager:
+        return self.later.get((stage, mb), nullcontext())
 
 
 @dataclass(frozen=True)
@@ -92,6 +119,7 @@ def run(
     mesh: Mesh,
     micro_batches: Sequence[Batch],
     loss: Loss,
+    on_stage_done: StageDone = nobody_waits,
 ) -> Outcome:
     """Forward and backward of one step; gradients are added to the parameters of ``stages``.
 
@@ -103,6 +131,10 @@ def run(
     positions of the micro-batch, and what travels are the rows that it holds outside its regions
     (``stage.own_rows``): x_bSD, or x_bScD of S/t rows. Under context parallelism a micro-batch is
     what ``cp.shard`` gives, (tokens, targets, positions) of this rank.
+
+    ``on_stage_done(stage)`` is called for each stage of this rank as soon as its gradients are
+    complete, once, while others are still at work: data parallelism may start to sum them. (A tied
+    embedding on two ranks is complete when all is done, and so are the two stages that have it.)
 
     Raises ValueError when schedule, stages, axis and micro-batches do not fit, and ScheduleError
     (a ValueError) when the schedule is not legal.
@@ -116,14 +148,17 @@ def run(
         rows = len(some.own_rows(positions_of(batch)))
         return weight.new_empty(()).expand(len(batch[0]), rows, some.config.hidden)
 
-    tied = _tied_apart(schedule, stages, mesh.pp)
-    before = None if tied is None else tied.grad
-    if tied is not None:
-        tied.grad = None  # only what this step adds is summed
-    engine = Engine(schedule, stages, mesh, micro_batches, loss, Mail(schedule, mesh.pp, like))
-    engine.run()
-    if tied is not None:
-        _sum_tied_gradient(tied, schedule, mesh.pp, before)
+    with tied.summed(schedule, stages, mesh.pp) as wait_for_the_end:
+
+        def stage_done(stage: int) -> None:
+            if stage not in wait_for_the_end:
+                on_stage_done(stage)
+
+        mail = Mail(schedule, mesh.pp, like)
+        engine = Engine(schedule, stages, mesh, micro_batches, loss, mail, stage_done)
+        engine.run()
+    for stage in wait_for_the_end:
+        on_stage_done(stage)
     total = torch.as_tensor(engine.total, dtype=torch.float64, device=weight.device)
     return Outcome(total, engine.peak_in_flight)
 
@@ -135,31 +170,6 @@ def positions_of(batch: Batch) -> Tensor:
     """
     tokens = batch[0]
     return batch[2] if len(batch) == 3 else torch.arange(tokens.shape[1], device=tokens.device)
-
-
-def _tied_apart(schedule: Schedule, stages: Mapping[int, Decoder], pp: Axis) -> Tensor | None:
-    """The tied embedding, if this rank holds one of its two copies and another rank the other."""
-    first, last = schedule.placement[0], schedule.placement[-1]
-    if first == last or pp.rank not in (first, last):
-        return None
-    stage = stages[0 if pp.rank == first else schedule.stages - 1]
-    end = stage.head if stage.embedding is None else stage.embedding.token
-    if end is None or not stage.config.tied:
-        return None
-    return end.weight if end.weight.requires_grad else None
-
-
-def _sum_tied_gradient(tied: Tensor, schedule: Schedule, pp: Axis, before: Tensor | None) -> None:
-    """First and last stage each hold the tied embedding: both get the sum of their gradients.
-
-    An all-reduce of two ranks: each sends its gradient to the other. Without it the copies
-    drift apart from the first step on.
-    """
-    other = sum({schedule.placement[0], schedule.placement[-1]} - {pp.rank})
-    assert tied.grad is not None
-    tied.grad += comm.exchange(tied.grad, pp, to=other, source=other)
-    if before is not None:
-        tied.grad += before
 
 
 def train_step(
@@ -186,36 +196,10 @@ def train_step(
     return comm.all_reduce(outcome.loss, mesh.pp, control=True)
 
 
-def stage_traces(traces: Iterable[Trace]) -> list[Trace]:
-    """The traces without messages, as a picture of a schedule wants them; sleeps stay."""
-    found = []
-    for trace in traces:
-        only = copy(trace)
-        only.spans = [span for span in trace.spans if span.stage is not None]
-        found.append(only)
-    return found
-
-
-def measured_rows(traces: Iterable[Trace]) -> list[list[Span]]:
-    """The stages' actions of each rank as measured, in seconds from the first start of all.
-
-    Rows as those of a Simulation, so that ``bubble`` and ``makespan`` take them. The traces
-    should hold one step: clear them after a first one that warms up.
-    """
-    spans = from_zero(span for trace in stage_traces(traces) for span in trace.spans)
-    ranks = sorted({span.rank for span in spans})
-    return [[span for span in spans if span.rank == rank] for rank in ranks]
-
-
 def _check(
     schedule: Schedule, stages: Mapping[int, Decoder], pp: Axis, batches: Sequence[Batch]
 ) -> None:
     validate(schedule)
-    split = next((a for row in schedule.rows for a in row if a.op in ("I", "W")), None)
-    if split is not None:
-        raise ValueError(
-            f"{split} is half a backward: this engine runs F and B; write B for I and W together"
-        )
     name, mine = schedule.name, schedule.stages_of(pp.rank)
     if schedule.ranks != pp.size:
         raise ValueError(

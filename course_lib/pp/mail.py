@@ -14,15 +14,24 @@ from course_lib.mesh import Axis
 from course_lib.schedule import Action, Costs, Schedule, simulate
 
 
+def handed_on(action: Action) -> Action | None:
+    """The name of what ``action`` makes for others: I and B make the same, W nothing."""
+    name = {"F": "F", "B": "B", "I": "B"}.get(action.op)
+    return None if name is None else Action(name, action.stage, action.mb)
+
+
 def input_of(action: Action, stages: int) -> Action | None:
-    """Whose result ``action`` takes in; None at the ends of the pipeline."""
-    stage = action.stage + {"F": -1, "B": 1}[action.op]
-    return Action(action.op, stage, action.mb) if 0 <= stage < stages else None
+    """The name of what ``action`` takes in; None for W, and at the ends of the pipeline."""
+    handed = handed_on(action)
+    if handed is None:
+        return None
+    stage = action.stage + (-1 if handed.op == "F" else 1)
+    return Action(handed.op, stage, action.mb) if 0 <= stage < stages else None
 
 
 @dataclass(frozen=True)
 class Message:
-    """The result of ``action`` on its way from rank ``source`` to rank ``to``.
+    """The result of ``action`` (see :func:`handed_on`) on its way from ``source`` to rank ``to``.
 
     ``made`` and ``read`` number the actions that make and read it among all actions of the step.
     """
@@ -49,12 +58,13 @@ def messages(schedule: Schedule) -> tuple[Message, ...]:
         for action, span in zip(schedule.rows[rank], row, strict=True)
     )
     number = {action: at for at, (_, _, action) in enumerate(timed)}
+    made = {handed_on(action): at for action, at in number.items()}
     home, found = schedule.placement, []
     for reader, read in number.items():
         action = input_of(reader, schedule.stages)
         if action is not None and home[action.stage] != home[reader.stage]:
             source, to = home[action.stage], home[reader.stage]
-            found.append(Message(action, source, to, number[action], read))
+            found.append(Message(action, source, to, made[action], read))
     return tuple(sorted(found, key=lambda message: message.made))
 
 
@@ -77,7 +87,7 @@ class Mail:
     def post(
         self, wanted: Action | None, done: Action | None = None, result: Tensor | None = None
     ) -> None:
-        """One batch: send the ``result`` of what was ``done``, receive what is ``wanted`` next.
+        """One batch: send the ``result`` that ``done`` names, receive what is ``wanted`` next.
 
         What comes before these in the common order is received too. It stops before a message
         that this rank has yet to make.

@@ -18,7 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from course_lib import comm
-from course_lib.comm.operators import Move
+from course_lib.comm.operators import Move, apply_weight
 from course_lib.mesh import Axis, sub_axis
 from course_lib.tp.shards import own_part
 
@@ -26,12 +26,6 @@ from course_lib.tp.shards import own_part
 def as_it_is(x: Tensor, axis: Axis) -> Tensor:
     """The operator of an input that has entered already."""
     return x
-
-
-def apply_weight(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """``x weight^T + bias``, by the ``product`` of ``x`` where what let it in has left one."""
-    product = getattr(x, "product", None)
-    return (F.linear if product is None else product)(x, weight, bias)
 
 
 class ColumnLinear(nn.Module):

@@ -148,7 +148,7 @@ def parallelize(
         parent, _, own_name = name.rpartition(".")
         serial = model.get_submodule(name)
         setattr(model.get_submodule(parent), own_name, entry(serial, cut).train(serial.training))
-    model.own_rows = partial(region.rows, axis=axis)
+    model.own_rows = lambda positions_S: region.rows(positions_S, axis)
     if isinstance(model.head, VocabHead):
         model.cross_entropy = partial(loss_sum, axis=axis)
         if tied:

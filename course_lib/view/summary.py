@@ -133,7 +133,7 @@ def spoken(conditions: Conditions) -> str:
     if conditions.pace:
         by_time: dict[float, list[str]] = defaultdict(list)
         for op, seconds in conditions.pace.items():
-            by_time[seconds].append(op)
+            by_time[seconds].append(op if isinstance(op, str) else f"{op[0]} of stage {op[1]}")
         paces = (f"{' and '.join(ops)} {milliseconds(time)}" for time, ops in by_time.items())
         parts.append(f"paced by sleep to {', '.join(paces)}")
     if conditions.links is not None:

@@ -1,0 +1,91 @@
+"""Backward in two halves: I, the gradient of the input, and W, the gradient of the weights.
+
+Only I is waited for by the stage before. Of a linear y_TF = x_TD W_FD^T + b_F
+
+    I   dx_TD = dy_TF W_FD
+    W   dW_FD = dy_TF^T x_TD, db_F = sum of dy_TF over T
+
+so that W needs no message, and may fill a bubble. A linear run under :class:`WeightsLater` keeps
+two graphs where autograd keeps one: the stage's own, in which the weight is a constant, and one
+of the product and the weight alone. I goes through the first and frees it; it leaves dy to the
+second. Between I and W remain x and dy of each linear, and nothing else. W is autograd's own
+backward of the second graph, so that gradients are added bit for bit as a whole backward adds
+them, and hooks on parameters fire.
+
+What is no linear (norms, embeddings, a linear with messages inside) stays with I: it is little
+arithmetic. Only sequence parallelism's linears that gather their input again in backward have a
+message in W: gathered in I it would have to be kept whole until W.
+
+``torch.distributed.pipelining`` splits any graph, by going twice through one that it retains:
+all activations stay until W, and a custom autograd function computes both halves in each.
+
+Source: Qi et al. 2023 (arXiv:2401.10241), whose code puts off the products of linears too.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+from torch.autograd.graph import GradientEdge, get_gradient_edge
+from torch.overrides import TorchFunctionMode
+
+from course_lib.comm.operators import apply_weight
+
+PutOff = list[tuple[GradientEdge, Tensor]]  # graph of x and the weight, and the gradient dy for it
+
+
+class _Linear(torch.autograd.Function):
+    """A linear whose backward gives dx and puts the rest off."""
+
+    @staticmethod
+    def forward(ctx, x: Tensor, weight: Tensor, bias: Tensor | None, put_off: PutOff) -> Tensor:
+        with torch.enable_grad():
+            y = apply_weight(_as_input(x), weight, bias)
+        ctx.weights_half, ctx.put_off = get_gradient_edge(y), put_off
+        ctx.save_for_backward(weight)
+        return y.detach()
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, dy: Tensor):
+        ctx.put_off.append((ctx.weights_half, dy))
+        (weight,) = ctx.saved_tensors
+        return dy @ weight if ctx.needs_input_grad[0] else None, None, None, None
+
+
+def _as_input(x: Tensor) -> Tensor:
+    """``x`` without its history, but with the product that let it into a region left on it."""
+    product: Callable | None = getattr(x, "product", None)
+    x = x.detach()
+    if product is not None:
+        x.product = product  # type: ignore[attr-defined]
+    return x
+
+
+class WeightsLater(TorchFunctionMode):
+    """Around forward and I of one micro-batch on one stage; :meth:`run` is its W."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.put_off: PutOff = []
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        kwargs = kwargs or {}
+        if func in (F.linear, apply_weight) and torch.is_grad_enabled():
+            return self._linear(*args, **kwargs)
+        return func(*args, **kwargs)
+
+    def _linear(self, input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+        if not (weight.is_leaf and weight.requires_grad):
+            return apply_weight(input, weight, bias)
+        return _Linear.apply(input, weight, bias, self.put_off)
+
+    def run(self) -> None:
+        """Add the gradients that I has put off, and free what they needed one by one."""
+        while self.put_off:
+            graph, dy = self.put_off.pop(0)
+            torch.autograd.backward(graph, dy)
