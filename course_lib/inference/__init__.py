@@ -3,8 +3,8 @@
 ==========  ===================================================================
 book        requests, and who takes part in the next forward (continuous batching)
 cache       keys and values of earlier tokens
-choose      greedy and drawn tokens, the same on every rank of a model
-serve       the loop; data, tensor and expert parallelism
+choice      greedy and drawn tokens, the same on every rank of a model
+replica     the loop; data, tensor and expert parallelism
 pipeline    stages, and groups of requests that take turns
 context     a prompt read by all ranks, a cache held in parts
 formulas    bytes sent
@@ -19,7 +19,7 @@ formulas    bytes sent
 
 from course_lib.inference.book import Book, Request, StaticBook, Work, make_requests
 from course_lib.inference.cache import Cache, cache_bytes
-from course_lib.inference.choose import Chooser, Sampling, choice_bytes, choose, chooser
+from course_lib.inference.choice import Chooser, Sampling, choice_bytes, choose, chooser
 from course_lib.inference.context import (
     ContextReplica,
     decode_bytes,
@@ -28,7 +28,7 @@ from course_lib.inference.context import (
 )
 from course_lib.inference.formulas import counts, even_expert_bytes, expert_bytes, tensor_bytes
 from course_lib.inference.pipeline import Stage, busy_share, cut, pipeline_bytes, serve_pipeline
-from course_lib.inference.serve import Replica, Served, generate, serve, share
+from course_lib.inference.replica import Replica, Served, generate, serve, share
 
 __all__ = [
     "Book",

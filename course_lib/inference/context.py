@@ -27,9 +27,9 @@ from torch import Tensor
 from course_lib import comm, cp
 from course_lib.inference.book import Work
 from course_lib.inference.cache import Cache, LayerCache
-from course_lib.inference.choose import Chooser
+from course_lib.inference.choice import Chooser
 from course_lib.inference.pipeline import TOKEN_BYTES
-from course_lib.inference.serve import Replica, forward_span
+from course_lib.inference.replica import Replica, forward_span
 from course_lib.ledger import wire
 from course_lib.mesh import Axis, Mesh
 from course_lib.model import Attention, Decoder, ModelConfig

@@ -21,7 +21,7 @@ from fractions import Fraction
 
 from course_lib import ep
 from course_lib.inference.book import Request
-from course_lib.inference.choose import Sampling, choice_bytes
+from course_lib.inference.choice import Sampling, choice_bytes
 from course_lib.ledger import wire
 from course_lib.model import ModelConfig
 

@@ -25,8 +25,8 @@ from torch import Tensor
 from course_lib import comm, pp
 from course_lib.inference.book import NOTHING, Book, Work, check_fits
 from course_lib.inference.cache import Cache
-from course_lib.inference.choose import Chooser, chooser
-from course_lib.inference.serve import Served, forward_span, sharing_experts
+from course_lib.inference.choice import Chooser, chooser
+from course_lib.inference.replica import Served, forward_span, sharing_experts
 from course_lib.mesh import Mesh
 from course_lib.model import Decoder, ModelConfig
 

@@ -12,7 +12,7 @@ from inference_twin import GPT, make_model, recompute, requests_of, sizes, twin
 
 from course_lib import cp, inference
 from course_lib.inference import Book, Cache, Replica, Request, Sampling, StaticBook, Work
-from course_lib.inference.choose import choose, gumbel, threshold
+from course_lib.inference.choice import choose, gumbel, threshold
 from course_lib.inference.context import attend_part, join_parts
 from course_lib.inference.pipeline import Turns
 from course_lib.mesh import make_mesh
@@ -73,7 +73,7 @@ def test_cache_bytes_are_the_formula(config):
     assert cache.nbytes == inference.cache_bytes(config, 3, 20)
     assert Cache(make_model(config), 3).nbytes == inference.cache_bytes(config, 3, 48)
     head = 2 if config.kv_heads == 24 else 48 // 24
-    assert inference.cache_bytes(config, 1, 1) == 2 * 4 * config.kv_heads * head * 8
+    assert inference.cache_bytes(config, 1, 1) == 2 * 2 * config.kv_heads * head * 8
 
 
 def test_a_position_that_starts_again_at_0_is_seen():
@@ -321,7 +321,7 @@ def test_parts_join_to_the_whole(cuts, groups, large):
         (lambda: Cache(make_model(sizes(2)), 0), "slots=0 and room=48"),
         (lambda: Cache(make_model(sizes(2)), 1, 49), "max_seq_len=48 positions are wanted"),
         (lambda: Cache(make_model(sizes(2, dropout=0.1)).train(), 1), "call model.eval"),
-        (lambda: Replica(make_model(sizes(2)).stage(0, 2), make_mesh(), 1), "this is a stage"),
+        (lambda: Replica(make_model(sizes(2)).stage(0, 1), make_mesh(), 1), "this is a stage"),
         (
             lambda: Cache(make_model(sizes(2)), 1, 2).open(Work((0,), (5,), ((1, 2, 3),), (0,))),
             r"requests \[5\] need 3 positions, and a slot has room=2",

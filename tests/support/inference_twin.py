@@ -20,7 +20,7 @@ GAP = 1e-9  # the two largest logits of every choice are farther apart
 
 def sizes(n: int = 2, **changes: Any) -> ModelConfig:
     """A model that 1, 2, 3, 4 and 8 ranks can cut, with a vocabulary that they cannot."""
-    given = {"layers": 4, "hidden": 48, "heads": 24, "kv_heads": KV_HEADS[n], "ffn": 48}
+    given = {"layers": 2, "hidden": 48, "heads": 24, "kv_heads": KV_HEADS[n], "ffn": 48}
     given |= {"max_seq_len": 48, "vocab": 259, "dtype": torch.float64}
     return ModelConfig(**(given | changes))
 

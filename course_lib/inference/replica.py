@@ -24,7 +24,7 @@ from course_lib import comm
 from course_lib.ep import ExpertParallelMoE
 from course_lib.inference.book import NOTHING, Book, Request, Work, check_fits
 from course_lib.inference.cache import Cache
-from course_lib.inference.choose import Chooser, chooser
+from course_lib.inference.choice import Chooser, chooser
 from course_lib.mesh import Axis, Mesh
 from course_lib.model import Decoder
 
