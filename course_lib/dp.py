@@ -194,10 +194,17 @@ class Overlapped(Bucketed):
         finally:
             self._accumulating = False
 
-    def finish(self) -> None:
-        """Send what unused parameters kept back, and wait for every bucket in flight."""
+    def send_all(self) -> None:
+        """Let every bucket leave that has not: there will be no further backward in this step.
+
+        For a pipeline, which knows when a stage has had its last backward while others go on.
+        """
         while len(self._in_flight) < len(self.buckets):
             self._in_flight.append(self._start(len(self._in_flight)))
+
+    def finish(self) -> None:
+        """Send what unused parameters kept back, and wait for every bucket in flight."""
+        self.send_all()
         for bucket, handle in zip(self.buckets, self._in_flight, strict=True):
             _adopt(bucket, handle.wait())
         self._await_all()

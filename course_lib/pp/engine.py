@@ -120,6 +120,7 @@ def run(
     micro_batches: Sequence[Batch],
     loss: Loss,
     on_stage_done: StageDone = nobody_waits,
+    sum_tied: bool = True,
 ) -> Outcome:
     """Forward and backward of one step; gradients are added to the parameters of ``stages``.
 
@@ -134,7 +135,8 @@ def run(
 
     ``on_stage_done(stage)`` is called for each stage of this rank as soon as its gradients are
     complete, once, while others are still at work: data parallelism may start to sum them. (A tied
-    embedding on two ranks is complete when all is done, and so are the two stages that have it.)
+    embedding on two ranks is complete when all is done, and so are the two stages that have it;
+    without ``sum_tied`` its two gradients are left for the caller to sum, after other sums.)
 
     Raises ValueError when schedule, stages, axis and micro-batches do not fit, and ScheduleError
     (a ValueError) when the schedule is not legal.
@@ -148,7 +150,8 @@ def run(
         rows = len(some.own_rows(positions_of(batch)))
         return weight.new_empty(()).expand(len(batch[0]), rows, some.config.hidden)
 
-    with tied.summed(schedule, stages, mesh.pp) as wait_for_the_end:
+    nowhere: AbstractContextManager[list[int]] = nullcontext([])
+    with tied.summed(schedule, stages, mesh.pp) if sum_tied else nowhere as wait_for_the_end:
 
         def stage_done(stage: int) -> None:
             if stage not in wait_for_the_end:
