@@ -68,7 +68,8 @@ class Conditions:
     ``pace`` gives a fixed time in seconds to an operation, e.g. ``{"F": 0.02, "B": 0.04}``, and
     may give another one to a stage whose hardware is slower, e.g. ``{("F", 2): 0.04}``;
     ``links`` slows communication down to the links given; ``checked`` compares every call's
-    operation, shape and dtype across the ranks before it is made.
+    operation, shape and dtype across the ranks before it is made, and every axis before its groups
+    are, and finds ranks that would wait for one another for ever.
     """
 
     pace: Pace = field(default_factory=dict)
@@ -103,8 +104,12 @@ class RankContext:
     # When each channel (axis, op of a message, peer) is free again: comm keeps it, a run ends it.
     channel_free_at: dict[tuple[str, str, int | None], float] = field(default_factory=dict)
     channel_lines: dict[tuple[str, str, int | None], list[Any]] = field(default_factory=dict)
-    last_message: dict[tuple[Any, str, int], Any] = field(default_factory=dict)  # checked mode
     channel_lock: threading.Lock = field(default_factory=threading.Lock)
+    # Checked mode: which run this is of ranks that are kept, and what comm knows of all ranks.
+    run: int = 0
+    axes_made: int = 0
+    last_message: dict[tuple[Any, str, int], Any] = field(default_factory=dict)
+    watch: Any = None
 
     def __post_init__(self) -> None:
         self.ledger = Ledger(self.rank)
@@ -260,6 +265,8 @@ def make_mesh(
 
 def _make_axis(name: str, groups: list[list[int]], rank: int, context: RankContext) -> Axis:
     """Create every group of an axis (all ranks must, in one order) and return this rank's."""
+    if context.conditions.checked and any(len(ranks) > 1 for ranks in groups):
+        _compare_groups(name, groups, context)
     mine: Axis | None = None
     for ranks in groups:
         group = dist.new_group(ranks) if len(ranks) > 1 else None
@@ -267,6 +274,26 @@ def _make_axis(name: str, groups: list[list[int]], rank: int, context: RankConte
             mine = Axis(name, ranks.index(rank), len(ranks), tuple(ranks), group, context, groups)
     assert mine is not None, f"rank {rank} is in no group of axis {name}"
     return mine
+
+
+def _compare_groups(name: str, groups: list[list[int]], context: RankContext) -> None:
+    """Checked mode: raise ValueError, on every rank, unless all ranks are about to make the same.
+
+    Unchecked, the groups of ranks that make theirs in different orders are joined as they come:
+    a hang, or sums over the wrong ranks without an error (github.com/pytorch/pytorch/issues/25390).
+    """
+    context.axes_made += 1
+    store = dist.distributed_c10d._get_default_store()  # not a group: these may be what is wrong
+    store = dist.PrefixStore(f"axes/{context.run}/{context.axes_made}", store)
+    store.set(str(dist.get_rank()), f"axis {name} of groups {groups}")
+    said = [store.get(str(rank)).decode() for rank in range(dist.get_world_size())]
+    if len(set(said)) > 1:
+        lines = [f"  rank {rank}: {one}" for rank, one in enumerate(said)]
+        raise ValueError(
+            "\n".join(["the ranks do not make the same groups:", *lines])
+            + "\nEvery rank must make all groups in one order, those of others too: call make_mesh "
+            "and sub_axis with the same arguments and in the same order on every rank."
+        )
 
 
 def sub_axis(axis: Axis, size: int, name: str) -> Axis:

@@ -3,11 +3,13 @@
 Without it a mismatch is silent, wrong or fatal by turns: equal byte counts of another dtype are
 summed as they are, unequal ones make gloo abort a rank. With it every rank concerned raises the
 same ValueError. The comparing messages are not written into the ledger: they belong to the mode,
-not to the program.
+not to the program. While a rank waits for another to make its call,
+:mod:`course_lib.comm.order` looks whether it ever will.
 """
 
 from __future__ import annotations
 
+import json
 import sys
 import threading
 from collections.abc import Callable
@@ -18,13 +20,19 @@ import torch
 import torch.distributed as dist
 
 from course_lib.comm.call import Call, Counts
+from course_lib.comm.order import Position, channel, watch_of
 from course_lib.mesh import Axis
 
-_HEADER_BYTES = 512
+_HEADER_BYTES = 512  # for a collective 24 more for each rank: the counts of an uneven all_to_all
+_LONGEST = 150  # characters of each part of a header
 _TAGS = {"send": 1, "recv": 2}  # of the headers; the messages themselves have 0
 _CALLS = (
     "Every rank of an axis must make the same calls in the same order, each with the same shape "
     "and dtype."
+)
+_GROUPS = (
+    "Every rank must make all groups in one order, those of others too, and call on the axis that "
+    "it got: make_mesh and sub_axis do when every rank calls them alike."
 )
 _MESSAGES = (
     "Messages arrive in the order in which they were sent; receive each with its shape and dtype."
@@ -39,16 +47,53 @@ class _Said(NamedTuple):
     what: str
     where: str
     counts: Counts | None = None
+    axis: str = ""
+    rank: int = 0
 
 
-def compare_calls(axis: Axis, call: Call) -> None:
-    """Have all ranks say what they are about to call; raise ValueError where they differ."""
-    said: list[Any] = [None] * axis.size
-    dist.all_gather_object(said, _say(axis, call), group=axis.group)
+def compare_calls(axis: Axis, call: Call, where: str) -> None:
+    """Have all ranks say what they are about to call; raise ValueError where they differ.
+
+    ``where`` is the learner's line. DeadlockError where a rank will never say anything.
+    """
+    said = _gather(axis, _say(axis, call, where))
+    if [one.rank for one in said] != list(axis.ranks) or len({one.axis for one in said}) > 1:
+        raise ValueError(_wrong_group(axis, said))
     if len({(one.op, one.what) for one in said}) > 1:
         raise ValueError(_disagreement(axis, dict(zip(axis.ranks, said, strict=True)), _CALLS))
     if call.counts is not None:
         _compare_counts(axis, said)
+
+
+def _gather(axis: Axis, mine: _Said) -> list[_Said]:
+    """What every rank of the axis says, waited for under the eyes of the watch."""
+    size = _HEADER_BYTES + 24 * axis.size
+    short = mine._replace(what=mine.what[:_LONGEST], where=mine.where[:_LONGEST])
+    on_cpu = "gloo" in str(dist.get_backend_config(axis.group))
+    rows = torch.zeros(axis.size, size, dtype=torch.uint8)
+    rows = rows if on_cpu else rows.to(axis.context.device)
+    header = rows.new_tensor(list(json.dumps(short).encode().ljust(size, b"\0")))
+    watch = watch_of(axis.context)
+    name = channel(axis)
+    number = watch.count(name)
+    work: Any = dist.all_gather(list(rows), header, group=axis.group, async_op=True)
+    over = threading.Event()
+    work.get_future().add_done_callback(lambda _: over.set())
+    others = {rank: (name, number) for rank in axis.ranks if rank != axis.ranks[axis.rank]}
+    what = f"call {number} on axis {axis.name} (ranks {' '.join(map(str, axis.ranks))}): "
+    what += mine.op + mine.what
+    watch.until(over.wait, lambda: Position(what, mine.where, others, dict(watch.made)))
+    work.wait()
+    return [_Said(*json.loads(bytes(row).rstrip(b"\0"))) for row in rows.tolist()]
+
+
+def _wrong_group(axis: Axis, said: list[_Said]) -> str:
+    lines = [f"  rank {one.rank}: axis {one.axis}, {one.op}{one.what}, {one.where}" for one in said]
+    expected = " ".join(map(str, axis.ranks))
+    head = f"the group of axis {axis.name} is not that of ranks {expected}; in it are:"
+    if len({one.axis for one in said}) > 1:
+        head = f"ranks {expected} call on the same group and take it for different axes:"
+    return "\n".join([head, *lines, _GROUPS])
 
 
 def _compare_counts(axis: Axis, said: list[_Said]) -> None:
@@ -81,8 +126,13 @@ class CheckedMessage:
     def __init__(self, axis: Axis, call: Call, start: Callable[[], Any]) -> None:
         assert call.peer is not None, "only send and recv have a peer"
         self._axis, self._call, self._begin, self._peer = axis, call, start, axis.ranks[call.peer]
-        self._mine = _say(axis, call)
+        self._mine = _say(axis, call, call_site(axis.context.cells))
         self._error: Exception | None = None
+        me = axis.ranks[axis.rank]
+        ends = (me, self._peer) if call.op == "send" else (self._peer, me)
+        other_op = "recv" if call.op == "send" else "send"
+        self._number = watch_of(axis.context).count(channel(axis, call.op, *ends))
+        self._needs = {self._peer: (channel(axis, other_op, *ends), self._number)}
         queue = (axis.group, call.op, self._peer)
         self._before: CheckedMessage | None = axis.context.last_message.get(queue)
         axis.context.last_message[queue] = self
@@ -94,6 +144,22 @@ class CheckedMessage:
         self._thread.join()
         if self._error is not None:
             raise self._error
+
+    def watched(self) -> None:
+        """Block as :meth:`wait` does, with an eye on whether the peer will ever come.
+
+        For the thread of the program alone: while it is here, this rank makes no further call.
+        """
+        watch = watch_of(self._axis.context)
+        towards = "to" if self._call.op == "send" else "from"
+        what = f"message {self._number} {towards} rank {self._peer} on axis {self._axis.name}: "
+        what += self._mine.op + self._mine.what
+
+        def over(seconds: float) -> bool:
+            self._thread.join(seconds)
+            return not self._thread.is_alive()
+
+        watch.until(over, lambda: Position(what, self._mine.where, self._needs, dict(watch.made)))
 
     def _run(self) -> None:
         if self._before is not None:
@@ -124,14 +190,14 @@ class CheckedMessage:
         return _Said(op, what, where)
 
 
-def _say(axis: Axis, call: Call) -> _Said:
+def _say(axis: Axis, call: Call, where: str) -> _Said:
     dtype = str(call.tensor.dtype).removeprefix("torch.")
     sizes = list(map(str, call.tensor.shape))
     if call.counts is not None:
         sizes[0] = "rows"  # their number may differ between ranks; compared by the counts
     how = f" ({call.how})" if call.how else ""
     what = f"{how} of {dtype} [{' x '.join(sizes) or 'scalar'}]"
-    return _Said(call.op, what, call_site(axis.context.cells), call.counts)
+    return _Said(call.op, what, where, call.counts, axis.name, axis.ranks[axis.rank])
 
 
 def call_site(cells: dict[str, str]) -> str:

@@ -13,7 +13,7 @@ from collections.abc import Callable
 from typing import Any
 
 from course_lib.comm.call import Call
-from course_lib.comm.checked import CheckedMessage, checks_messages, compare_calls
+from course_lib.comm.checked import CheckedMessage, call_site, checks_messages, compare_calls
 from course_lib.comm.links import channel_of, occupy
 from course_lib.ledger import Record
 from course_lib.mesh import Axis
@@ -28,7 +28,7 @@ def issue(axis: Axis, call: Call, start: Callable[[], Any], result: Callable[[],
         work: Any = CheckedMessage(axis, call, start)
     else:
         if call.peer is None and axis.context.conditions.checked:
-            compare_calls(axis, call)
+            compare_calls(axis, call, call_site(axis.context.cells))
         work = start()
     peer = None if call.peer is None else axis.ranks[call.peer]
     axis.ledger.add(
@@ -127,6 +127,8 @@ class _Flight:
 
     def land(self) -> Any:
         """Wait for torch and for the emulated link, write the span down, give the result."""
+        if isinstance(self._work, CheckedMessage):
+            self._work.watched()
         if self._watcher is not None:
             self._watcher.join()
         elif self._error is None:

@@ -90,6 +90,7 @@ class World:
         self._turn = threading.RLock()  # a rank does one run at a time
         self._ranks: Ranks | None = None
         self._outputs: list[RankOutput] = []
+        self._runs = 0
 
     def run(
         self,
@@ -129,6 +130,8 @@ class World:
             for output in self._outputs:
                 output.begin()
             task.environ = new_environ()
+            self._runs += 1
+            task.run = self._runs
             return Run(self._ranks, self._outputs).call(task, timeout)
         except BaseException as error:
             self.close()

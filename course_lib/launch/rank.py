@@ -22,6 +22,7 @@ import numpy
 import torch
 import torch.distributed as dist
 
+from course_lib.comm.order import say_returned
 from course_lib.launch.task import Birth, Frame, Outcome, Raised, Task
 from course_lib.launch.travel import pack, text_of, unpack, what_cannot_return
 from course_lib.mesh import RankContext, enter_rank, rank_context
@@ -102,7 +103,8 @@ def perform(task: Task, birth: Birth) -> Outcome:
             _drop_groups()
     except Exception as error:
         return raised(error)
-    enter_rank(RankContext(birth.rank, task.conditions, device, task.cells, birth.n))
+    context = RankContext(birth.rank, task.conditions, device, task.cells, birth.n, run=task.run)
+    enter_rank(context)
     try:
         fn, args = unpack(task.call)
     except Exception as error:
@@ -114,6 +116,7 @@ def call(fn: Any, args: tuple) -> Outcome:
     """``fn(*args)`` in the rank that was entered, as an outcome."""
     try:
         value = fn(*args)
+        say_returned(rank_context())
     except SystemExit as error:
         return raised(error, kind="exit")
     except BaseException as error:

@@ -17,7 +17,8 @@ if TYPE_CHECKING:  # the launching process starts its server before it imports t
 class Task:
     """One call of one function, as a rank is told of it.
 
-    ``call`` is (fn, args), pickled; ``cells`` names the files that are cells of the notebook.
+    ``call`` is (fn, args), pickled; ``cells`` names the files that are cells of the notebook;
+    ``run`` counts the runs of these ranks.
     """
 
     call: bytes
@@ -29,6 +30,7 @@ class Task:
     environ: dict[str, str] = field(default_factory=dict)
     path: list[str] = field(default_factory=lambda: list(sys.path))
     cwd: str = field(default_factory=os.getcwd)
+    run: int = 0
 
 
 @dataclass
