@@ -78,17 +78,17 @@ class Conditions:
 
     def __post_init__(self) -> None:
         for op, seconds in self.pace.items():
-            if isinstance(seconds, bool) or not isinstance(seconds, Real) or not seconds >= 0:
             kinds = (op,) if isinstance(op, str) else op
             if not isinstance(kinds, tuple) or [type(part) for part in kinds] not in KINDS:
                 raise ValueError(f"pace of {op!r}: an operation or (operation, stage) is wanted")
+            if isinstance(seconds, bool) or not isinstance(seconds, Real) or not seconds >= 0:
                 raise ValueError(f"pace of {op!r} is {seconds!r}: seconds are wanted, 0 or more")
-
 
     def pace_of(self, op: str, stage: int | None = None) -> float:
         """How many seconds ``op`` takes at least; 0 where it is not paced."""
         everywhere = self.pace.get(op, 0.0)
         return everywhere if stage is None else self.pace.get((op, stage), everywhere)
+
 
 @dataclass
 class RankContext:
