@@ -83,13 +83,13 @@ def holders(names: Mapping[nn.Parameter, str], optimizers: Sequence[Optimizer]) 
         for values in group["params"]
     }
     nobody: tuple[None, dict] = (None, {})
-    sharded = [parameter for flat in flats for parameter in flat.parameters]
+    sharded = {parameter for flat in flats for parameter in flat.parameters}
     shards = {flat.shard for flat in flats}
     _check_known([*sharded, *(values for values in updaters if values not in shards)], names)
     for flat in flats:
         mine = {parameter: names[parameter] for parameter in flat.parameters}
         yield Holder(flat.shard, mine, flat.own_parts, *updaters.get(flat.shard, nobody))
-    for parameter in names.keys() - set(sharded):
+    for parameter in [one for one in names if one not in sharded]:
         mine, whole = {parameter: names[parameter]}, partial(_one_run, parameter)
         yield Holder(parameter, mine, whole, *updaters.get(parameter, nobody))
 
