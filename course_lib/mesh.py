@@ -302,11 +302,26 @@ def sub_axis(axis: Axis, size: int, name: str) -> Axis:
     It makes groups, as :func:`make_mesh` does: call it on every rank of the world, once.
     Raises ValueError when ``size`` does not divide.
     """
+    _check_run(axis, size)
+    starts = range(0, axis.size, size)
+    runs = [ranks[start : start + size] for ranks in axis.all_ranks for start in starts]
+    return _make_axis(name, runs, axis.ranks[axis.rank], axis.context)
+
+
+def across_axis(axis: Axis, size: int, name: str) -> Axis:
+    """The ranks of ``axis`` that have this one's place in their runs of ``size`` neighbours.
+
+    With :func:`sub_axis`, to be called alike, it makes a grid of the axis: rank i ``size`` + j
+    has place j in run i.
+    """
+    _check_run(axis, size)
+    places = [ranks[place::size] for ranks in axis.all_ranks for place in range(size)]
+    return _make_axis(name, places, axis.ranks[axis.rank], axis.context)
+
+
+def _check_run(axis: Axis, size: int) -> None:
     if size < 1 or axis.size % size:
         raise ValueError(
             f"runs of {size} ranks on axis {axis.name} of {axis.size}: choose a divisor of "
             f"{axis.size}"
         )
-    starts = range(0, axis.size, size)
-    runs = [ranks[start : start + size] for ranks in axis.all_ranks for start in starts]
-    return _make_axis(name, runs, axis.ranks[axis.rank], axis.context)

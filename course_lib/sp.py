@@ -36,6 +36,7 @@ from course_lib.comm.operators import Region
 from course_lib.ledger import wire
 from course_lib.mesh import Axis
 from course_lib.model import ModelConfig
+from course_lib.recompute import kept_at_ends as kept_at_serial_ends
 from course_lib.recompute import kept_by_block
 
 S = 1  # the dim of x_BSD that is cut
@@ -190,3 +191,13 @@ def kept_per_block(
     entered = kept.entered // n if again else kept.entered
     shared = kept.outside + kept.inside + kept.masks // config.dtype.itemsize
     return shared // n + entered + keys_values + kept.tables
+
+
+def kept_at_ends(
+    config: ModelConfig, sequences: int, seq_len: int, n: int, *, again: bool = False
+) -> int:
+    """Bytes that a rank keeps before the first block and after the last: a share of rows, and
+    whole what has entered the head. Tensor parallelism keeps its part of the vocabulary beside."""
+    ends = kept_at_serial_ends(config, sequences, seq_len)
+    shared = ends.positions + ends.norm + ends.mask // config.dtype.itemsize
+    return shared // n + (ends.entered // n if again else ends.entered)

@@ -28,11 +28,17 @@ from course_lib.model import ModelConfig
 
 
 def gather_wire_bytes(
-    config: ModelConfig, batch: int, seq_len: int, n: int, *, keep: bool = True
+    config: ModelConfig,
+    batch: int,
+    seq_len: int,
+    n: int,
+    *,
+    keep: bool = True,
+    forwards: int = 1,
 ) -> Fraction:
     """Bytes a rank sends in all layers, forward and backward, for ``batch`` whole sequences."""
     kv_elements = 2 * batch * seq_len * config.kv_heads * config.head_dim
-    gathers = 1 if keep else 2
+    gathers = forwards if keep else forwards + 1
     width = gathers * config.dtype.itemsize + accumulator(config.dtype).itemsize
     return Fraction(config.layers * (n - 1) * kv_elements * width, n)
 

@@ -37,8 +37,39 @@ class SequenceLayout:
     chunks: Callable[[int, int], tuple[int, ...]]
 
 
+@dataclass(frozen=True)
+class Nested(SequenceLayout):
+    """See :func:`nested`."""
+
+    ring: SequenceLayout
+    heads: int
+
+
 CONTIGUOUS = SequenceLayout("contiguous", 1, lambda rank, n: (rank,))
 ZIGZAG = SequenceLayout("zigzag", 2, lambda rank, n: (rank, 2 * n - 1 - rank))
+
+
+def nested(ring: SequenceLayout, heads: int) -> Nested:
+    """The layout of a grid: ``ring`` cuts the sequence for every run of ``heads`` neighbours, who
+    cut their part once more, contiguously. Rank i ``heads`` + j has piece j of part i.
+
+    With zig-zag and 4 ranks in runs of 2: of 8 chunks run 0 has 0 1 6 7 and run 1 has 2 3 4 5, so
+    that the ranks have (0, 1), (6, 7), (2, 3), (4, 5).
+    """
+
+    def chunks(rank: int, n: int) -> tuple[int, ...]:
+        run, place = divmod(rank, heads)
+        of_run = [chunk * heads + i for chunk in ring.chunks(run, n // heads) for i in range(heads)]
+        return tuple(of_run[place * ring.per_rank : (place + 1) * ring.per_rank])
+
+    return Nested(f"{ring.name} in runs of {heads}", ring.per_rank, chunks, ring, heads)
+
+
+def in_order(layout: SequenceLayout, n: int) -> bool:
+    """Whether the shards of ranks 0, 1, ... put one behind the other are the sequence."""
+    return [c for rank in range(n) for c in layout.chunks(rank, n)] == list(
+        range(layout.per_rank * n)
+    )
 
 
 @dataclass(frozen=True)
@@ -66,6 +97,22 @@ def visible(layout: SequenceLayout, n: int, mine: int, theirs: int, rows: int) -
     Chunks are held in order, so a rank's own block is an ordinary causal one. Of another rank's
     block, the query chunks that come after its first chunk see the key chunks that come before
     my last: with both layouts that is a rectangle without any mask, half the block in zig-zag.
+
+    Zig-zag, n = 2, 8 positions, so that rank 0 holds 0 1 6 7 (chunks 0 and 3) and rank 1 holds
+    2 3 4 5 (chunks 1 and 2). Queries of rank 0 on keys of rank 1: chunk 0 comes before all of
+    them (``too_early`` = 1), chunk 3 after both (``seen`` = 2): rows 2..3 see rows 0..3. Queries
+    of rank 1 on keys of rank 0: none is too early, and of the keys chunk 0 alone comes before
+    chunk 2 (``seen`` = 1): rows 0..3 see rows 0..1. Both are 8 pairs, and nothing is masked:
+
+        key       0 1 6 7   2 3 4 5
+        query 0   x . . .   . . . .
+              1   x x . .   . . . .
+              6   x x x .   x x x x
+              7   x x x x   x x x x
+              2   x x . .   x . . .
+              3   x x . .   x x . .
+              4   x x . .   x x x .
+              5   x x . .   x x x x
     """
     everything = slice(0, rows)
     if mine == theirs:
@@ -116,10 +163,7 @@ def shard_length(layout: SequenceLayout, seq_len: int, n: int, axis: str = "cp")
 
 
 def positions(seq_len: int, axis: Axis, layout: SequenceLayout) -> Tensor:
-    """The positions that this rank holds, (s), ascending, int64.
-
-    For two axes apply it twice: ``outer[positions(len(outer), inner_axis, CONTIGUOUS)]``.
-    """
+    """The positions that this rank holds, (s), ascending, int64."""
     size = shard_length(layout, seq_len, axis.size, axis.name) // layout.per_rank
     chunk_p = torch.tensor(layout.chunks(axis.rank, axis.size), device=axis.context.device)
     row_r = torch.arange(size, device=axis.context.device)

@@ -33,10 +33,15 @@ from course_lib.mesh import Axis
 from course_lib.model import ModelConfig
 
 
-def ring_wire_bytes(config: ModelConfig, batch: int, seq_len: int, n: int) -> Fraction:
-    """Bytes a rank sends in all layers, forward and backward, for ``batch`` whole sequences."""
+def ring_wire_bytes(
+    config: ModelConfig, batch: int, seq_len: int, n: int, *, forwards: int = 1
+) -> Fraction:
+    """Bytes a rank sends in all layers, forward and backward, for ``batch`` whole sequences.
+
+    ``forwards`` of the attention for each backward: 2 where it is recomputed.
+    """
     kv_elements = 2 * batch * seq_len * config.kv_heads * config.head_dim
-    width = 2 * config.dtype.itemsize + accumulator(config.dtype).itemsize
+    width = (forwards + 1) * config.dtype.itemsize + accumulator(config.dtype).itemsize
     return Fraction(config.layers * (n - 1) * kv_elements * width, n)
 
 

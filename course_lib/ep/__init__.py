@@ -12,7 +12,9 @@ formulas       bytes sent, parameters held, activations kept
 from course_lib.ep.decoder import add_experts, auxiliary_loss, loss_sum, moe_layers
 from course_lib.ep.formulas import (
     even_wire_bytes,
+    kept_beside_experts,
     kept_by_layer,
+    kept_by_serial_layer,
     parameters_per_rank,
     wire_bytes,
 )
@@ -40,7 +42,9 @@ __all__ = [
     "expert_parameters",
     "gradient_norm",
     "imbalance",
+    "kept_beside_experts",
     "kept_by_layer",
+    "kept_by_serial_layer",
     "loss_sum",
     "moe_layers",
     "parallelize",

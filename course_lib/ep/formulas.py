@@ -6,6 +6,7 @@ from fractions import Fraction
 
 from course_lib.ep.moe import Load, MoE
 from course_lib.model import ModelConfig, parameter_count
+from course_lib.recompute import kept_by_block
 
 
 def wire_bytes(load: Load, rank: int, row_bytes: int) -> Fraction:
@@ -52,15 +53,43 @@ def kept_by_layer(config: ModelConfig, layer: MoE, tokens: int, load: Load, rank
     for its C choices; for each row that its experts compute the input and the inner features. The
     latter are other ranks' pairs too: the busiest rank needs the most memory.
     """
+    b, index, pairs = config.dtype.itemsize, 8, tokens * layer.choices
+    order = (pairs + sum(load.kept[rank])) * index  # where rows come from, and go
+    computed = load.by_rank[rank] * (config.hidden + _inner(config)) * b
+    back = pairs * (config.hidden + 1) * b
+    return _kept_by_router(config, layer, tokens) + order + computed + back
+
+
+def kept_by_serial_layer(config: ModelConfig, layer: MoE, tokens: int) -> int:
+    """The same of the layer of one process, which loops over its experts, without capacity.
+
+    For each pair of a token and a choice the two numbers of its place and its weight, the
+    expert's input and inner features, its output, and that once more weighted.
+    """
+    b, index = config.dtype.itemsize, 8
+    pair = 2 * index + (3 * config.hidden + _inner(config) + 1) * b
+    return _kept_by_router(config, layer, tokens) + tokens * layer.choices * pair
+
+
+def kept_beside_experts(config: ModelConfig, sequences: int, seq_len: int) -> int:
+    """Bytes kept of a block without its MLP, and without what enters that: the router keeps it."""
+    tokens = sequences * seq_len
+    mlp = tokens * (config.hidden + _inner(config)) * config.dtype.itemsize
+    return kept_by_block(config, sequences, seq_len).total - mlp
+
+
+def _inner(config: ModelConfig) -> int:
+    """Features that an MLP keeps of each token between its linears."""
+    return (4 if config.family == "llama" else 2) * config.ffn
+
+
+def _kept_by_router(config: ModelConfig, layer: MoE, tokens: int) -> int:
     experts, choices = layer.router.out_features, layer.choices
     b = config.dtype.itemsize
     wide, index = max(b, 4), 8
-    router = tokens * (config.hidden + experts) * wide + experts * wide + tokens * choices * index
+    kept = tokens * (config.hidden + experts) * wide + experts * wide + tokens * choices * index
     if wide > b:
-        router += experts * config.hidden * wide  # its weight in float32
+        kept += experts * config.hidden * wide  # its weight in float32
     if choices > 1:
-        router += tokens * (choices + 1) * wide  # the division by their sum
-    order = (tokens * choices + sum(load.kept[rank])) * index  # where rows come from, and go
-    inner = (4 if config.family == "llama" else 2) * config.ffn
-    computed = load.by_rank[rank] * (config.hidden + inner) * b
-    return router + order + computed + tokens * choices * (config.hidden + 1) * b
+        kept += tokens * (choices + 1) * wide  # the division by their sum
+    return kept

@@ -1,4 +1,4 @@
-"""Run every technique on real ranks and hold it against the serial twin and its formula."""
+"""Run every technique on real ranks and hold it against the serial twin and its formulas."""
 
 from __future__ import annotations
 
@@ -9,11 +9,10 @@ from typing import Any
 
 from course_lib.launch import Results, available_ranks, run
 from course_lib.ledger import Ledger, wire_bytes_by_axis
-from course_lib.tour.technique import STEPS, Report, Technique
+from course_lib.tour.technique import JOB, Job, Report, Technique
 from course_lib.tour.techniques import TECHNIQUES
 
 LOSS_TOLERANCE = 1e-4
-BYTE_TOLERANCE = 1
 Say = Callable[[str], None]
 
 
@@ -26,7 +25,9 @@ class Row:
     counted: dict[str, Fraction]
     formula: dict[str, Fraction]
     state_bytes: int
+    state_formula: int
     peak_activation_bytes: int
+    peak_activation_formula: int
     losses: list[float]
     ledgers: list[Ledger] = field(repr=False)
 
@@ -42,12 +43,26 @@ class Row:
         for axis in sorted(self.counted.keys() | self.formula.keys()):
             counted = self.counted.get(axis, Fraction(0))
             formula = self.formula.get(axis, Fraction(0))
-            if abs(counted - formula) > BYTE_TOLERANCE:
+            if counted != formula:
                 found.append(
                     f"{self.technique.name}: {float(counted):,.0f} bytes counted on axis {axis}, "
                     f"{float(formula):,.0f} by the formula"
                 )
+        for what, measured, expected in self.memory:
+            if measured != expected:
+                found.append(
+                    f"{self.technique.name}: {measured:,} bytes of {what} on the fullest rank, "
+                    f"{expected:,} by the formula"
+                )
         return found
+
+    @property
+    def memory(self) -> list[tuple[str, int, int]]:
+        """(what, measured, by the formula) in bytes of the fullest rank."""
+        return [
+            ("state", self.state_bytes, self.state_formula),
+            ("activations", self.peak_activation_bytes, self.peak_activation_formula),
+        ]
 
     def as_json(self) -> dict[str, Any]:
         """The row as tour.json has it: numbers only."""
@@ -60,7 +75,9 @@ class Row:
                 for axis, formula in self.formula.items()
             },
             "state_bytes": self.state_bytes,
+            "state_formula": self.state_formula,
             "peak_activation_bytes": self.peak_activation_bytes,
+            "peak_activation_formula": self.peak_activation_formula,
             "losses": self.losses,
             "lesson": self.technique.lesson,
         }
@@ -99,15 +116,15 @@ def measure(say: Say, techniques: Iterable[Technique] | None = None) -> tuple[li
             skipped.append(Skipped(technique, limit))
             continue
         ranks = technique.ranks
-        say(f"{technique.name}: {STEPS} steps on {ranks} rank{'s' if ranks > 1 else ''}")
-        results = run(technique.train, n=ranks, timeout=300)
+        say(f"{technique.name}: {JOB.steps} steps on {ranks} rank{'s' if ranks > 1 else ''}")
+        results = run(technique.train, JOB, n=ranks, timeout=300)
         twin = losses.setdefault(technique.twin, results[0].losses)
         rows.append(make_row(technique, results, twin))
     return rows, skipped
 
 
-def make_row(technique: Technique, results: Results, serial: list[float]) -> Row:
-    """Hold the ranks' reports against the losses of one process and the technique's formula."""
+def make_row(technique: Technique, results: Results, serial: list[float], job: Job = JOB) -> Row:
+    """Hold the ranks' reports against the losses of one process and the technique's formulas."""
     reports: list[Report] = list(results)
     differences = [
         abs(mine - twin)
@@ -115,7 +132,7 @@ def make_row(technique: Technique, results: Results, serial: list[float]) -> Row
         for mine, twin in zip(report.losses, serial, strict=True)
     ]
     counted = wire_bytes_by_axis(results.ledgers)
-    formula = technique.formula()
+    formula = technique.formula(job)
     axes = sorted(counted.keys() | formula.keys())
     return Row(
         technique=technique,
@@ -123,7 +140,9 @@ def make_row(technique: Technique, results: Results, serial: list[float]) -> Row
         counted={axis: counted.get(axis, Fraction(0)) for axis in axes},
         formula={axis: formula.get(axis, Fraction(0)) for axis in axes},
         state_bytes=max(report.state.total for report in reports),
+        state_formula=technique.state_formula(job),
         peak_activation_bytes=max(report.peak_activation_bytes for report in reports),
+        peak_activation_formula=technique.peak_activation_formula(job),
         losses=reports[0].losses,
         ledgers=results.ledgers,
     )

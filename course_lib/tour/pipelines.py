@@ -16,10 +16,9 @@ from course_lib import pp
 from course_lib.comm import barrier
 from course_lib.launch import Results, available_ranks, run
 from course_lib.mesh import make_mesh
-from course_lib.model import build_model
 from course_lib.schedule import Costs, Schedule, bubble, make, makespan, predicted_bubble, simulate
 from course_lib.schedule.simulate import Simulation
-from course_lib.tour.technique import CONFIG, rows
+from course_lib.tour.technique import JOB
 from course_lib.trace import overshoot
 
 NAMES = ("gpipe", "1f1b")
@@ -78,9 +77,9 @@ class PacedPipeline:
 def paced_step(schedule: Schedule) -> None:
     """Two steps; the first one warms up, the second one stays in the trace."""
     mesh = make_mesh(pp=schedule.ranks)
-    stages = pp.cut(build_model(CONFIG, seed=0), schedule, mesh.pp.rank)
+    stages = pp.cut(JOB.model(), schedule, mesh.pp.rank)
     optimizer = torch.optim.SGD(pp.parameters(stages), lr=1e-3)
-    tokens, targets = rows(0, mesh)
+    tokens, targets = JOB.rows(0, mesh.dp)
     m = schedule.microbatches
     cut = list(zip(tokens.chunk(m), targets.chunk(m), strict=True))
     for _ in range(2):

@@ -113,7 +113,8 @@ def print_pipelines(pipelines: Sequence[PacedPipeline], console: Console) -> Non
 
 
 def print_table(rows: Sequence[Row], skipped: Sequence[Skipped], console: Console) -> None:
-    """The table, then one sentence for each technique.
+    """The table, then one sentence for each technique. State and activations are one number where
+    they equal their formula.
 
     80 columns hold names of 20 characters and seven axes: a mesh wraps, nothing else has to.
     """
@@ -132,11 +133,17 @@ def print_table(rows: Sequence[Row], skipped: Sequence[Skipped], console: Consol
             "\n".join(row.formula) or "-",
             "\n".join(_kilobytes(counted) for counted in row.counted.values()) or "0",
             "\n".join(_kilobytes(formula) for formula in row.formula.values()) or "0",
-            _kilobytes(row.state_bytes),
-            _kilobytes(row.peak_activation_bytes),
+            *(_against(measured, formula) for _, measured, formula in row.memory),
         )
     console.print(table)
     _print_sentences(rows, skipped, console)
+
+
+def _against(measured: int, formula: int) -> str:
+    """One number where formula and measurement agree, else both, marked."""
+    if measured == formula:
+        return _kilobytes(measured)
+    return f"{_kilobytes(measured)}\n≠{_kilobytes(formula)}"
 
 
 def _kilobytes(count: Fraction | int) -> str:
@@ -153,8 +160,8 @@ def _print_sentences(rows: Sequence[Row], skipped: Sequence[Skipped], console: C
         console.print(f"{entry.technique.name}: skipped, {entry.reason}", highlight=False)
     off = sum(bool(row.faults) for row in rows)
     console.print(
-        f"kB are 1000 bytes. {len(rows) - off} of {len(rows)} rows equal serial and send what "
-        "their formula says, to the byte (the exact numbers are in tour.json).",
+        f"kB are 1000 bytes. {len(rows) - off} of {len(rows)} rows equal serial, and send and "
+        "hold what their formulas say, to the byte (the exact numbers are in tour.json).",
         highlight=False,
     )
     for twin in dict.fromkeys(row.technique.twin for row in rows):

@@ -1,24 +1,92 @@
-"""What a row of the tour is, and the small model, batch and optimizer that all rows share."""
+"""What a row of the tour is, and the small model, batch and optimizer that all rows share.
+
+To add a row, write in ``techniques/`` a function that trains on a rank and three formulas, each a
+function of the :class:`Job`, and put the :class:`Technique` into ``TECHNIQUES``::
+
+    Technique(
+        name="tp-8",                     # at most 20 characters: the table has 80 columns
+        lesson="05",
+        sentence="Every rank holds an eighth of every matrix.",
+        mesh={"tp": 8},
+        train=...,                       # job -> Report, on every rank
+        formula=...,                     # job -> bytes on each axis, all ranks together
+        state_formula=...,               # job -> bytes between steps, of the fullest rank
+        peak_activation_formula=...,     # job -> bytes kept for backward, of the fullest rank
+    )
+
+Formulas are closed forms from shapes. They may call those of the techniques' own files, and must
+not look at what was run: else they could not be wrong. The row fails when any of the numbers is
+off by one byte.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 from math import prod
 
 import torch
+from torch import nn
 
 from course_lib.data import batch
-from course_lib.mesh import Mesh
-from course_lib.model import Decoder, build_model, tiny_config
+from course_lib.mesh import Axis
+from course_lib.model import Decoder, ModelConfig, build_model, parameter_sizes, tiny_config
+from course_lib.recompute import ID_BYTES, kept_by_stage
 from course_lib.trace.memory import StateBytes
 
-STEPS = 8
-BATCH, SEQ = 8, 64  # sequences of all ranks together, and positions of each
+CONFIG = tiny_config(max_seq_len=64)
 LEARNING_RATE = 3e-3
-CONFIG = tiny_config(max_seq_len=SEQ)
+COUNT_BYTES = 8  # the number of tokens by which a loss is divided: backward keeps it
+COUNTER_BYTES = 4  # Adam's number of steps, one for each tensor that it updates
 Batch = tuple[torch.Tensor, torch.Tensor]  # tokens (B, S) and targets (B, S)
+
+
+@dataclass(frozen=True)
+class Job:
+    """What every row trains: a model, on ``sequences`` of ``seq_len`` positions in each step."""
+
+    config: ModelConfig = CONFIG
+    sequences: int = 8
+    seq_len: int = 64
+    steps: int = 8
+
+    @property
+    def width(self) -> int:
+        """Bytes of a weight."""
+        return self.config.dtype.itemsize
+
+    @property
+    def parameter_bytes(self) -> int:
+        """Bytes of the whole model."""
+        return sum(parameter_sizes(self.config)) * self.width
+
+    def model(self) -> Decoder:
+        """The same weights for every technique."""
+        return build_model(self.config, seed=0)
+
+    def rows(self, step: int, axis: Axis) -> Batch:
+        """This rank's share of the batch of ``step``; the ranks of ``axis`` read it together."""
+        return self.rows_of(step, axis.rank, axis.size)
+
+    def rows_of(self, step: int, rank: int, ranks: int) -> Batch:
+        """The share of ``rank`` when ``ranks`` read the batch of ``step``."""
+        return batch(
+            step,
+            seed=0,
+            batch_size=self.sequences,
+            seq_len=self.seq_len,
+            dp_rank=rank,
+            dp_size=ranks,
+        )
+
+
+JOB = Job()
+
+
+def adam(parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
+    """The optimizer of every row."""
+    return torch.optim.AdamW(parameters, lr=LEARNING_RATE)
 
 
 @dataclass(frozen=True)
@@ -32,17 +100,20 @@ class Report:
 
 @dataclass(frozen=True)
 class Technique:
-    """``train`` runs on every rank of ``mesh``; ``formula`` is what all ranks together send on
-    each axis in one optimizer step, in bytes, from shapes alone (tokens that travel to their
-    experts: from what the twin's routers want). ``twin`` is the row of one process whose losses
-    this one must have."""
+    """``train`` runs on every rank of ``mesh``. ``formula`` is what all ranks together send on
+    each axis in one optimizer step; ``state_formula`` are parameters, gradients and optimizer of
+    the fullest rank after it; ``peak_activation_formula`` is what autograd kept for backward on the
+    fullest rank. Bytes, from shapes alone (of tokens that travel to their experts: from what the
+    twin's routers want). ``twin`` is the row of one process whose losses this one must have."""
 
     name: str
     lesson: str
     sentence: str
     mesh: Mapping[str, int]
-    train: Callable[[], Report]
-    formula: Callable[[], dict[str, Fraction]]
+    train: Callable[[Job], Report]
+    formula: Callable[[Job], dict[str, Fraction]]
+    state_formula: Callable[[Job], int]
+    peak_activation_formula: Callable[[Job], int]
     twin: str = "serial"
 
     @property
@@ -51,17 +122,22 @@ class Technique:
         return prod(size for axis, size in self.mesh.items() if axis != "ep")  # ep is inside dp
 
 
-def parts() -> tuple[Decoder, torch.optim.Optimizer]:
-    """The same model and optimizer for every technique."""
-    model = build_model(CONFIG, seed=0)
-    return model, torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE)
+# --- formulas that several rows share ------------------------------------------------------------
 
 
-def rows(step: int, mesh: Mesh) -> Batch:
-    """This rank's share of the batch of ``step``."""
-    return rows_of(step, mesh.dp.rank, mesh.dp.size)
+def adam_state_bytes(sizes: Sequence[int], width: int) -> int:
+    """Parameters of ``sizes`` elements, their gradients, two moments each, and Adam's counters."""
+    return 4 * sum(sizes) * width + COUNTER_BYTES * len(sizes)
 
 
-def rows_of(step: int, rank: int, ranks: int) -> Batch:
-    """The share of ``rank`` when ``ranks`` read the batch of ``step``."""
-    return batch(step, seed=0, batch_size=BATCH, seq_len=SEQ, dp_rank=rank, dp_size=ranks)
+def whole_state_bytes(job: Job) -> int:
+    """:func:`adam_state_bytes` of the whole model."""
+    return adam_state_bytes(parameter_sizes(job.config), job.width)
+
+
+def replica_peak_bytes(job: Job, replicas: int, micro_batches: int = 1) -> int:
+    """Kept by one of ``replicas`` of the whole model that share the batch, micro-batch by
+    micro-batch; tokens and targets of all of them stay as long as those of one."""
+    sequences = job.sequences // replicas
+    kept = kept_by_stage(job.config, sequences // micro_batches, job.seq_len)
+    return kept + 2 * ID_BYTES * sequences * job.seq_len + COUNT_BYTES

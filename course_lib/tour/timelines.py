@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from course_lib import dp
 from course_lib.mesh import Link, Links, make_mesh
-from course_lib.tour.technique import parts, rows
+from course_lib.tour.technique import JOB, adam
 from course_lib.tour.techniques.dp import BUCKET_BYTES
 from course_lib.trace.blocks import MeasuredBlocks
 
@@ -24,10 +24,11 @@ SYNCS: dict[str, type[dp.Bucketed]] = {"overlapped": dp.Overlapped, "bucketed": 
 def one_step(sync_name: str) -> None:
     """The second of two steps stays in the trace: the first one warms up."""
     mesh = make_mesh()
-    model, optimizer = parts()
+    model = JOB.model()
+    optimizer = adam(model.parameters())
     sync = SYNCS[sync_name](model.parameters(), mesh.dp, BUCKET_BYTES)
     with MeasuredBlocks(model.blocks, mesh.trace, mesh.conditions.pace):
         for step in range(2):
             dp.comm.barrier(mesh.dp)
             mesh.trace.clear()
-            dp.train_step(model.loss_sum, [rows(step, mesh)], sync, optimizer)
+            dp.train_step(model.loss_sum, [JOB.rows(step, mesh.dp)], sync, optimizer)

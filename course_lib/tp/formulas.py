@@ -8,7 +8,8 @@ import torch
 
 from course_lib.ledger import wire
 from course_lib.model import ModelConfig
-from course_lib.recompute import kept_by_block
+from course_lib.recompute import ID_BYTES, kept_by_block
+from course_lib.recompute import kept_at_ends as kept_at_serial_ends
 from course_lib.tp.vocabulary import padded_rows
 
 
@@ -75,3 +76,29 @@ def kept_per_block(config: ModelConfig, sequences: int, seq_len: int, n: int) ->
     keys_values = kept.keys_values // min(n, config.kv_heads)
     whole = kept.outside + kept.masks + kept.entered + kept.tables
     return whole + kept.inside // n + keys_values
+
+
+def kept_at_ends(config: ModelConfig, sequences: int, seq_len: int, n: int) -> int:
+    """Bytes that a rank keeps before the first block and after the last: all but the vocabulary's
+    own is whole."""
+    ends = kept_at_serial_ends(config, sequences, seq_len)
+    whole = ends.positions + ends.mask + ends.norm + ends.entered
+    return whole + kept_by_vocabulary(config, sequences * seq_len, n)
+
+
+def kept_by_vocabulary(config: ModelConfig, tokens: int, n: int) -> int:
+    """Bytes that a rank keeps of embedding and loss for its part of the vocabulary.
+
+    The loss keeps the softmax of its words in float32 at least, and of each target its row and,
+    one byte each, whether it is here and whether it counts. The head keeps which of its rows are
+    padding, where some are: on the last rank.
+    """
+    rows = padded_rows(config.vocab, n)
+    wide = torch.promote_types(config.dtype, torch.float32).itemsize
+    padding = rows if config.vocab % n else 0
+    return kept_by_embedding(tokens) + tokens * (rows * wide + ID_BYTES + 2) + padding
+
+
+def kept_by_embedding(tokens: int) -> int:
+    """Bytes that a rank keeps of the tokens: which row each is, and, one byte, whether here."""
+    return tokens * (ID_BYTES + 1)

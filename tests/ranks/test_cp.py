@@ -13,12 +13,14 @@ from equality import assert_bitwise, assert_equal, projection, worst_error
 from hypothesis import given
 from hypothesis import strategies as st
 
-from course_lib import comm, cp, dp
+from course_lib import comm, cp, dp, recompute
 from course_lib.cp import blockwise, layout, ring
 from course_lib.data import batch
+from course_lib.launch import RankError
 from course_lib.ledger import unmatched_sends
 from course_lib.mesh import Axis, Link, Links, make_mesh
 from course_lib.model import ModelConfig, build_model, causal_attention, loss_sum
+from course_lib.recompute import kept_by_block, kept_by_stage
 from course_lib.trace.memory import PeakLiveBytes, SavedActivations
 
 WORLDS = (1, 2, 3, 4, 8)
@@ -35,10 +37,17 @@ class Way:
     layout: cp.SequenceLayout
     wire: object
     saved: object
+    heads: int | None = None  # of a grid: neighbours that share out heads
+
+    def on(self, axis):
+        """The attention, with the axes that it makes of ``axis``."""
+        if self.heads is None:
+            return self.attention
+        heads, ring_axis = cp.split_axis(axis, self.heads)
+        return partial(self.attention, heads_axis=heads, ring_axis=ring_axis)
 
     def core(self, axis):
-        given = {} if self.attention is cp.ulysses_attention else {"layout": self.layout}
-        return partial(self.attention, axis=axis, **given)
+        return partial(self.on(axis), axis=axis, layout=self.layout)
 
 
 def gather_way(layout, keep):
@@ -50,6 +59,19 @@ def gather_way(layout, keep):
     )
 
 
+def grid_way(layout, heads):
+    def wire(config, batch_size, seq_len, n, **forwards):
+        both = cp.ulysses_ring_wire_bytes(
+            config, batch_size, seq_len, heads, n // heads, **forwards
+        )
+        return sum(both)
+
+    def saved(config, batch_size, seq_len, n):
+        return cp.ulysses_ring_saved_bytes(config, batch_size, seq_len, heads, n // heads)
+
+    return Way(cp.ulysses_ring_attention, cp.nested(layout, heads), wire, saved, heads)
+
+
 RING = Way(cp.ring_attention, cp.ZIGZAG, cp.ring_wire_bytes, cp.ring_saved_bytes)
 ULYSSES = Way(cp.ulysses_attention, cp.CONTIGUOUS, cp.ulysses_wire_bytes, cp.ulysses_saved_bytes)
 WAYS = {
@@ -59,12 +81,25 @@ WAYS = {
     "gather-contiguous": gather_way(cp.CONTIGUOUS, keep=True),
     "gather-again": gather_way(cp.ZIGZAG, keep=False),
     "ulysses": ULYSSES,
+    "grid-zigzag": grid_way(cp.ZIGZAG, 2),
+    "grid-contiguous": grid_way(cp.CONTIGUOUS, 2),
 }
 
 
 def by_way(*names):
     ways = {name: WAYS[name] for name in names or WAYS}
     return pytest.mark.parametrize("way", ways.values(), ids=ways.keys())
+
+
+by_way_and_size = pytest.mark.parametrize(
+    ("way", "n"),
+    [
+        pytest.param(way, n, id=f"{name}-{n}")
+        for name, way in WAYS.items()
+        for n in WORLDS
+        if n % (way.heads or 1) == 0
+    ],
+)
 
 
 def sizes(n, kv_heads=2, dtype=torch.float64, **changes):
@@ -196,7 +231,7 @@ def attend_on_rank(way, config, batch_size=2, seq_len=SEQ, seed=0):
     mesh = make_mesh(cp=make_mesh().world.size)
     mine = cp.positions(seq_len, mesh.cp, way.layout)
     tensors = [x[:, mine] for x in draw(config, batch_size, seq_len, seed)]
-    return mine, forward_backward(way.core(mesh.cp), tensors), mesh.ledger.wire_bytes("cp")
+    return mine, forward_backward(way.core(mesh.cp), tensors), mesh.ledger.wire_bytes()
 
 
 def attention_errors(results, want, tolerance, what=""):
@@ -214,8 +249,7 @@ def check_attention(results, way, config, tolerance, batch_size=2, seq_len=SEQ, 
     assert unmatched_sends(results.ledgers) == {}
 
 
-@pytest.mark.parametrize("n", WORLDS)
-@by_way()
+@by_way_and_size
 def test_attention_equals_serial(worlds, n, way):
     config = sizes(n)
     results = worlds(n).run(attend_on_rank, way, config)
@@ -272,24 +306,45 @@ def test_ulysses_with_copied_heads_is_bitwise_serial_but_for_their_sum(worlds, n
             assert torch.equal(got[name], want[name][:, mine]), name
 
 
-@pytest.mark.parametrize(("heads_size", "ring_size"), [(2, 2), (4, 2), (2, 4)])
+@pytest.mark.parametrize("heads", [1, 3, 4, 8])
 @pytest.mark.parametrize("layout_", LAYOUTS, ids=lambda each: each.name)
-def test_ulysses_and_ring_together(worlds, heads_size, ring_size, layout_):
-    """Two axes: here those that the mesh calls tp and cp."""
-    config = sizes(heads_size * ring_size, kv_heads=2)
+def test_a_grid_of_any_runs(worlds, heads, layout_):
+    """Runs of one rank are a ring, one run of all is Ulysses; three head ranks halve no chunk."""
+    n = 3 if heads == 3 else 8
+    way, config = grid_way(layout_, heads), sizes(n)
+    results = worlds(n).run(attend_on_rank, way, config)
+    check_attention(results, way, config, 1e-12)
+    assert sorted(torch.cat([mine for mine, *_ in results]).tolist()) == list(range(SEQ))
 
-    def rank():
-        mesh = make_mesh(tp=heads_size, cp=ring_size)
-        outer = cp.positions(SEQ, mesh.cp, layout_)
-        mine = outer[cp.positions(len(outer), mesh.tp, cp.CONTIGUOUS)]
-        core = partial(
-            cp.ulysses_ring_attention, heads_axis=mesh.tp, ring_axis=mesh.cp, layout=layout_
-        )
-        return mine, forward_backward(core, [x[:, mine] for x in draw(config, 2, SEQ)])
 
-    results = worlds(heads_size * ring_size).run(rank)
-    attention_errors(results, serial_attention(config), 1e-12)
-    assert sorted(torch.cat([mine for mine, _ in results]).tolist()) == list(range(SEQ))
+def test_a_grid_sends_less_over_the_slow_links_than_a_ring():
+    """Grouped query, 2 nodes of 4 ranks: neighbours exchange heads, K and V turn in a ring of 2."""
+    config = sizes(8)
+    inside, between = cp.ulysses_ring_wire_bytes(config, 2, SEQ, 4, 2)
+    assert between < cp.ring_wire_bytes(config, 2, SEQ, 8)
+    assert inside > 0
+    assert cp.ulysses_ring_wire_bytes(config, 2, SEQ, 1, 8) == (
+        0,
+        cp.ring_wire_bytes(config, 2, SEQ, 8),
+    )
+    assert cp.ulysses_ring_wire_bytes(config, 2, SEQ, 8, 1) == (
+        cp.ulysses_wire_bytes(config, 2, SEQ, 8),
+        0,
+    )
+
+
+def test_the_layout_of_a_grid_is_the_ring_s_cut_once_more():
+    layout_ = cp.nested(cp.ZIGZAG, 2)
+    assert [layout_.chunks(rank, 4) for rank in range(4)] == [(0, 1), (6, 7), (2, 3), (4, 5)]
+    for ring_layout in LAYOUTS:
+        for heads, ring_size in ((2, 2), (3, 2), (2, 4), (4, 1)):
+            n = heads * ring_size
+            for rank in range(n):
+                run, place = divmod(rank, heads)
+                outer = cp.positions(8 * n, axis_of(run, ring_size), ring_layout)
+                inner = cp.positions(len(outer), axis_of(place, heads), cp.CONTIGUOUS)
+                mine = cp.positions(8 * n, axis_of(rank, n), cp.nested(ring_layout, heads))
+                assert torch.equal(mine, outer[inner])
 
 
 # --- work, overlap, memory -----------------------------------------------------------------------
@@ -442,10 +497,15 @@ def serial(config, shortest=None):
     return losses, first, weights(model)
 
 
-def train(config, way, cp_size, shortest=None, step=dp.train_step, cut=cp.shard):
+def as_it_is(model):
+    pass
+
+
+def train(config, way, cp_size, shortest=None, step=dp.train_step, cut=cp.shard, prepare=as_it_is):
     """What a rank does: (losses, first gradients, weights), and bytes sent per step and axis."""
     mesh = make_mesh(cp=cp_size)
-    model = cp.parallelize(build_model(config, seed=3), way.core(mesh.cp))
+    model = cp.parallelize(build_model(config, seed=3), way.on(mesh.cp), mesh.cp, way.layout)
+    prepare(model)
     adam = torch.optim.AdamW(model.parameters(), lr=1e-2)
     sync = dp.Bucketed(model.parameters(), mesh.dp_cp)
     losses, first = [], {}
@@ -458,7 +518,8 @@ def train(config, way, cp_size, shortest=None, step=dp.train_step, cut=cp.shard)
 
         losses.append(float(step(loss_of, [(tokens, targets)], sync, adam)))
         first = first or grads(model)
-    sent = {name: mesh.ledger.wire_bytes(name) for name in ("cp", mesh.dp_cp.name)}
+    sums = mesh.ledger.wire_bytes(mesh.dp_cp.name)
+    sent = {"cp": mesh.ledger.wire_bytes() - sums, mesh.dp_cp.name: sums}
     return losses, first, weights(model), sent
 
 
@@ -472,9 +533,15 @@ def check_training(results, twin):
         assert_bitwise(got_final, results[0][2], f"replica {rank} against replica 0")
 
 
-@pytest.mark.parametrize("n", WORLDS)
-@by_way("ring-zigzag", "gather-contiguous", "ulysses")
-def test_training_equals_serial(worlds, n, way):
+@pytest.mark.parametrize(
+    ("name", "n"),
+    [
+        *((name, n) for name in ("ring-zigzag", "gather-contiguous", "ulysses") for n in WORLDS),
+        *(("grid-zigzag", n) for n in (2, 4, 8)),
+    ],
+)
+def test_training_equals_serial(worlds, n, name):
+    way = WAYS[name]
     config = replace(F64, heads=6) if n == 3 else F64
     results = worlds(n).run(train, config, way, n)
     check_training(results, serial(config))
@@ -486,7 +553,7 @@ def test_training_equals_serial(worlds, n, way):
 
 
 @pytest.mark.parametrize("cp_size", [2, 4])
-@by_way("ring-zigzag", "gather-again", "ulysses")
+@by_way("ring-zigzag", "gather-again", "ulysses", "grid-contiguous")
 def test_training_of_gpt_with_data_parallelism_and_uneven_tokens(worlds, cp_size, way):
     results = worlds(8).run(lambda: train(GPT, way, cp_size, shortest=2))
     check_training(results, serial(GPT, shortest=2))
@@ -494,21 +561,38 @@ def test_training_of_gpt_with_data_parallelism_and_uneven_tokens(worlds, cp_size
         assert sent["cp"] == way.wire(GPT, BATCH // (8 // cp_size), SEQ, cp_size)
 
 
-@by_way("ring-zigzag", "gather-again")
-def test_a_rank_keeps_what_one_process_keeps_of_a_shorter_sequence(worlds, way):
+@pytest.mark.parametrize("config", [F64, GPT], ids=["llama", "gpt"])
+@by_way()
+def test_what_a_model_keeps_is_its_formula(worlds, way, config):
+    """A ring and a gather that gathers again: what one process keeps of a shorter sequence."""
+
     def rank():
         mesh = make_mesh(cp=4)
-        model = cp.parallelize(build_model(F64), way.core(mesh.cp))
+        model = cp.parallelize(build_model(config), way.on(mesh.cp), mesh.cp, way.layout)
         tokens, targets, positions = cp.shard(*rows(0), mesh.cp, way.layout)
-        with SavedActivations(model) as saved:
+        with SavedActivations(model, tokens, targets) as saved:
             loss_sum(model(tokens, positions), targets)[0].backward()
         return saved.peak
 
-    model = build_model(F64)
-    tokens, targets = (x[:, : SEQ // 4].clone() for x in rows(0))
-    with SavedActivations(model) as saved:
-        loss_sum(model(tokens), targets)[0].backward()
-    assert list(worlds(4).run(rank)) == [saved.peak] * 4
+    swapped = way.attention in (cp.ulysses_attention, cp.ulysses_ring_attention)
+    block = cp.kept_per_block(
+        config, BATCH, SEQ, 4, way.saved(config, BATCH, SEQ, 4), swapped=swapped
+    )
+    serial_block = kept_by_block(config, BATCH, SEQ // 4).total
+    expected = kept_by_stage(config, BATCH, SEQ // 4) + config.layers * (block - serial_block)
+    assert list(worlds(4).run(rank)) == [expected] * 4
+    if way in (RING, WAYS["gather-again"]):
+        assert block == serial_block
+
+
+@by_way("ring-zigzag", "gather-zigzag", "gather-again", "ulysses", "grid-zigzag")
+def test_recomputed_attention_sends_what_two_forwards_do(worlds, way):
+    """recompute.selective goes around the parallel core; the other way round is refused."""
+    results = worlds(4).run(lambda: train(F64, way, 4, prepare=recompute.selective))
+    check_training(results, serial(F64))
+    for *_, sent in results:
+        assert sent["cp"] == way.wire(F64, BATCH, SEQ, 4, forwards=2)
+        assert sent["cp"] > way.wire(F64, BATCH, SEQ, 4)
 
 
 # --- beside torch's own ---------------------------------------------------------------------
@@ -622,6 +706,22 @@ def test_swapped_heads_in_ulysses_are_caught(worlds):
     assert error_under(worlds(4), heads_copied_in_turn, ULYSSES)["out"] > 0.1
 
 
+def test_a_grid_with_its_axes_swapped_is_caught(worlds):
+    """Heads across the runs and rings inside them: sizes agree, rows do not."""
+    way = WAYS["grid-zigzag"]
+
+    def rank():
+        mesh = make_mesh(cp=4)
+        mine = cp.positions(SEQ, mesh.cp, way.layout)
+        heads, through = cp.split_axis(mesh.cp, 2)
+        swapped = partial(way.attention, heads_axis=through, ring_axis=heads)
+        core = partial(swapped, axis=mesh.cp, layout=way.layout)
+        return mine, forward_backward(core, [x[:, mine] for x in draw(sizes(4), 2, SEQ)])
+
+    with pytest.raises(AssertionError, match=r"off by|times too large"):
+        attention_errors(worlds(4).run(rank), serial_attention(sizes(4)), 1e-12)
+
+
 def test_a_ring_of_the_wrong_layout_is_caught(worlds):
     """Zig-zag data under masks for contiguous data."""
 
@@ -669,6 +769,17 @@ def wrong_positions(tokens, targets, axis, layout_):
     return tokens, targets, cp.positions(SEQ, axis, cp.CONTIGUOUS)
 
 
+def unchecked(model):
+    """Without the refusal of such positions, so that their effect can be seen."""
+    for block in model.blocks:
+        block.attn._forward_pre_hooks.clear()
+
+
+def test_wrong_positions_are_refused_on_every_rank(worlds):
+    with pytest.raises(RankError, match=r"positions 12\.\.23 are not .* layout, 6\.\.11 36\.\.41"):
+        worlds(4).run(partial(train, F64, RING, 4, cut=wrong_positions))
+
+
 def wrong_targets(tokens, targets, axis, layout_):
     tokens, _, positions = cp.shard(tokens, targets, axis, layout_)
     return tokens, targets[:, cp.positions(SEQ, axis, cp.CONTIGUOUS)], positions
@@ -696,7 +807,7 @@ def never_summed(loss_of, micro_batches, sync, optimizer):
 @pytest.mark.parametrize(
     ("bug", "least"),
     [
-        ({"cut": wrong_positions}, 0.01),
+        ({"cut": wrong_positions, "prepare": unchecked}, 0.01),
         ({"cut": wrong_targets}, 0.1),
         ({"step": mean_of_rank_means, "shortest": 10}, 0.01),
         ({"step": never_summed}, 0.1),
@@ -729,10 +840,90 @@ def test_bad_input_is_named():
         cp.ulysses_attention(q, k, v, axis_of(0, 3))
 
 
-def test_a_model_without_positions_is_refused():
-    model = cp.parallelize(build_model(F64), RING.core(axis_of(0, 1)))
-    tokens, targets = rows(0)
-    with pytest.raises(ValueError, match=r"call model\(tokens, positions\)"):
+def test_positions_of_another_rank_or_layout_are_refused():
+    """Each of these trains, and to a wrong model: RoPE and mask would be of other positions."""
+    model = cp.parallelize(build_model(F64), cp.ring_attention, axis_of(1, 4), cp.ZIGZAG)
+    tokens, targets, positions = cp.shard(*rows(0), axis_of(1, 4), cp.ZIGZAG)
+    wants = r"axis cp, rank 1: positions .* are not .* in the zigzag layout, 6\.\.11 36\.\.41: "
+    for wrong in (None, cp.positions(SEQ, axis_of(1, 4), cp.CONTIGUOUS), positions + 1):
+        with pytest.raises(ValueError, match=wants):
+            model(tokens, wrong)
+    with pytest.raises(ValueError, match=r"call model\(tokens, positions\), both from cp.shard"):
         model.loss_sum(tokens, targets)
-    assert model(tokens, torch.arange(SEQ)).shape == (BATCH, SEQ, 256)
-    assert model(tokens, positions_S=torch.arange(SEQ)).shape == (BATCH, SEQ, 256)
+    block, x = model.blocks[0], torch.zeros(1, 12, 48, dtype=torch.float64)
+    block.attn.core = causal_attention  # there is one rank only
+    assert block(x, positions).shape == x.shape
+    with pytest.raises(ValueError, match=wants):  # also when the first forward was right
+        block(x, positions.flip(0))
+
+
+def test_one_rank_needs_no_positions():
+    model = cp.parallelize(build_model(F64), cp.ring_attention, axis_of(0, 1), cp.ZIGZAG)
+    tokens, _ = rows(0)
+    for keywords in ({}, {"positions_S": torch.arange(SEQ)}):
+        assert model(tokens, **keywords).shape == (BATCH, SEQ, 256)
+
+
+def test_positions_on_a_gpu_are_looked_at_once(monkeypatch):
+    """Comparing waits for the device; here one that is not the CPU by name only."""
+    from course_lib.cp.model import _PositionsCheck
+
+    looked = []
+
+    class OnGpu:
+        device, shape = torch.device("cuda"), (12,)
+
+    monkeypatch.setattr(torch, "equal", lambda a, b: looked.append(a) or True)
+    monkeypatch.setattr(torch.Tensor, "to", lambda x, device: x)
+    check = _PositionsCheck(axis_of(1, 4), cp.ZIGZAG, SEQ)
+    for _ in range(3):
+        check(None, (None, OnGpu()))
+    assert len(looked) == 1
+
+
+def test_a_sequence_longer_than_the_model_is_refused():
+    """12 positions a rank are few; those of 8 ranks together are more than the model's 48."""
+    model = cp.parallelize(build_model(F64), cp.ring_attention, axis_of(1, 8), cp.ZIGZAG)
+    tokens = torch.zeros(2, 96, dtype=torch.int64)
+    tokens, _, positions = cp.shard(tokens, tokens, axis_of(1, 8), cp.ZIGZAG)
+    with pytest.raises(ValueError, match=r"axis cp: 8 ranks hold 96 positions .* max_seq_len=48"):
+        model(tokens, positions)
+
+
+@pytest.mark.parametrize(
+    "layout_", [cp.ZIGZAG, cp.nested(cp.ZIGZAG, 2)], ids=lambda each: each.name
+)
+def test_ulysses_refuses_shards_that_do_not_join_in_order(layout_):
+    model = cp.parallelize(build_model(F64), cp.ulysses_attention, axis_of(1, 4), layout_)
+    tokens, _, positions = cp.shard(*rows(0), axis_of(1, 4), layout_)
+    with pytest.raises(ValueError, match=r"axis cp: the zigzag .* Ulysses wants cp.CONTIGUOUS"):
+        model(tokens, positions)
+
+
+def test_a_grid_refuses_axes_and_layouts_that_do_not_agree():
+    q, k, v, _ = draw(sizes(4), 1, 4)
+    grid = partial(cp.ulysses_ring_attention, heads_axis=axis_of(0, 2), ring_axis=axis_of(0, 2))
+    for wrong in (cp.ZIGZAG, cp.nested(cp.ZIGZAG, 4)):
+        with pytest.raises(ValueError, match=r"axis cp: rows .* wants cp.nested\(.*, 2\)"):
+            grid(q, k, v, axis=axis_of(0, 4), layout=wrong)
+    with pytest.raises(ValueError, match=r"8 ranks is no grid of 2 x 2"):
+        grid(q, k, v, axis=axis_of(0, 8), layout=cp.nested(cp.ZIGZAG, 2))
+    with pytest.raises(ValueError, match=r"runs of 3 ranks on axis cp of 4"):
+        cp.split_axis(axis_of(0, 4), 3)
+
+
+@pytest.mark.parametrize(
+    "first",
+    [
+        recompute.selective,
+        lambda model: cp.parallelize(model, cp.ring_attention, axis_of(0, 1), cp.ZIGZAG),
+    ],
+    ids=["recomputed", "parallelized"],
+)
+def test_a_core_that_is_there_is_not_taken_away(first):
+    model = build_model(F64)
+    first(model)
+    with pytest.raises(
+        ValueError, match=r"parallelize it once, and call recompute.selective after"
+    ):
+        cp.parallelize(model, cp.ring_attention, axis_of(0, 1), cp.ZIGZAG)

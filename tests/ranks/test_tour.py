@@ -9,10 +9,13 @@ import subprocess
 import sys
 from dataclasses import replace
 from fractions import Fraction
+from functools import cache
 
 import pytest
+import torch
 from rich.console import Console
 
+from course_lib.model import ModelConfig
 from course_lib.tour import measure, pipelines, report, technique, techniques
 from course_lib.tour.job import main, run_tour
 from course_lib.tour.measure import Row, make_row
@@ -21,7 +24,7 @@ DP_NAMES = ["dp-naive", "dp-bucketed", "dp-overlapped", "dp-accumulated"]
 ZERO_NAMES = ["zero-1", "zero-2", "zero-3"]
 TP_NAMES = ["tp", "sp", "sp-again", "sp-recomputed"]
 PP_NAMES = ["pp-gpipe", "pp-1f1b"]
-CP_NAMES = ["cp-ring", "cp-gather", "cp-ulysses"]
+CP_NAMES = ["cp-ring", "cp-gather", "cp-ulysses", "cp-ulysses-ring"]
 EP_NAMES = ["ep-4", "ep-2"]
 TWINS = ["serial", "serial-moe"]
 ALONE = ["serial", *DP_NAMES, *ZERO_NAMES, *TP_NAMES, *PP_NAMES, *CP_NAMES]
@@ -46,7 +49,7 @@ def test_json_is_all_of_stdout_and_equals_the_file(tour):
     assert data["skipped"] == []
 
 
-def test_every_row_equals_serial_and_its_formula(tour):
+def test_every_row_equals_serial_and_its_formulas(tour):
     rows = {row["technique"]: row for row in json.loads(tour[0].stdout)["rows"]}
     assert list(rows) == NAMES
     assert rows["serial"]["bytes"] == {}
@@ -54,11 +57,13 @@ def test_every_row_equals_serial_and_its_formula(tour):
         assert 0 <= row["max_loss_difference"] < 1e-4
         assert len(row["losses"]) >= 5
         for numbers in row["bytes"].values():
-            assert numbers["counted"] > 0
-            assert abs(numbers["counted"] - numbers["formula"]) <= 1
-        for key in ("state_bytes", "peak_activation_bytes"):
-            assert isinstance(row[key], int)
-            assert row[key] > 0
+            assert numbers["counted"] == numbers["formula"] > 0
+        for measured, formula in (
+            ("state_bytes", "state_formula"),
+            ("peak_activation_bytes", "peak_activation_formula"),
+        ):
+            assert isinstance(row[measured], int)
+            assert row[measured] == row[formula] > 0
         if name in EP_NAMES:
             assert row["mesh"] == {"dp": 4, "ep": int(name[-1])}
         else:
@@ -69,7 +74,7 @@ def test_every_row_equals_serial_and_its_formula(tour):
 def test_the_numbers_are_the_model_s(tour):
     """Bytes, state and activations against what the model's size says, computed here anew."""
     rows = {row["technique"]: row for row in json.loads(tour[0].stdout)["rows"]}
-    model, _ = technique.parts()
+    model = technique.JOB.model()
     parameters = sum(p.numel() for p in model.parameters())
     tensors = len(list(model.parameters()))
     overlapped = rows["dp-overlapped"]
@@ -85,7 +90,7 @@ def test_the_numbers_are_the_model_s(tour):
 def test_the_numbers_of_zero(tour):
     """Per parameter of 4 bytes: itself, and a quarter of gradient, moments and, last, itself."""
     rows = {row["technique"]: row for row in json.loads(tour[0].stdout)["rows"]}
-    parameters = sum(p.numel() for p in technique.parts()[0].parameters())
+    parameters = sum(p.numel() for p in technique.JOB.model().parameters())
     for name, whole, quarters in (("zero-1", 1, 3), ("zero-2", 1, 3), ("zero-3", 0, 4)):
         counters = rows[name]["state_bytes"] - 4 * parameters * (whole + quarters / 4)
         assert 0 < counters <= 8 * 6, "4 bytes for each flat's counter, and for NaN"
@@ -97,7 +102,7 @@ def test_the_numbers_of_zero(tour):
 
 def test_the_numbers_of_tensor_and_sequence_parallelism(tour):
     rows = {row["technique"]: row for row in json.loads(tour[0].stdout)["rows"]}
-    config, tokens = technique.CONFIG, technique.BATCH * technique.SEQ
+    config, tokens = technique.CONFIG, technique.JOB.sequences * technique.JOB.seq_len
     x_bytes = tokens * config.hidden * 4
     # 4 all-reduces a layer, 2 at the ends, and 3 of one number a token; 4 ranks send 3/4 twice
     assert rows["tp"]["bytes"]["tp"]["counted"] == 4 * 1.5 * (18 * x_bytes + 3 * tokens * 4)
@@ -117,7 +122,7 @@ def test_the_numbers_of_tensor_and_sequence_parallelism(tour):
 def test_the_numbers_of_the_pipelines(tour):
     rows = {row["technique"]: row for row in json.loads(tour[0].stdout)["rows"]}
     config = technique.CONFIG
-    activations = technique.BATCH * technique.SEQ * config.hidden * 4
+    activations = technique.JOB.sequences * technique.JOB.seq_len * config.hidden * 4
     for name in PP_NAMES:
         # three boundaries, activations there and gradients back
         assert rows[name]["bytes"] == {
@@ -132,11 +137,19 @@ def test_the_numbers_of_context_parallelism(tour):
     """A quarter of every activation; a gather keeps three more quarters of K and V."""
     rows = {row["technique"]: row for row in json.loads(tour[0].stdout)["rows"]}
     config = technique.CONFIG
-    kv_bytes = 2 * technique.BATCH * technique.SEQ * config.kv_heads * config.head_dim * 4
+    kv_bytes = (
+        2 * technique.JOB.sequences * technique.JOB.seq_len * config.kv_heads * config.head_dim * 4
+    )
     for name, travels in (("cp-ring", 3), ("cp-gather", 2)):
         # forward, backward and gradients, or forward and gradients: 3/4 of all K and V by 4 ranks
         assert rows[name]["bytes"]["cp"]["counted"] == config.layers * travels * 3 * kv_bytes
         assert rows[name]["bytes"]["dp_cp"] == rows["dp-naive"]["bytes"]["dp"]
+    whole_heads = rows["cp-ulysses"]["bytes"]["cp"]["counted"]
+    grid = {axis: both["counted"] for axis, both in rows["cp-ulysses-ring"]["bytes"].items()}
+    # halves of the heads between two: 4 exchanges of q's size and 4 of K's, of which half leaves;
+    # then forward, backward and gradients of half of K and V between two
+    assert grid["cp_heads"] == whole_heads * Fraction(1, 2) / Fraction(3, 4)
+    assert grid["cp_ring"] == config.layers * 3 * kv_bytes
     peaks = {name: rows[name]["peak_activation_bytes"] for name in (*CP_NAMES, "serial")}
     assert abs(4 * peaks["cp-ring"] - peaks["serial"]) < 100, "but for a few scalars"
     assert peaks["cp-gather"] == peaks["cp-ring"] + config.layers * kv_bytes * 3 // 4
@@ -146,10 +159,10 @@ def test_the_numbers_of_expert_parallelism(tour):
     rows = {row["technique"]: row for row in json.loads(tour[0].stdout)["rows"]}
     config, experts = technique.CONFIG, 8
     mlp = 3 * config.hidden * config.ffn
-    model, _ = technique.parts()
+    model = technique.JOB.model()
     rest = sum(p.numel() for p in model.parameters()) - config.layers * mlp
     rest += config.layers * config.hidden * experts  # the routers
-    pairs = 2 * technique.BATCH * technique.SEQ * config.layers
+    pairs = 2 * technique.JOB.sequences * technique.JOB.seq_len * config.layers
     for name, ranks in zip(EP_NAMES, (4, 2), strict=True):
         counted = {axis: both["counted"] for axis, both in rows[name]["bytes"].items()}
         held = config.layers * experts // ranks * mlp
@@ -214,25 +227,31 @@ def test_the_table_names_every_technique_and_lesson(tmp_path, capfd, monkeypatch
 
 def fake_row(**changes) -> Row:
     naive = techniques.TECHNIQUES[1]
-    row = Row(naive, 1e-7, {"dp": Fraction(8)}, {"dp": Fraction(8)}, 1, 1, [5.0, 4.0], [])
+    row = Row(naive, 1e-7, {"dp": Fraction(8)}, {"dp": Fraction(8)}, 2, 2, 3, 3, [5.0, 4.0], [])
     return replace(row, **changes)
 
 
 def test_nothing_of_any_row_is_cut_at_80_columns():
     """Numbers as large as the tour's may become, and a mesh of all axes with a long name."""
-    sizes = dict.fromkeys(["pp", "tp", "tp_kv", "cp", "dp_cp", "ep", "edp"], Fraction(43_249_900))
-    large = {"counted": sizes, "formula": sizes, "state_bytes": 40_450_000}
+    axes = ["pp", "tp", "tp_kv", "cp_heads", "dp_cp", "ep", "edp"]
+    sizes = dict.fromkeys(axes, Fraction(43_249_900))
+    large = {
+        "counted": sizes,
+        "formula": sizes,
+        "state_bytes": 40_450_000,
+        "state_formula": 40_450_001,
+        "peak_activation_bytes": 43_249_900,
+        "peak_activation_formula": 43_249_900,
+    }
     five = dict.fromkeys(["dp", "pp", "cp", "tp", "ep"], 16)
-    longest = replace(techniques.TECHNIQUES[0], name="5d-interleaved-zero1", mesh=five)
-    rows = [
-        fake_row(technique=each, peak_activation_bytes=43_249_900, **large)
-        for each in [*techniques.TECHNIQUES, longest]
-    ]
+    longest = replace(techniques.TECHNIQUES[0], name="5d-interleaved-zero", mesh=five)
+    rows = [fake_row(technique=each, **large) for each in [*techniques.TECHNIQUES, longest]]
     page = io.StringIO()
     report.print_table(rows, [], Console(file=page, width=80))
     printed = page.getvalue()
     assert "…" not in printed
     assert printed.count("43,250") == 15 * len(rows)
+    assert printed.count("≠40,450") == len(rows), "a formula that is off is shown"
     assert printed.count("=16") == 5
     for head in ("counted", "formula", "state", "activ.", "technique", "mesh", "axis", "off by"):
         assert head in printed[:320]
@@ -246,6 +265,9 @@ def test_nothing_of_any_row_is_cut_at_80_columns():
         ({"counted": {"dp": Fraction(10)}}, "10 bytes counted on axis dp, 8 by the formula"),
         ({"counted": {"dp": Fraction(8), "tp": Fraction(5)}}, "on axis tp, 0 by the formula"),
         ({"counted": {}}, "0 bytes counted on axis dp"),
+        ({"counted": {"dp": Fraction(17, 2)}}, "counted on axis dp, 8 by the formula"),
+        ({"state_formula": 1}, "2 bytes of state on the fullest rank, 1 by the formula"),
+        ({"peak_activation_formula": 4}, "3 bytes of activations on the fullest rank, 4 by the"),
     ],
 )
 def test_a_wrong_row_is_named(changes, said):
@@ -253,16 +275,20 @@ def test_a_wrong_row_is_named(changes, said):
     assert said in "\n".join(fake_row(**changes).faults)
 
 
-@pytest.mark.parametrize("fault", ["loss", "bytes"])
-def test_exit_1_when_a_loss_or_a_byte_count_is_off(tmp_path, monkeypatch, capfd, fault):
+@pytest.mark.parametrize("fault", ["loss", "bytes", "state", "activations"])
+def test_exit_1_when_a_loss_or_a_byte_is_off(tmp_path, monkeypatch, capfd, fault):
     serial, naive = techniques.TECHNIQUES[:2]
     if fault == "bytes":
-        naive = replace(naive, formula=lambda: {"dp": Fraction(5)})
+        naive = replace(naive, formula=lambda job: {"dp": Fraction(5)})
+    elif fault == "state":
+        naive = replace(naive, state_formula=lambda job: 3_679_387)
+    elif fault == "activations":
+        naive = replace(naive, peak_activation_formula=lambda job: 3_021_325)
     else:
         train = naive.train
 
-        def another_model():
-            report = train()
+        def another_model(job):
+            report = train(job)
             return replace(report, losses=[loss + 1e-3 for loss in report.losses])
 
         naive = replace(naive, train=another_model)
@@ -283,6 +309,52 @@ def test_a_rank_that_differs_is_seen():
     row = make_row(techniques.TECHNIQUES[0], Fake([good, good, bad]), [5.0, 4.0])
     assert row.max_loss_difference == 0.5
     assert (row.state_bytes, row.peak_activation_bytes) == (2, 7)
+
+
+OTHER_JOBS = {
+    # tied, fewer key and value heads than ranks, a padded vocabulary, layers that do not divide
+    "llama-tied": technique.Job(
+        ModelConfig(
+            layers=5, hidden=48, heads=4, kv_heads=2, ffn=100, vocab=258, max_seq_len=40, tied=True
+        ),
+        sequences=8,
+        seq_len=24,
+        steps=2,
+    ),
+    "gpt-64": technique.Job(
+        ModelConfig(
+            family="gpt", hidden=32, heads=8, kv_heads=8, ffn=64, max_seq_len=16,
+            dtype=torch.float64,
+        ),
+        sequences=16,
+        seq_len=16,
+        steps=2,
+    ),
+    "gpt-tied": technique.Job(
+        ModelConfig(
+            family="gpt", layers=6, heads=4, kv_heads=1, ffn=200, vocab=261, max_seq_len=8,
+            tied=True,
+        ),
+        sequences=8,
+        seq_len=8,
+        steps=2,
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("job", OTHER_JOBS.values(), ids=OTHER_JOBS.keys())
+@pytest.mark.parametrize("row", techniques.TECHNIQUES, ids=lambda row: row.name)
+def test_formulas_hold_for_other_models_too(worlds, row, job):
+    """Bytes, state and activations, to the byte: else a formula could be that of one shape."""
+    results = worlds(row.ranks).run(row.train, job)
+    found = make_row(row, results, twin_losses(worlds, row.twin, job), job)
+    assert found.faults == []
+
+
+@cache
+def twin_losses(worlds, name, job):
+    twin = next(row for row in techniques.TECHNIQUES if row.name == name)
+    return worlds(1).run(twin.train, job)[0].losses
 
 
 def torchrun(out, *options: str) -> list[str]:

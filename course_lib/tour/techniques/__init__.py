@@ -1,6 +1,7 @@
-"""What the tour trains: one entry for each technique, a way to train and a formula for its bytes.
+"""What the tour trains: one entry for each technique, a way to train and formulas for its bytes.
 
-A technique joins the tour with a file of its own in this folder and its entries below.
+A technique joins the tour with a file of its own in this folder and its entries below: how, says
+:mod:`course_lib.tour.technique`.
 """
 
 from course_lib.tour.technique import Technique

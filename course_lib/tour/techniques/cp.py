@@ -10,32 +10,32 @@ from torch import Tensor
 
 from course_lib import cp, dp
 from course_lib.mesh import Axis, make_mesh
-from course_lib.model import AttentionCore, parameter_count
+from course_lib.recompute import ID_BYTES, kept_at_ends
 from course_lib.tour.technique import (
-    BATCH,
-    CONFIG,
-    SEQ,
-    STEPS,
+    COUNT_BYTES,
+    Job,
     Report,
     Technique,
-    parts,
-    rows,
+    adam,
+    whole_state_bytes,
 )
 from course_lib.trace.memory import SavedActivations, state_bytes
 
-RANKS = 4
-MakeCore = Callable[[Axis], AttentionCore]
+RANKS, HEADS = 4, 2  # of the grid: runs of two neighbours that share out heads
+MakeAttention = Callable[[Axis], cp.ParallelAttention]
 
 
-def train_context_parallel(make_core: MakeCore, layout: cp.SequenceLayout) -> Report:
+def train_context_parallel(
+    job: Job, make_attention: MakeAttention, layout: cp.SequenceLayout
+) -> Report:
     """Each rank holds a quarter of every sequence; gradients are summed as in data parallelism."""
-    mesh = make_mesh(cp=RANKS)
-    model, optimizer = parts()
-    cp.parallelize(model, make_core(mesh.cp))
+    mesh, model = make_mesh(cp=RANKS), job.model()
+    optimizer = adam(model.parameters())
+    cp.parallelize(model, make_attention(mesh.cp), mesh.cp, layout)
     sync = dp.Bucketed(model.parameters(), mesh.dp_cp)
     losses = []
-    for step in range(STEPS):
-        tokens, targets, positions = cp.shard(*rows(step, mesh), mesh.cp, layout)
+    for step in range(job.steps):
+        tokens, targets, positions = cp.shard(*job.rows(step, mesh.dp), mesh.cp, layout)
 
         def loss_sum(
             tokens: Tensor, targets: Tensor, positions: Tensor = positions
@@ -49,25 +49,61 @@ def train_context_parallel(make_core: MakeCore, layout: cp.SequenceLayout) -> Re
     return Report(losses, state_bytes(model, optimizer), saved.peak)
 
 
+def grid(axis: Axis) -> cp.ParallelAttention:
+    """Ulysses in runs of neighbours, and a ring through the runs."""
+    heads_axis, ring_axis = cp.split_axis(axis, HEADS)
+    return partial(cp.ulysses_ring_attention, heads_axis=heads_axis, ring_axis=ring_axis)
+
+
+def sent_by_grid(job: Job) -> dict[str, Fraction]:
+    """Over each axis of the grid, all ranks together."""
+    sizes = job.config, job.sequences, job.seq_len, HEADS, RANKS // HEADS
+    heads, ring = cp.ulysses_ring_wire_bytes(*sizes)
+    return {"cp_heads": RANKS * heads, "cp_ring": RANKS * ring}
+
+
+def sent_by(wire_bytes: Callable[..., Fraction]) -> Callable[[Job], dict[str, Fraction]]:
+    """The same of an attention on the whole axis."""
+    return lambda job: {"cp": RANKS * wire_bytes(job.config, job.sequences, job.seq_len, RANKS)}
+
+
+def kept(job: Job, saved_bytes: int, *, swapped: bool = False) -> int:
+    """Of one rank whose attention keeps ``saved_bytes`` a layer: else, as of shorter sequences."""
+    config, n = job.config, RANKS
+    block = cp.kept_per_block(config, job.sequences, job.seq_len, n, saved_bytes, swapped=swapped)
+    ends = kept_at_ends(config, job.sequences, job.seq_len // n)
+    ids = 2 * ID_BYTES * job.sequences * job.seq_len // n
+    return config.layers * block + ends.first + ends.last + ids + COUNT_BYTES
+
+
 def context_parallel(
     name: str,
     sentence: str,
-    make_core: MakeCore,
+    make_attention: MakeAttention,
     layout: cp.SequenceLayout,
-    wire_bytes: Callable[..., Fraction],
+    sent: Callable[[Job], dict[str, Fraction]],
+    saved: Callable[..., int],
+    *,
+    swapped: bool = False,
 ) -> Technique:
-    """A row of lesson 09, on four ranks; all of them together send the sums of ``formula``."""
-    parameter_bytes = parameter_count(CONFIG) * CONFIG.dtype.itemsize
+    """A row of lesson 09, on four ranks; all of them together send ``sent`` and gradients."""
+
+    def formula(job: Job) -> dict[str, Fraction]:
+        gradients = RANKS * dp.wire_bytes(job.parameter_bytes, RANKS)
+        return sent(job) | {"dp_cp": gradients}
+
+    def peak(job: Job) -> int:
+        return kept(job, saved(job.config, job.sequences, job.seq_len, RANKS), swapped=swapped)
+
     return Technique(
         name=name,
         lesson="09",
         sentence=sentence,
         mesh={"cp": RANKS},
-        train=lambda: train_context_parallel(make_core, layout),
-        formula=lambda: {
-            "cp": RANKS * wire_bytes(CONFIG, BATCH, SEQ, RANKS),
-            "dp_cp": RANKS * dp.wire_bytes(parameter_bytes, RANKS),
-        },
+        train=lambda job: train_context_parallel(job, make_attention, layout),
+        formula=formula,
+        state_formula=whole_state_bytes,
+        peak_activation_formula=peak,
     )
 
 
@@ -76,23 +112,39 @@ CONTEXT_PARALLEL = [
         "cp-ring",
         "Every rank holds an early and a late piece of every sequence; keys and values travel "
         "round a ring past everyone's queries.",
-        lambda axis: partial(cp.ring_attention, axis=axis, layout=cp.ZIGZAG),
+        lambda axis: cp.ring_attention,
         cp.ZIGZAG,
-        cp.ring_wire_bytes,
+        sent_by(cp.ring_wire_bytes),
+        cp.ring_saved_bytes,
     ),
     context_parallel(
         "cp-gather",
         "The same pieces, but every rank gathers all keys and values at once, and keeps them.",
-        lambda axis: partial(cp.gather_attention, axis=axis, layout=cp.ZIGZAG),
+        lambda axis: cp.gather_attention,
         cp.ZIGZAG,
-        cp.gather_wire_bytes,
+        sent_by(cp.gather_wire_bytes),
+        cp.gather_saved_bytes,
     ),
     context_parallel(
         "cp-ulysses",
         "Around attention, all-to-all from a quarter of the positions to a quarter of the heads, "
         "and back.",
-        lambda axis: partial(cp.ulysses_attention, axis=axis),
+        lambda axis: cp.ulysses_attention,
         cp.CONTIGUOUS,
-        cp.ulysses_wire_bytes,
+        sent_by(cp.ulysses_wire_bytes),
+        cp.ulysses_saved_bytes,
+        swapped=True,
+    ),
+    context_parallel(
+        "cp-ulysses-ring",
+        "Two neighbours exchange halves of the heads, and the keys and values of their half travel "
+        "between the two pairs.",
+        grid,
+        cp.nested(cp.ZIGZAG, HEADS),
+        sent_by_grid,
+        lambda config, sequences, seq_len, n: cp.ulysses_ring_saved_bytes(
+            config, sequences, seq_len, HEADS, n // HEADS
+        ),
+        swapped=True,
     ),
 ]

@@ -7,23 +7,31 @@ from fractions import Fraction
 
 from course_lib import dp
 from course_lib.mesh import Mesh, make_mesh
-from course_lib.model import Decoder, parameter_count
-from course_lib.tour.technique import CONFIG, STEPS, Report, Technique, parts, rows
+from course_lib.model import Decoder
+from course_lib.tour.technique import (
+    Job,
+    Report,
+    Technique,
+    adam,
+    replica_peak_bytes,
+    whole_state_bytes,
+)
 from course_lib.trace.memory import SavedActivations, state_bytes
 
+RANKS = 4
 BUCKET_BYTES = 200_000  # about one block of the small model
 MakeSync = Callable[[Decoder, Mesh], dp.GradientSync]
 
 
-def train_data_parallel(make_sync: MakeSync, micro_batches: int = 1) -> Report:
+def train_data_parallel(job: Job, make_sync: MakeSync, micro_batches: int = 1) -> Report:
     """Each rank trains on its rows; ``make_sync`` decides how gradients are summed."""
-    mesh = make_mesh()
-    model, optimizer = parts()
+    mesh, model = make_mesh(), job.model()
+    optimizer = adam(model.parameters())
     dp.start_equal(model, mesh.dp)
     sync = make_sync(model, mesh)
     losses = []
-    for step in range(STEPS):
-        tokens, targets = rows(step, mesh)
+    for step in range(job.steps):
+        tokens, targets = job.rows(step, mesh.dp)
         cut = list(zip(tokens.chunk(micro_batches), targets.chunk(micro_batches), strict=True))
         mesh.ledger.clear()
         with SavedActivations(model) as saved:
@@ -32,10 +40,9 @@ def train_data_parallel(make_sync: MakeSync, micro_batches: int = 1) -> Report:
     return Report(losses, state_bytes(model, optimizer), saved.peak)
 
 
-def data_parallel_bytes(n: int) -> dict[str, Fraction]:
-    """All ``n`` ranks together, one step, from the shapes in the config alone."""
-    parameter_bytes = parameter_count(CONFIG) * CONFIG.dtype.itemsize
-    return {"dp": n * dp.wire_bytes(parameter_bytes, n)}
+def data_parallel_bytes(job: Job) -> dict[str, Fraction]:
+    """All ranks together, one step."""
+    return {"dp": RANKS * dp.wire_bytes(job.parameter_bytes, RANKS)}
 
 
 def overlapped(model: Decoder, mesh: Mesh) -> dp.GradientSync:
@@ -51,9 +58,11 @@ def data_parallel(
         name=name,
         lesson="03",
         sentence=sentence,
-        mesh={"dp": 4},
-        train=lambda: train_data_parallel(make_sync, micro_batches),
-        formula=lambda: data_parallel_bytes(4),
+        mesh={"dp": RANKS},
+        train=lambda job: train_data_parallel(job, make_sync, micro_batches),
+        formula=data_parallel_bytes,
+        state_formula=whole_state_bytes,
+        peak_activation_formula=lambda job: replica_peak_bytes(job, RANKS, micro_batches),
     )
 
 

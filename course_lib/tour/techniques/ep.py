@@ -10,99 +10,140 @@ import torch
 
 from course_lib import dp, ep
 from course_lib.mesh import make_mesh
-from course_lib.model import Decoder, build_model
-from course_lib.tour.technique import (
-    CONFIG,
-    LEARNING_RATE,
-    STEPS,
-    Report,
-    Technique,
-    rows,
-    rows_of,
-)
+from course_lib.model import Decoder, parameter_sizes
+from course_lib.recompute import ID_BYTES, kept_at_ends
+from course_lib.tour.technique import COUNT_BYTES, COUNTER_BYTES, Job, Report, Technique, adam
 from course_lib.trace.memory import SavedActivations, state_bytes
 
 RANKS, EXPERTS, CHOICES = 4, 8, 2
 COEFFICIENT = 0.01  # of the auxiliary loss
-# So many digits that no token stands between two experts, to go one way here and another there.
-CONFIG_64 = replace(CONFIG, dtype=torch.float64)
 TWIN = "serial-moe"
 
 
-def experts_model() -> Decoder:
+def exact(job: Job) -> Job:
+    """So many digits that no token stands between two experts, to go one way here and another
+    there."""
+    return replace(job, config=replace(job.config, dtype=torch.float64))
+
+
+def experts_model(job: Job) -> Decoder:
     """The model of the other rows with 8 experts in the place of each MLP."""
-    return ep.add_experts(build_model(CONFIG_64, seed=0), EXPERTS, CHOICES, seed=0)
+    return ep.add_experts(exact(job).model(), EXPERTS, CHOICES, seed=0)
 
 
-def train_twin() -> Report:
+def train_twin(job: Job) -> Report:
     """One process, all experts, and a plain loop."""
-    return train_serially(experts_model(), STEPS)
+    return train_serially(experts_model(job), job, job.steps)
 
 
-def train_serially(model: Decoder, steps: int) -> Report:
+def train_serially(model: Decoder, job: Job, steps: int) -> Report:
     """``steps`` optimizer steps on whole batches."""
-    optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE)
+    optimizer = adam(model.parameters())
     loss_sum, losses = ep.loss_sum(model, COEFFICIENT), []
     for step in range(steps):
         optimizer.zero_grad()
         with SavedActivations(model) as saved:
-            total, count = loss_sum(*rows_of(step, 0, 1))
+            total, count = loss_sum(*job.rows_of(step, 0, 1))
             (total / count).backward()
         optimizer.step()
         losses.append(float(total.detach() / count))
     return Report(losses, state_bytes(model, optimizer), saved.peak)
 
 
-def train_expert_parallel(ep_size: int) -> Report:
+def train_expert_parallel(job: Job, ep_size: int) -> Report:
     """Each rank has its rows and its experts; two sums of gradients, over other ranks each."""
     mesh = make_mesh(ep=ep_size)
-    model = ep.parallelize(experts_model(), mesh.ep, mesh.dp_cp)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE)
+    model = ep.parallelize(experts_model(job), mesh.ep, mesh.dp_cp)
+    optimizer = adam(model.parameters())
     sync = ep.ExpertSync(model, dp.Bucketed, ep=mesh.ep, edp=mesh.edp, data=mesh.dp_cp)
     losses = []
-    for step in range(STEPS):
+    for step in range(job.steps):
         mesh.ledger.clear()
         with SavedActivations(model) as saved:
             loss = dp.train_step(
-                ep.loss_sum(model, COEFFICIENT), [rows(step, mesh)], sync, optimizer
+                ep.loss_sum(model, COEFFICIENT), [job.rows(step, mesh.dp)], sync, optimizer
             )
         losses.append(float(loss))
     return Report(losses, state_bytes(model, optimizer), saved.peak)
 
 
 @cache
-def twin_counts() -> list[list[tuple[int, ...]]]:
+def twin_counts(job: Job) -> list[list[tuple[int, ...]]]:
     """What the twin's routers want in the last step, [layer][rank][expert]."""
-    model = experts_model()
+    model = experts_model(job)
     threads = torch.get_num_threads()
     torch.set_num_threads(1)  # as in a rank: several, for so little, wait for each other
-    train_serially(model, STEPS - 1)
+    train_serially(model, job, job.steps - 1)
     torch.set_num_threads(threads)
-    counts: list[list[tuple[int, ...]]] = [[] for _ in range(CONFIG.layers)]
+    counts: list[list[tuple[int, ...]]] = [[] for _ in range(job.config.layers)]
     for rank in range(RANKS):
         with torch.no_grad():
-            model(rows_of(STEPS - 1, rank, RANKS)[0])
+            model(job.rows_of(job.steps - 1, rank, RANKS)[0])
         for layer, found in zip(ep.moe_layers(model), counts, strict=True):
             assert layer.load is not None
             found.append(layer.load.kept[0])
     return counts
 
 
-def expert_parallel_bytes(ep_size: int) -> dict[str, Fraction]:
+def loads(job: Job, ep_size: int, first: int) -> list[ep.Load]:
+    """Of each layer, for the ``ep_size`` ranks from ``first`` on that share all experts."""
+    return [ep.Load((), tuple(counts[first : first + ep_size])) for counts in twin_counts(job)]
+
+
+def expert_parallel_bytes(job: Job, ep_size: int) -> dict[str, Fraction]:
     """All ranks together: tokens by the twin's counts, gradients by shapes."""
-    width = CONFIG_64.dtype.itemsize
-    tokens = Fraction(0)
-    for counts in twin_counts():
-        for first in range(0, RANKS, ep_size):
-            load = ep.Load((), tuple(counts[first : first + ep_size]))
+    config = exact(job).config
+    width, tokens = config.dtype.itemsize, Fraction(0)
+    for first in range(0, RANKS, ep_size):
+        for load in loads(job, ep_size, first):
             tokens += sum(
-                ep.wire_bytes(load, rank, CONFIG.hidden * width) for rank in range(ep_size)
+                ep.wire_bytes(load, rank, config.hidden * width) for rank in range(ep_size)
             )
-    experts, rest = ep.parameters_per_rank(CONFIG_64, EXPERTS, ep_size)
+    experts, rest = ep.parameters_per_rank(config, EXPERTS, ep_size)
     formula = {"ep": tokens, "dp": RANKS * dp.wire_bytes(rest * width, RANKS)}
     if ep_size < RANKS:  # else no two ranks hold the same experts
         formula["edp"] = RANKS * dp.wire_bytes(experts * width, RANKS // ep_size)
     return formula
+
+
+def experts_state_bytes(job: Job, ep_size: int) -> int:
+    """Experts and all else, four times, and Adam's counters. An expert has as many tensors as an
+    MLP, a router one."""
+    config = exact(job).config
+    held = sum(ep.parameters_per_rank(config, EXPERTS, ep_size))
+    mlp_tensors = 3 if config.family == "llama" else 4
+    tensors = len(parameter_sizes(config))
+    tensors += config.layers * (1 + (EXPERTS // ep_size - 1) * mlp_tensors)
+    return 4 * held * config.dtype.itemsize + COUNTER_BYTES * tensors
+
+
+def experts_peak_bytes(job: Job, ep_size: int) -> int:
+    """Of the rank that keeps most, for its experts compute other ranks' tokens too."""
+    layer, tokens = ep.moe_layers(experts_model(job))[0], job.sequences * job.seq_len // RANKS
+
+    def by_experts(rank: int) -> int:
+        of_layers = loads(job, ep_size, rank // ep_size * ep_size)
+        place = rank % ep_size
+        config = exact(job).config
+        return sum(ep.kept_by_layer(config, layer, tokens, load, place) for load in of_layers)
+
+    return kept_beside_experts(job, RANKS) + max(map(by_experts, range(RANKS)))
+
+
+def twin_peak_bytes(job: Job) -> int:
+    """Of the one process."""
+    layer, tokens = ep.moe_layers(experts_model(job))[0], job.sequences * job.seq_len
+    by_experts = ep.kept_by_serial_layer(exact(job).config, layer, tokens)
+    return kept_beside_experts(job, 1) + job.config.layers * by_experts
+
+
+def kept_beside_experts(job: Job, replicas: int) -> int:
+    """By one of so many replicas of all else, that share the batch."""
+    config, sequences = exact(job).config, job.sequences // replicas
+    blocks = config.layers * ep.kept_beside_experts(config, sequences, job.seq_len)
+    ends = kept_at_ends(config, sequences, job.seq_len)
+    ids = 2 * ID_BYTES * sequences * job.seq_len
+    return blocks + ends.first + ends.last + ids + COUNT_BYTES
 
 
 def expert_parallel(name: str, sentence: str, ep_size: int) -> Technique:
@@ -112,8 +153,10 @@ def expert_parallel(name: str, sentence: str, ep_size: int) -> Technique:
         lesson="10",
         sentence=sentence,
         mesh={"dp": RANKS, "ep": ep_size},
-        train=lambda: train_expert_parallel(ep_size),
-        formula=lambda: expert_parallel_bytes(ep_size),
+        train=lambda job: train_expert_parallel(job, ep_size),
+        formula=lambda job: expert_parallel_bytes(job, ep_size),
+        state_formula=lambda job: experts_state_bytes(job, ep_size),
+        peak_activation_formula=lambda job: experts_peak_bytes(job, ep_size),
         twin=TWIN,
     )
 
@@ -126,7 +169,9 @@ EXPERT_PARALLEL = [
         "twin of the next rows, in float64.",
         mesh={},
         train=train_twin,
-        formula=dict,
+        formula=lambda job: {},
+        state_formula=lambda job: experts_state_bytes(job, 1),
+        peak_activation_formula=twin_peak_bytes,
         twin=TWIN,
     ),
     expert_parallel(

@@ -3,17 +3,24 @@
 from __future__ import annotations
 
 from course_lib.mesh import make_mesh
-from course_lib.tour.technique import STEPS, Report, Technique, parts, rows
+from course_lib.tour.technique import (
+    Job,
+    Report,
+    Technique,
+    adam,
+    replica_peak_bytes,
+    whole_state_bytes,
+)
 from course_lib.trace.memory import SavedActivations, state_bytes
 
 
-def train_serial() -> Report:
+def train_serial(job: Job) -> Report:
     """The twin that everything is compared with: one process and a plain loop."""
-    mesh = make_mesh()
-    model, optimizer = parts()
+    mesh, model = make_mesh(), job.model()
+    optimizer = adam(model.parameters())
     losses = []
-    for step in range(STEPS):
-        tokens, targets = rows(step, mesh)
+    for step in range(job.steps):
+        tokens, targets = job.rows(step, mesh.dp)
         optimizer.zero_grad()
         with SavedActivations(model) as saved:
             total, count = model.loss_sum(tokens, targets)
@@ -30,5 +37,7 @@ SERIAL = Technique(
     "equal.",
     mesh={},
     train=train_serial,
-    formula=dict,
+    formula=lambda job: {},
+    state_formula=whole_state_bytes,
+    peak_activation_formula=lambda job: replica_peak_bytes(job, 1),
 )

@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from fractions import Fraction
 
 import torch
-from torch import nn
 
-from course_lib import dp, zero
+from course_lib import comm, dp, zero
 from course_lib.mesh import Mesh, make_mesh
-from course_lib.model import Decoder, block_parameter_count, parameter_count
-from course_lib.tour.technique import CONFIG, LEARNING_RATE, STEPS, Report, Technique, parts, rows
+from course_lib.model import Decoder, block_parameter_count, parameter_count, parameter_sizes
+from course_lib.tour.technique import (
+    COUNTER_BYTES,
+    Job,
+    Report,
+    Technique,
+    adam,
+    replica_peak_bytes,
+)
 from course_lib.trace.memory import SavedActivations, state_bytes
 
 RANKS = 4
@@ -19,21 +25,15 @@ BUCKET_BYTES = 200_000  # about one block of the small model
 MakeZero = Callable[[Decoder, Mesh], zero.Sharded]
 
 
-def adam(shards: list[nn.Parameter]) -> torch.optim.Optimizer:
-    """The optimizer of every row, of this rank's shards."""
-    return torch.optim.AdamW(shards, lr=LEARNING_RATE)
-
-
-def train_zero(make_zero: MakeZero, micro_batches: int) -> Report:
+def train_zero(job: Job, make_zero: MakeZero, micro_batches: int) -> Report:
     """The loop of data parallelism: ZeRO stands where the sync and the optimizer stand there."""
-    mesh = make_mesh()
-    model, _ = parts()
+    mesh, model = make_mesh(), job.model()
     dp.start_equal(model, mesh.dp)
     z = make_zero(model, mesh)
     buffers = z.buffers if isinstance(z, zero.Zero3) else []
     losses = []
-    for step in range(STEPS):
-        tokens, targets = rows(step, mesh)
+    for step in range(job.steps):
+        tokens, targets = job.rows(step, mesh.dp)
         cut = list(zip(tokens.chunk(micro_batches), targets.chunk(micro_batches), strict=True))
         mesh.ledger.clear()
         with SavedActivations(model, buffers) as saved:
@@ -42,19 +42,44 @@ def train_zero(make_zero: MakeZero, micro_batches: int) -> Report:
     return Report(losses, state_bytes(model, z.optimizer), saved.peak)
 
 
-def zero_bytes(stage: int, micro_batches: int) -> dict[str, Fraction]:
-    """All ranks together, one step, from the shapes in the config alone."""
-    whole, block = parameter_count(CONFIG), block_parameter_count(CONFIG)
-    elements = [whole - CONFIG.layers * block, *[block] * CONFIG.layers] if stage == 3 else [whole]
+def flats(stage: int, job: Job) -> Sequence[int]:
+    """Elements of each flat: of the root and the blocks in stage 3, else of the buckets.
+
+    Buckets are cut by the rule of the run, from tensors without memory.
+    """
+    config = job.config
+    if stage == 3:
+        block = block_parameter_count(config)
+        return [parameter_count(config) - config.layers * block, *[block] * config.layers]
+    shapes = [
+        torch.empty(size, dtype=config.dtype, device="meta") for size in parameter_sizes(config)
+    ]
+    buckets = comm.by_dtype_and_size(shapes[::-1], BUCKET_BYTES)
+    return [sum(tensor.numel() for tensor in bucket) for bucket in buckets]
+
+
+def zero_bytes(stage: int, job: Job, micro_batches: int) -> dict[str, Fraction]:
+    """All ranks together, one step."""
     sent = zero.wire_bytes(
         stage,
-        elements,
+        flats(stage, job),
         RANKS,
-        dtype=CONFIG.dtype,
+        dtype=job.config.dtype,
         micro_batches=micro_batches,
-        kept=(0, CONFIG.layers) if stage == 3 else (),
+        kept=(0, job.config.layers) if stage == 3 else (),
     )
     return {"dp": RANKS * sent}
+
+
+def zero_state_bytes(stage: int, job: Job) -> int:
+    """What stays, the shards' gradients, and for each flat Adam's counter and, in stage 3, the one
+    number that the parameters read as where they are not gathered."""
+    elements = flats(stage, job)
+    kept = zero.state_bytes(stage, elements, RANKS, dtype=job.config.dtype)
+    width = zero.reduce_dtype(job.config.dtype).itemsize
+    gradients = sum(zero.padded(size, RANKS) // RANKS * width for size in elements)
+    numbers = len(elements) * (COUNTER_BYTES + (job.width if stage == 3 else 0))
+    return kept + gradients + numbers
 
 
 def row(stage: int, sentence: str, make_zero: MakeZero, micro_batches: int = 1) -> Technique:
@@ -64,8 +89,10 @@ def row(stage: int, sentence: str, make_zero: MakeZero, micro_batches: int = 1) 
         lesson="04",
         sentence=sentence,
         mesh={"dp": RANKS},
-        train=lambda: train_zero(make_zero, micro_batches),
-        formula=lambda: zero_bytes(stage, micro_batches),
+        train=lambda job: train_zero(job, make_zero, micro_batches),
+        formula=lambda job: zero_bytes(stage, job, micro_batches),
+        state_formula=lambda job: zero_state_bytes(stage, job),
+        peak_activation_formula=lambda job: replica_peak_bytes(job, RANKS, micro_batches),
     )
 
 
