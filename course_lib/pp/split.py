@@ -25,6 +25,8 @@ Source: Qi et al. 2023 (arXiv:2401.10241), whose code puts off the products of l
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -35,16 +37,33 @@ from torch.overrides import TorchFunctionMode
 
 from course_lib.comm.operators import apply_weight
 
-PutOff = list[tuple[GradientEdge, Tensor]]  # graph of x and the weight, and the gradient dy for it
+# For each linear the graph of x and the weight, and a node that holds the gradient dy for it.
+PutOff = list[tuple[GradientEdge, Any]]
+Product = Callable[[Tensor], Tensor]
+
+
+class _Held(torch.autograd.Function):
+    """A node that holds a tensor as autograd does, so that memory meters see it."""
+
+    @staticmethod
+    def forward(ctx, x: Tensor) -> Tensor:
+        ctx.save_for_backward(x)
+        return x.view_as(x)
 
 
 class _Linear(torch.autograd.Function):
-    """A linear whose backward gives dx and puts the rest off."""
+    """A linear whose backward gives dx and puts the rest off.
+
+    ``weight`` is detached: a parameter would hear of a backward that brings it nothing, and its
+    hooks would take that for its gradient. ``trained`` is there to require one in its place.
+    """
 
     @staticmethod
-    def forward(ctx, x: Tensor, weight: Tensor, bias: Tensor | None, put_off: PutOff) -> Tensor:
+    def forward(
+        ctx, x: Tensor, trained: Tensor, weight: Tensor, product: Product, put_off: PutOff
+    ) -> Tensor:
         with torch.enable_grad():
-            y = apply_weight(_as_input(x), weight, bias)
+            y = product(_as_input(x))
         ctx.weights_half, ctx.put_off = get_gradient_edge(y), put_off
         ctx.save_for_backward(weight)
         return y.detach()
@@ -52,9 +71,11 @@ class _Linear(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx, dy: Tensor):
-        ctx.put_off.append((ctx.weights_half, dy))
+        with torch.enable_grad():  # else no node is made
+            held = _Held.apply(dy.detach().requires_grad_()).grad_fn
+        ctx.put_off.append((ctx.weights_half, held))
         (weight,) = ctx.saved_tensors
-        return dy @ weight if ctx.needs_input_grad[0] else None, None, None, None
+        return dy @ weight if ctx.needs_input_grad[0] else None, None, None, None, None
 
 
 def _as_input(x: Tensor) -> Tensor:
@@ -72,6 +93,7 @@ class WeightsLater(TorchFunctionMode):
     def __init__(self) -> None:
         super().__init__()
         self.put_off: PutOff = []
+        self.trained = torch.empty(0, requires_grad=True)
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
@@ -82,10 +104,11 @@ class WeightsLater(TorchFunctionMode):
     def _linear(self, input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         if not (weight.is_leaf and weight.requires_grad):
             return apply_weight(input, weight, bias)
-        return _Linear.apply(input, weight, bias, self.put_off)
+        product = partial(apply_weight, weight=weight, bias=bias)
+        return _Linear.apply(input, self.trained, weight.detach(), product, self.put_off)
 
     def run(self) -> None:
         """Add the gradients that I has put off, and free what they needed one by one."""
         while self.put_off:
-            graph, dy = self.put_off.pop(0)
-            torch.autograd.backward(graph, dy)
+            graph, held = self.put_off.pop(0)
+            torch.autograd.backward(graph, *held.saved_tensors)
