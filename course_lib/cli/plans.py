@@ -6,7 +6,7 @@ import re
 import shutil
 from importlib import import_module
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, cast
 
 import typer
 
@@ -17,7 +17,8 @@ from course_lib.layout import DEFAULT_ORDER
 if TYPE_CHECKING:
     from rich.text import Text
 
-    from course_lib.schedule import Schedule
+    from course_lib.schedule import Costs, Schedule
+    from course_lib.schedule.simulate import Factor
     from course_lib.view import Picture
 
 COLOURS = ("default", "cyan", "yellow", "magenta", "green", "blue", "red", "bright_black")
@@ -79,6 +80,15 @@ def schedule(
     i: Annotated[float | None, typer.Option("--i", help="Of its half for the input.")] = None,
     w: Annotated[float | None, typer.Option("--w", help="Of its half for the weights.")] = None,
     comm: Annotated[float, typer.Option(help="Delay of a hop between ranks.")] = 0.0,
+    stage_cost: Annotated[
+        str | None, typer.Option(help="Factors of the stages' costs: 1,1,2,1; F:I:W as 1:1:2.")
+    ] = None,
+    speed: Annotated[
+        str | None, typer.Option(help="Speeds of the ranks: 1,1,0.5,1; 0.5 takes twice as long.")
+    ] = None,
+    score: Annotated[
+        bool, typer.Option("--score", help="Beside 1F1B, ZB-H1, ZB-V and a lower bound.")
+    ] = False,
     png: Annotated[Path | None, typer.Option(help="Draw the picture into this file.")] = None,
     file: Annotated[
         Path | None, typer.Option(help="A schedule of your own: CSV, a row a rank, cells as 0F0.")
@@ -86,25 +96,62 @@ def schedule(
     as_json: AsJson = False,
 ) -> int:
     """Simulate a pipeline schedule: when each rank works, the bubble, what is in flight."""
-    from course_lib.schedule import Costs, drawing, simulate
+    from course_lib.schedule import Costs, drawing, scored, simulate
+    from course_lib.schedule import score as score_of
 
-    costs = Costs.make(f, b, i, w, comm)
+    costs = Costs.make(f, b, i, w, comm, _factors(stage_cost))
     sizes = {"stages": stages, "microbatches": microbatches, "chunks": chunks}
-    simulation = simulate(_schedule(name, file, sizes), costs)
+    made, costs = _schedule(name, file, sizes, costs, _numbers("--speed", speed))
+    simulation = simulate(made, costs)
+    points = score_of(made, costs) if score else None
     if png is not None:
         _save_png(import_module("course_lib.view").schedule_picture(simulation), png)
     if as_json:
-        print_json(simulation.as_dict())
+        print_json(simulation.as_dict() | ({"score": points} if points else {}))
         return 0
-    print(drawing(simulation, max(60, shutil.get_terminal_size((80, 24)).columns)))
+    width = max(60, shutil.get_terminal_size((80, 24)).columns)
+    print(drawing(simulation, width))
+    if points is not None:
+        print(scored(made.name, points))
     if png is not None:
         print(f"The picture is in {png}.")
     return 0
 
 
-def _schedule(name: str | None, file: Path | None, sizes: dict[str, int | None]) -> Schedule:
-    """The schedule called ``name``, or the legal one in ``file``; never one too large to hold."""
-    from course_lib.schedule import SCHEDULES, check_sizes, make
+def _numbers(option: str, text: str | None) -> tuple[float, ...] | None:
+    """``1,0.5`` as numbers."""
+    if text is None:
+        return None
+    try:
+        return tuple(float(number) for number in text.split(","))
+    except ValueError:
+        raise ValueError(f"{option} {text}: numbers with commas between them are wanted") from None
+
+
+def _factors(text: str | None) -> tuple[Factor, ...] | None:
+    """``1,1:1:2`` as factors of stages: a number, or three for F, I and W."""
+    if text is None:
+        return None
+    found: list[Factor] = []
+    for one in text.split(","):
+        numbers = _numbers("--stage-cost", one.replace(":", ","))
+        assert numbers is not None
+        found.append(numbers[0] if len(numbers) == 1 else cast("Factor", numbers))
+    return tuple(found)
+
+
+def _schedule(
+    name: str | None,
+    file: Path | None,
+    sizes: dict[str, int | None],
+    costs: Costs,
+    speeds: tuple[float, ...] | None,
+) -> tuple[Schedule, Costs]:
+    """The schedule called ``name`` or the legal one in ``file``; costs with ``speeds`` in them.
+
+    Never one too large to hold.
+    """
+    from course_lib.schedule import SCHEDULES, check_sizes, make, placement
 
     given = {key: size for key, size in sizes.items() if size is not None}
     check_sizes(**given)
@@ -113,16 +160,20 @@ def _schedule(name: str | None, file: Path | None, sizes: dict[str, int | None])
             f"give either the name of a schedule ({', '.join(SCHEDULES)}) or --file with your own"
         )
     if file is not None:
-        return _schedule_in(file, given)
+        own = _schedule_in(file, given)
+        return own, costs if speeds is None else costs.on_ranks(speeds, own.placement)
     assert name is not None
+    name = name.lower()
     ranks, microbatches = given.get("stages", 4), given.get("microbatches", 8)
     chunks = given.get("chunks")
     if ranks * (chunks or 2) * microbatches > MOST_PAIRS:
         raise ValueError(
-            f"{ranks} ranks x {chunks or 2} chunks x {microbatches} micro-batches are more than the "
-            f"{MOST_PAIRS:,} (stage, micro-batch) pairs simulated here"
+            f"{ranks} ranks x {chunks or 2} chunks x {microbatches} micro-batches are more than "
+            f"the {MOST_PAIRS:,} (stage, micro-batch) pairs simulated here"
         )
-    return make(name.lower(), ranks, microbatches, chunks)
+    if speeds is not None:
+        costs = costs.on_ranks(speeds, placement(name, ranks, chunks))
+    return make(name, ranks, microbatches, chunks, costs), costs
 
 
 def _schedule_in(file: Path, given: dict[str, int]) -> Schedule:

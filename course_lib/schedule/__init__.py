@@ -18,11 +18,13 @@ from course_lib.schedule.named import (
     make,
     naive,
     one_f_one_b,
+    placement,
     predicted_bubble,
 )
+from course_lib.schedule.score import lower_bound, score
 from course_lib.schedule.simulate import Costs, Simulation, bubble, makespan, simulate
 from course_lib.schedule.span import Span, from_zero
-from course_lib.schedule.text import drawing
+from course_lib.schedule.text import drawing, scored
 from course_lib.schedule.validate import validate
 from course_lib.schedule.zero_bubble import dualpipe_v, zb_h1, zb_h2, zb_v
 
@@ -43,12 +45,16 @@ __all__ = [
     "gpipe",
     "interleaved",
     "looped",
+    "lower_bound",
     "make",
     "makespan",
     "naive",
     "one_f_one_b",
+    "placement",
     "predicted_bubble",
     "read_csv",
+    "score",
+    "scored",
     "simulate",
     "v_shape",
     "validate",

@@ -19,6 +19,7 @@ from typing import NamedTuple
 OPS = ("F", "B", "I", "W")
 CELL = re.compile(r"([0-9]{1,9})([A-Z])([0-9]{1,9})")
 # Cells of torch that move data and compute nothing. The engine derives them from the others.
+PAIR = re.compile(r"\((.*)\)OVERLAP_F_B")  # torch's: messages overlap
 TRANSFER = re.compile(r"[0-9]+(SEND_F|RECV_F|SEND_B|RECV_B|UNSHARD|RESHARD|REDUCE_GRAD)[0-9]*")
 
 
@@ -109,14 +110,15 @@ def from_rows(rows: Iterable[Iterable[str]], name: str = "rows") -> Schedule:
     """A schedule from cells like ``0F0``.
 
     Empty cells are idle time and are left out, and so are torch's cells of communication
-    (``0SEND_F0``, ``0REDUCE_GRAD``, ...). The placement is read off the rows: a stage lives where
-    its actions are. Raises ScheduleError with rank and cell when that is contradictory.
+    (``0SEND_F0``, ``0REDUCE_GRAD``, ...); its pair ``(0F7;7B3)OVERLAP_F_B`` is read as two. The
+    placement is read off the rows: a stage lives where its actions are. Raises ScheduleError with
+    rank and cell when that is contradictory.
     """
     actions: list[list[Action]] = []
     home: dict[int, int] = {}
     for rank, cells in enumerate(rows):
         actions.append([])
-        for place, cell in enumerate(cells):
+        for place, cell in _single(cells):
             if not cell.strip() or TRANSFER.fullmatch(cell.strip()):
                 continue
             try:
@@ -130,6 +132,14 @@ def from_rows(rows: Iterable[Iterable[str]], name: str = "rows") -> Schedule:
                 )
             actions[-1].append(action)
     return Schedule(name, as_rows(actions), _placement(home))
+
+
+def _single(cells: Iterable[str]) -> Iterator[tuple[int, str]]:
+    """Place and text of each cell, pairs taken apart."""
+    for place, cell in enumerate(cells):
+        pair = PAIR.fullmatch(cell.strip())
+        for one in pair[1].split(";") if pair else (cell,):
+            yield place, one
 
 
 def _placement(home: dict[int, int]) -> tuple[int, ...]:

@@ -37,6 +37,7 @@ def fill(skeleton: Schedule, costs: Costs, limit: int, overshoot: float) -> Sche
     A W is done where the rank would wait for its next action and may then be late by at most
     ``overshoot`` times the W; and before an F that would exceed ``limit`` in flight.
     """
+    costs.check_stages(skeleton.stages)
     rows: list[list[Action]] = [[] for _ in skeleton.rows]
     owed: list[deque[Action]] = [deque() for _ in skeleton.rows]
     now, kept = [0.0] * len(rows), [0] * len(rows)

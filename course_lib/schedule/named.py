@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from itertools import pairwise
 
-from course_lib.schedule.data import Action, Schedule, as_rows, check_sizes, looped
+from course_lib.schedule.data import Action, Schedule, as_rows, check_sizes, looped, v_shape
 from course_lib.schedule.simulate import Costs
 from course_lib.schedule.zero_bubble import dualpipe_v, zb_h1, zb_h2, zb_v
 
@@ -111,7 +111,8 @@ SCHEDULES: dict[str, Callable[..., Schedule]] = {
     "dualpipe-v": dualpipe_v,
 }
 CHUNKS = {"interleaved": 2, "zb-v": 2, "dualpipe-v": 2}  # unless said; 1 for the others
-PLANNED = {"zb-h1", "zb-h2", "zb-v"}  # their rows depend on the costs
+PLANNED = ("zb-h1", "zb-h2", "zb-v")  # their rows depend on the costs
+IN_A_V = ("zb-v", "dualpipe-v")
 
 
 def make(
@@ -126,23 +127,52 @@ def make(
     ``costs`` are those that a zero-bubble schedule is made for (F = I = W unless given); the
     others have the same rows at any. Raises ValueError that lists the names there are.
     """
+    chunks = _chunks(name, chunks)
+    if costs is None or name not in PLANNED:
+        return SCHEDULES[name](ranks, microbatches, chunks)
+    return SCHEDULES[name](ranks, microbatches, chunks, costs)
+
+
+def placement(name: str, ranks: int, chunks: int | None = None) -> tuple[int, ...]:
+    """Where the stages of the schedule called ``name`` live: the rank of each."""
+    chunks = _chunks(name, chunks)
+    check_sizes(ranks=ranks, chunks=chunks)
+    return v_shape(ranks) if name in IN_A_V else looped(ranks, chunks)
+
+
+def _chunks(name: str, chunks: int | None) -> int:
     if name not in SCHEDULES:
         raise ValueError(f"no schedule is called {name!r}; there are {', '.join(SCHEDULES)}")
-    if chunks is None:
-        chunks = CHUNKS.get(name, 1)
-    if costs is not None and name in PLANNED:
-        return SCHEDULES[name](ranks, microbatches, chunks, costs)
-    return SCHEDULES[name](ranks, microbatches, chunks)
+    return CHUNKS.get(name, 1) if chunks is None else chunks
 
 
-def predicted_bubble(name: str, ranks: int, microbatches: int) -> float:
-    """The textbook share of total time in which a rank waits; chunks 1, equal stages, no comm.
+def predicted_bubble(
+    name: str,
+    ranks: int,
+    microbatches: int,
+    chunks: int | None = None,
+    costs: Costs | None = None,
+) -> float:
+    """The textbook share of total time in which a rank waits; equal stages, no communication.
 
-    naive (p-1)/p; GPipe and 1F1B (p-1)/(m+p-1).
+    naive (p-1)/p. The others x/(1+x), x being the share of ideal time, with v chunks: gpipe, 1f1b
+    and interleaved (p-1)/(mv); zb-h1 (p-1)(F+I-W) and zb-h2 (p-1)(F+I-2W), but not below 0, of
+    m(F+I+W), for W no longer than F or I; zb-v 0, at F = I = W. The last two are shares of a
+    rank's own time, from its first start to its last end: ranks begin one after another, and so
+    the makespan holds (p-1) F more. Raises ValueError where the papers give no formula.
     """
-    check_sizes(ranks=ranks, microbatches=microbatches)
+    chunks = _chunks(name, chunks)
+    check_sizes(ranks=ranks, microbatches=microbatches, chunks=chunks)
     if name == "naive":
         return (ranks - 1) / ranks
-    if name in ("gpipe", "1f1b"):
-        return (ranks - 1) / (microbatches + ranks - 1)
-    raise ValueError(f"there is no textbook formula for {name!r} here")
+    if name in ("gpipe", "1f1b", "interleaved"):
+        return (ranks - 1) / (microbatches * chunks + ranks - 1)
+    f, i, w = (1.0, 1.0, 1.0) if costs is None else (costs.f, costs.i, costs.w)
+    if name == "zb-v" and f == i == w:
+        return 0.0
+    if name not in ("zb-h1", "zb-h2"):
+        raise ValueError(f"there is no textbook formula for {name!r} at these costs; simulate it")
+    if w > min(f, i):
+        raise ValueError(f"the formula of {name} is for W no longer than F or I; simulate it")
+    wait = (ranks - 1) * max(0.0, f + i - (1 if name == "zb-h1" else 2) * w)
+    return wait / (microbatches * (f + i + w) + wait)

@@ -7,13 +7,15 @@ arrived. A message between different ranks takes ``comm`` and blocks nobody.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from itertools import pairwise
 from typing import Any
 
 from course_lib.schedule.data import Action, Schedule
 from course_lib.schedule.span import Span
 from course_lib.schedule.validate import before, progress, settled
 
+Factor = float | tuple[float, float, float]  # of a stage's costs: of all, or of F, I and W
 MOST = 1e12  # of a cost: far above any, and sums of them are still exact enough
 
 
@@ -22,14 +24,15 @@ class Costs:
     """Seconds (or any unit) of one action on one virtual stage, and of one hop between ranks.
 
     B = I + W always. Give ``b`` (split in halves where a schedule splits) or ``i`` and ``w``:
-    see :meth:`make`. ``per_stage`` multiplies the costs of each stage (unequal stages).
+    see :meth:`make`. ``per_stage`` multiplies the costs of each stage (unequal stages): by one
+    factor, or by one each for F, I and W. Ranks of unequal speed: see :meth:`on_ranks`.
     """
 
     f: float = 1.0
     i: float = 1.0
     w: float = 1.0
     comm: float = 0.0
-    per_stage: tuple[float, ...] | None = None
+    per_stage: tuple[Factor, ...] | None = None
 
     @classmethod
     def make(
@@ -39,6 +42,7 @@ class Costs:
         i: float | None = None,
         w: float | None = None,
         comm: float = 0.0,
+        per_stage: tuple[Factor, ...] | None = None,
     ) -> Costs:
         """Costs from B, or from I and W; B is 2 F when neither is given.
 
@@ -51,7 +55,7 @@ class Costs:
         if b is None:
             if i is None or w is None:
                 raise ValueError("give the whole backward b, or both of its halves i and w")
-            return cls(f, i, w, comm)
+            return cls(f, i, w, comm, per_stage)
         if i is None:
             i = b / 2 if w is None else b - w
         if w is None:
@@ -60,20 +64,67 @@ class Costs:
             raise ValueError(f"i={i}, w={w}: half of the backward cannot be more than b={b}")
         if abs(i + w - b) > 1e-9 * b:
             raise ValueError(f"b={b} is not i + w = {i + w}; leave one of them out")
-        return cls(f, i, w, comm)
+        return cls(f, i, w, comm, per_stage)
 
     def __post_init__(self) -> None:
         """Refuse what no action can cost."""
         _check_costs({"f": self.f, "i": self.i, "w": self.w, "comm": self.comm})
-        if self.per_stage is not None:
-            _check_costs({f"per_stage[{at}]": factor for at, factor in enumerate(self.per_stage)})
+        for stage, factor in enumerate(self.per_stage or ()):
+            _check_costs({f"per_stage[{stage}]": one for one in _three(factor)})
         if not self.f + self.i + self.w:
             raise ValueError("f, i and w are all 0: there is no work to schedule")
 
     def of(self, action: Action) -> float:
         """What ``action`` costs."""
-        cost = {"F": self.f, "B": self.i + self.w, "I": self.i, "W": self.w}[action.op]
-        return cost if self.per_stage is None else cost * self.per_stage[action.stage]
+        f, i, w = self.at(action.stage)
+        return {"F": f, "B": i + w, "I": i, "W": w}[action.op]
+
+    def at(self, stage: int) -> tuple[float, float, float]:
+        """F, I and W of ``stage``."""
+        if self.per_stage is None:
+            return self.f, self.i, self.w
+        f, i, w = _three(self.per_stage[stage])
+        return self.f * f, self.i * i, self.w * w
+
+    def on_ranks(self, speeds: Sequence[float], placement: Sequence[int]) -> Costs:
+        """The same where ranks differ: a rank of speed 0.5 takes twice as long for its stages.
+
+        Raises ValueError when there is not one speed above 0 for each rank of ``placement``.
+        """
+        ranks = max(placement) + 1
+        if len(speeds) != ranks or not all(0 < speed <= MOST for speed in speeds):
+            raise ValueError(
+                f"speeds {', '.join(map(str, speeds))}: one number above 0 for each of {ranks} "
+                "ranks is wanted"
+            )
+        self.check_stages(len(placement))
+        factors = self.per_stage or (1.0,) * len(placement)
+        slower = (
+            (f / speeds[rank], i / speeds[rank], w / speeds[rank])
+            for rank, (f, i, w) in zip(placement, map(_three, factors), strict=True)
+        )
+        return replace(self, per_stage=tuple(t[0] if len(set(t)) == 1 else t for t in slower))
+
+    def hops(self, placement: Sequence[int]) -> list[float]:
+        """How long a message takes from each stage to the next; no time within a rank."""
+        return [self.comm * (here != following) for here, following in pairwise(placement)]
+
+    def check_stages(self, stages: int) -> None:
+        """Raise ValueError unless ``per_stage`` is for this many."""
+        if self.per_stage is not None and len(self.per_stage) != stages:
+            raise ValueError(
+                f"per_stage has {len(self.per_stage)} factors, the schedule has {stages} stages: "
+                "one for each is wanted"
+            )
+
+
+def _three(factor: Factor) -> tuple[float, float, float]:
+    """A factor of F, one of I and one of W."""
+    if not isinstance(factor, tuple):
+        return factor, factor, factor
+    if len(factor) != 3:
+        raise ValueError(f"factors {factor}: one number, or three for F, I and W, are wanted")
+    return factor
 
 
 def _check_costs(costs: Mapping[str, float]) -> None:
@@ -170,13 +221,23 @@ def arrival(schedule: Schedule, costs: Costs, action: Action, end: Mapping[Actio
     return latest
 
 
+def first_pass(placement: Sequence[int], costs: Costs) -> tuple[list[float], list[float]]:
+    """When the first micro-batch can reach each stage, for its F and for its I (or B)."""
+    costs.check_stages(len(placement))
+    cost = [costs.at(stage) for stage in range(len(placement))]
+    hops = costs.hops(placement)
+    there = [0.0]
+    for (f, _, _), hop in zip(cost, hops, strict=False):
+        there.append(there[-1] + f + hop)
+    back = [there[-1] + cost[-1][0]]
+    for (_, i, _), hop in zip(reversed(cost), reversed(hops), strict=False):
+        back.append(back[-1] + i + hop)
+    return there, back[::-1]
+
+
 def simulate(schedule: Schedule, costs: Costs) -> Simulation:
     """Play the schedule. Raises ScheduleError on a deadlock. Linear in the number of actions."""
-    if costs.per_stage is not None and len(costs.per_stage) != schedule.stages:
-        raise ValueError(
-            f"per_stage has {len(costs.per_stage)} factors, the schedule has {schedule.stages} "
-            "stages: one for each is wanted"
-        )
+    costs.check_stages(schedule.stages)
     end: dict[Action, float] = {}
     rows: list[list[Span]] = [[] for _ in schedule.rows]
     for rank, _, action in progress(schedule):

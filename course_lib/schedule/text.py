@@ -7,9 +7,10 @@ from __future__ import annotations
 
 import re
 import textwrap
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from typing import Any
 
-from course_lib.schedule.simulate import Costs, Simulation
+from course_lib.schedule.simulate import Costs, Factor, Simulation
 from course_lib.schedule.span import Span
 
 FILLS = {"F": "-", "B": "=", "I": "+", "W": "x"}
@@ -17,6 +18,7 @@ WORDS = {"F": "F forward", "B": "B backward", "I": "I input gradient", "W": "W w
 IDLE, MIXED = ".", "#"
 NARROWEST = 40
 MOST_RANKS = 32  # drawn; of more, the first and the last ones
+MOST_STAGES = 16  # whose costs the title gives
 WIDEST = 8  # columns of the shortest action
 
 
@@ -65,7 +67,16 @@ def spoken(costs: Costs, ops: Collection[str] = "FB") -> str:
     text = f"F {_number(costs.f)}, B {_number(costs.i + costs.w)}"
     if {"I", "W"} & set(ops):
         text += f" (I {_number(costs.i)} + W {_number(costs.w)})"
-    return f"{text}, hops take {_number(costs.comm) if costs.comm else 'no time'}"
+    text += f", hops take {_number(costs.comm) if costs.comm else 'no time'}"
+    return text if costs.per_stage is None else f"{text}; {_unequal(costs.per_stage)}"
+
+
+def _unequal(factors: Sequence[Factor]) -> str:
+    """How the stages' costs differ, in words."""
+    if len(factors) > MOST_STAGES:
+        return f"{len(factors)} stages of unequal cost"
+    each = (factor if isinstance(factor, tuple) else (factor,) for factor in factors)
+    return f"stages cost {', '.join(':'.join(map(_number, one)) for one in each)} times that"
 
 
 def numbers(simulation: Simulation) -> str:
@@ -78,6 +89,22 @@ def numbers(simulation: Simulation) -> str:
         f"time, {simulation.bubble_of_ideal:.1%} of ideal time; at most {most} in flight, on "
         f"rank {peaks.index(most)}."
     )
+
+
+def scored(name: str, points: Mapping[str, Any]) -> str:
+    """A score as a small table, and how far the schedule is from the bound."""
+    lines = ["Same work on every rank:       makespan   longest rank   bubble of total   peak"]
+    for who, row in [(name, points), *points["beside"].items()]:
+        lines.append(
+            f"{who[:24]:<28}{_number(row['makespan']):>11}{_number(row['span']):>15}"
+            f"{row['bubble']['of_total']:>18.1%}{_number(row['peak']):>7}"
+        )
+    lines.append(
+        f"No order with these stages on these ranks takes less than "
+        f"{_number(points['lower_bound'])}: that is {points['efficiency']:.1%} of the makespan."
+    )
+    lines.append("Peak: micro-batches in flight, of all stages of a rank together.")
+    return "\n".join(lines)
 
 
 def _ops(simulation: Simulation) -> set[str]:

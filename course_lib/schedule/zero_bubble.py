@@ -10,10 +10,11 @@ from __future__ import annotations
 
 from collections import Counter, deque
 from collections.abc import Iterator, Sequence
+from math import ceil
 
 from course_lib.schedule.data import Action, Schedule, as_rows, check_sizes, looped, v_shape
 from course_lib.schedule.fill import fastest, shortest
-from course_lib.schedule.simulate import Costs
+from course_lib.schedule.simulate import Costs, first_pass
 
 EQUAL = Costs()
 Move = tuple[str, int]  # an operation, and on which of the rank's stages: 0 or 1
@@ -71,25 +72,30 @@ def _check(name: str, ranks: int, microbatches: int, chunks: int, wanted: int) -
     check_sizes(ranks=ranks, microbatches=microbatches, chunks=chunks)
     if chunks != wanted:
         number = {1: "one chunk", 2: "two chunks"}[wanted]
-        raise ValueError(f"{name} has {number} a rank, got chunks={chunks}; leave it out")
+        raise ValueError(
+            f"{name} has {number} a rank, got chunks={chunks}; give {wanted} or leave it out"
+        )
 
 
 def _one_by_one(p: int, m: int, costs: Costs, limit: int) -> Iterator[Schedule]:
     """Skeletons of one stage a rank: some forwards first, then one I and one F by turns.
 
-    A rank nearer to the end needs fewer before its first I arrives; between one rank and the
-    next lie the F that it starts later, the I that it waits for less, and two hops.
+    How many first: as many as fit before the first I arrives, rounded down or up, or as many as
+    that are at equal costs; and never more than ``limit``, nor as many as the rank before.
     """
-    exact = 1 + (costs.i + 2 * costs.comm) / costs.f if costs.f else limit
-    for step in (1.0, 1.5, 2.0, exact):
-        for more in (0.0, 0.999):  # rounded down or up
-            first, firsts = limit, []
-            for after in reversed(range(p)):
-                first = max(1, min(first, 1 + int(step * after + more * bool(after))))
-                firsts.append(first)
-                first -= 1
-            rows = [_alternate(rank, m, first) for rank, first in enumerate(firsts)]
-            yield Schedule("skeleton", as_rows(rows), looped(p))
+    there, back = first_pass(looped(p), costs)
+    fs = [costs.at(stage)[0] for stage in range(p)]
+    fit = [
+        min(limit, (until - since) / f) if f else limit
+        for since, until, f in zip(there, back, fs, strict=True)
+    ]
+    equal = [2 * (p - 1 - rank) + 1 for rank in range(p)]
+    for wanted in (equal, [int(x + 1e-9) for x in fit], [ceil(x - 1e-9) for x in fit]):
+        firsts = [limit + 1]
+        for first in wanted:
+            firsts.append(max(1, min(first, firsts[-1] - 1)))
+        rows = [_alternate(rank, m, first) for rank, first in enumerate(firsts[1:])]
+        yield Schedule("skeleton", as_rows(rows), looped(p))
 
 
 def _alternate(stage: int, m: int, first: int) -> list[Action]:

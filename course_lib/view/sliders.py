@@ -114,7 +114,7 @@ class ScheduleSliders(VBox):
     def _draw(self, settings: Settings) -> None:
         if settings != self.drawn:
             size, costs = settings
-            picture = schedule_picture(simulate(make(*size), costs))
+            picture = schedule_picture(simulate(make(*size, costs), costs))
             self.image.value, self.sentence = picture._repr_png_(), picture.caption
             self.drawn = settings
 
