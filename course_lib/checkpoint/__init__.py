@@ -44,8 +44,9 @@ def save(path: str | PathLike[str], model: Model, optimizers: Optimizers, mesh: 
 
     ``model`` is this rank's decoder, or its stages by number (``pp.cut``'s result).
     ``optimizers`` is what updates it, or several, each with weights of its own (with experts under
-    ZeRO one over edp and one over dp_cp); ``()`` saves weights alone. The folder must be one that
-    all ranks see. A save that broke off leaves a folder that :func:`load` refuses.
+    ZeRO one over edp and one over dp_cp); ``()`` saves weights alone, of a model that no ZeRO
+    holds. The folder must be one that all ranks see. A save that broke off leaves a folder that
+    :func:`load` refuses.
 
     Raises ValueError when the folder holds a checkpoint, when an optimizer has weights that are
     none of the model's, and for optimizer state that cannot be cut.
@@ -73,8 +74,9 @@ def load(path: str | PathLike[str], model: Model, optimizers: Optimizers, mesh: 
 
     Raises ValueError, the same on every rank and before anything is changed, when there is no
     finished checkpoint, when it has other names (too few or too many), shapes or state than this
-    model and these optimizers, or a dtype of which bits would be lost. A file that turns out to be
-    broken is a ValueError too, but by then some of the model may be read.
+    model and these optimizers, or a dtype of which bits would be lost. A broken file is a
+    ValueError too, and so are weights that were trained for different numbers of steps and would
+    share a shard; but by then some of the model is read.
     """
     stages, several = stages_of(model), _several(optimizers)
     fresh: list[State] = []

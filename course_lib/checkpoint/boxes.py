@@ -72,7 +72,8 @@ class Holder:
 def holders(names: Mapping[nn.Parameter, str], optimizers: Sequence[Optimizer]) -> Iterator[Holder]:
     """All that this rank holds of the parameters in ``names``.
 
-    Raises ValueError for an optimizer with weights that are not among them.
+    Raises ValueError for an optimizer with weights that are not among them, and for weights that
+    lie in shards of a Zero3 that is not among the optimizers.
     """
     inner = [each.optimizer if isinstance(each, Sharded) else each for each in optimizers]
     flats = [flat for each in optimizers if isinstance(each, Sharded) for flat in each.every_flat]
@@ -90,6 +91,11 @@ def holders(names: Mapping[nn.Parameter, str], optimizers: Sequence[Optimizer]) 
         mine = {parameter: names[parameter] for parameter in flat.parameters}
         yield Holder(flat.shard, mine, flat.own_parts, *updaters.get(flat.shard, nobody))
     for parameter in [one for one in names if one not in sharded]:
+        if not parameter.is_contiguous():  # ZeRO-3 leaves a shape without memory
+            raise ValueError(
+                f"{names[parameter]} has no memory on this rank, as under ZeRO-3: give its Zero3 "
+                "among the optimizers"
+            )
         mine, whole = {parameter: names[parameter]}, partial(_one_run, parameter)
         yield Holder(parameter, mine, whole, *updaters.get(parameter, nobody))
 

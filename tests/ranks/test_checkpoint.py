@@ -595,6 +595,15 @@ def test_optimizers_of_another_model_are_refused(tmp_path):
             save_here(tmp_path, model, optimizer)
 
 
+def test_a_sharded_model_without_its_optimizer_is_refused(tmp_path):
+    model = build_model(twin.F64)
+    zero.Zero3(model, list(model.blocks), make_mesh().dp, twin.adam)
+    save_here(tmp_path / "whole", build_model(twin.F64))
+    for verb, path in ((save_here, "sharded"), (load_here, "whole")):
+        with pytest.raises(ValueError, match="embedding.token.weight has no memory on this rank"):
+            verb(tmp_path / path, model)
+
+
 def test_a_tied_weight_that_came_apart_is_refused(tmp_path):
     model, _ = serial_job(twin.GPT)
     model.head.weight = torch.nn.Parameter(model.head.weight.detach().clone())
