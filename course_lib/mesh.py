@@ -40,11 +40,16 @@ class Link:
 
 @dataclass(frozen=True)
 class Links:
-    """Emulated links: ``inside`` a node of ``ranks_per_node`` ranks, and ``between`` nodes."""
+    """Emulated links: ``inside`` a node of ``ranks_per_node`` ranks, and ``between`` nodes.
+
+    Each axis has links of its own, unless they are ``shared``: then the transfers of all axes of
+    a rank queue on its one link inside the node and its one link out of it.
+    """
 
     inside: Link
     between: Link
     ranks_per_node: int = 8
+    shared: bool = False
 
     def __post_init__(self) -> None:
         if self.ranks_per_node < 1:
@@ -52,8 +57,11 @@ class Links:
 
     def link(self, ranks: tuple[int, ...]) -> Link:
         """The slowest link class that a group of global ``ranks`` needs."""
-        nodes = {rank // self.ranks_per_node for rank in ranks}
-        return self.inside if len(nodes) == 1 else self.between
+        return self.between if self.crosses(ranks) else self.inside
+
+    def crosses(self, ranks: tuple[int, ...]) -> bool:
+        """Whether global ``ranks`` are on more than one node."""
+        return len({rank // self.ranks_per_node for rank in ranks}) > 1
 
 
 # Seconds by operation ("F") or by operation and stage of a pipeline (("F", 2)), which comes first.
@@ -105,6 +113,7 @@ class RankContext:
     channel_free_at: dict[tuple[str, str, int | None], float] = field(default_factory=dict)
     channel_lines: dict[tuple[str, str, int | None], list[Any]] = field(default_factory=dict)
     channel_lock: threading.Lock = field(default_factory=threading.Lock)
+    priorities: Any = None  # comm's, while they are in force
     # Checked mode: which run this is of ranks that are kept, and what comm knows of all ranks.
     run: int = 0
     axes_made: int = 0

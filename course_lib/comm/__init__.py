@@ -49,6 +49,7 @@ from course_lib.comm.operators import (
     swap_rows,
     unshard,
 )
+from course_lib.comm.order import DeadlockError
 from course_lib.comm.p2p import (
     Exchange,
     exchange,
@@ -59,11 +60,14 @@ from course_lib.comm.p2p import (
     start_recv,
     start_send,
 )
+from course_lib.comm.priorities import Priorities
 
 __all__ = [
+    "DeadlockError",
     "Exchange",
     "Handle",
     "Held",
+    "Priorities",
     "Region",
     "all_gather",
     "all_reduce",

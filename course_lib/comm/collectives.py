@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from course_lib.comm.call import Call, checked_coordinate, checked_dim, checked_piece
-from course_lib.comm.door import Done, Handle, issue
+from course_lib.comm.door import Done, Handle, Together, issue
 from course_lib.mesh import Axis
 
 # torch 2.13 renamed two collectives; the older names still exist and warn.
@@ -54,15 +54,25 @@ def start_in_place_all_reduce(
     control: bool = False,
     label: str = "",
 ) -> Handle:
-    """All-reduce into ``fresh``, contiguous, which nobody else may hold. n must be above 1."""
+    """All-reduce into ``fresh``, contiguous, which nobody else may hold. n must be above 1.
+
+    Where priorities hold the axis back it travels in pieces.
+    """
     reduction = dist.ReduceOp.MAX if maximum else dist.ReduceOp.SUM
     how = "max" if maximum else ""
-    return issue(
-        axis,
-        Call("all_reduce", "allreduce_", fresh, how=how, control=control, label=label),
-        lambda: dist.all_reduce(fresh, op=reduction, group=axis.group, async_op=True),
-        lambda: fresh,
-    )
+
+    def start(piece: Tensor) -> Handle:
+        return issue(
+            axis,
+            Call("all_reduce", "allreduce_", piece, how=how, control=control, label=label),
+            lambda: dist.all_reduce(piece, op=reduction, group=axis.group, async_op=True),
+            lambda: piece,
+        )
+
+    priorities = axis.context.priorities
+    pieces = (fresh,) if priorities is None else priorities.cut(fresh, axis)
+    handles = [start(piece) for piece in pieces]
+    return handles[0] if len(handles) == 1 else Together(handles, fresh)
 
 
 def all_gather(x: Tensor, axis: Axis, dim: int = 0, *, control: bool = False) -> Tensor:

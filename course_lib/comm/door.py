@@ -22,13 +22,24 @@ from course_lib.mesh import Axis
 def issue(axis: Axis, call: Call, start: Callable[[], Any], result: Callable[[], Any]) -> Handle:
     """Check ``call``, ``start()`` it and write it down; ``result()`` is read after the wait.
 
-    ``start`` returns torch's work, anything with a ``wait()`` that raises what went wrong.
+    ``start`` returns torch's work, anything with a ``wait()`` that raises what went wrong. Where
+    priorities hold the axis back, all this is done later.
     """
+    where = call_site(axis.context.cells) if axis.context.conditions.checked else ""
+    priorities = axis.context.priorities
+    if priorities is not None and call.peer is None and priorities.holds(axis):
+        return priorities.hold(axis, lambda: _issue_now(axis, call, start, result, where))
+    return _issue_now(axis, call, start, result, where)
+
+
+def _issue_now(
+    axis: Axis, call: Call, start: Callable[[], Any], result: Callable[[], Any], where: str
+) -> Handle:
     if call.peer is not None and checks_messages(axis):
         work: Any = CheckedMessage(axis, call, start)
     else:
         if call.peer is None and axis.context.conditions.checked:
-            compare_calls(axis, call, call_site(axis.context.cells))
+            compare_calls(axis, call, where)
         work = start()
     peer = None if call.peer is None else axis.ranks[call.peer]
     axis.ledger.add(
@@ -69,6 +80,19 @@ class Done(Handle):
 
     def __init__(self, value: Any) -> None:
         self._flight, self._value = None, value
+
+
+class Together(Handle):
+    """Several calls as one, which give ``value`` when all are over."""
+
+    def __init__(self, handles: list[Handle], value: Any) -> None:
+        self._flight, self._value, self._handles = None, value, handles
+
+    def wait(self) -> Any:
+        """Block until all are over."""
+        for handle in self._handles:
+            handle.wait()
+        return self._value
 
 
 class _Flight:
@@ -142,4 +166,7 @@ class _Flight:
         trace.sleep(end - time.perf_counter())
         label = "control" if call.control else call.label
         trace.add(call.op, start, end, axis=self._axis.name, payload=call.payload, label=label)
-        return self._result()
+        value = self._result()
+        if call.op != "send" and (priorities := self._axis.context.priorities) is not None:
+            priorities.gap(self._axis)
+        return value

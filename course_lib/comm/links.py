@@ -3,6 +3,15 @@
 A transfer takes ``steps * alpha + bytes / beta`` seconds on the slowest link class between the
 ranks. It starts when the last rank has joined the call, and one axis carries one transfer at a
 time (messages: one at a time from each peer). Different axes do not slow each other down.
+
+With ``shared`` links they do: a rank has one link inside its node and one out of it, and carries
+on each one transfer at a time, of whatever axis, in the order in which all had joined. It is the
+simplest model of ranks that have a network card each, and harsher than cards are: these interleave
+packets, so that a small message between the parts of a large one takes twice its own time and does
+not wait for all of the large one (what waits whole is work in one CUDA stream, or behind kernels
+that hold the multiprocessors). A rank knows its own links only: a call is not slowed by the busy
+link of another member. Ranks that share *one* card per node are ``between`` with its beta divided
+by their number, as if all of them always sent.
 """
 
 from __future__ import annotations
@@ -31,8 +40,7 @@ def link_seconds(axis: Axis, call: Call) -> float:
     links = axis.context.conditions.links
     if links is None or axis.context.device.type != "cpu":
         return 0.0
-    pair = None if call.peer is None else (axis.ranks[axis.rank], axis.ranks[call.peer])
-    link = links.link(pair or axis.ranks)
+    link = links.link(_ends(axis, call))
     return STEPS[call.op](axis.size) * link.alpha + float(call.carried(axis)) / link.beta
 
 
@@ -41,14 +49,27 @@ def channel_of(axis: Axis, call: Call) -> tuple[str, str, int | None]:
     return axis.name, call.op if call.peer is not None else "", call.peer
 
 
+def _ends(axis: Axis, call: Call) -> tuple[int, ...]:
+    """The global ranks between which the bytes of ``call`` travel."""
+    return axis.ranks if call.peer is None else (axis.ranks[axis.rank], axis.ranks[call.peer])
+
+
+def carrier_of(axis: Axis, call: Call) -> tuple[str, str, int | None]:
+    """What a transfer occupies: its channel, or this rank's shared link of its class."""
+    links = axis.context.conditions.links
+    if links is None or not links.shared:
+        return channel_of(axis, call)
+    return "between nodes" if links.crosses(_ends(axis, call)) else "inside the node", "link", None
+
+
 def occupy(axis: Axis, call: Call, issued: float, arrived: float) -> tuple[float, float]:
     """(start, end) of a transfer that was issued and that torch has finished at these times.
 
-    Holds the axis until the end. Call it once for each transfer, under the context's lock.
+    Holds what carries it until the end. Call it once for each, under the context's lock.
     """
-    channel = channel_of(axis, call)
-    free = axis.context.channel_free_at.get(channel, 0.0)
+    carrier = carrier_of(axis, call)
+    free = axis.context.channel_free_at.get(carrier, 0.0)
     seconds = link_seconds(axis, call)
     end = max(arrived, free) + seconds if seconds else arrived
-    axis.context.channel_free_at[channel] = end
+    axis.context.channel_free_at[carrier] = max(free, end)
     return min(max(issued, free), end), end

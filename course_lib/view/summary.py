@@ -140,7 +140,8 @@ def spoken(conditions: Conditions) -> str:
         links = conditions.links
         inside, between = _link(links.inside), _link(links.between)
         where = inside if inside == between else f"{inside} in a node, {between} between nodes"
-        parts.append(f"emulated links of {where}")
+        shared = ", which all axes of a rank share" if links.shared else ""
+        parts.append(f"emulated links of {where}{shared}")
     return ", ".join(parts)
 
 

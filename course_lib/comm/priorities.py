@@ -1,0 +1,128 @@
+"""Priorities between axes that share a link: what ranks wait for goes first, the rest in the gaps.
+
+A tensor-parallel all-reduce is small and its ranks stand still until it is through; a bucket of
+gradients is large and nobody needs it before the optimizer step. A link carries transfers in the
+order in which they were handed to it, so that a bucket handed over first delays every small call
+behind it. Two remedies, both from ByteScheduler (Peng et al. 2019, doi:10.1145/3341301.3359642; the
+idea is also P3's, Jayarajan et al. 2019, arXiv:1905.03960): hold the bucket back while urgent calls
+are expected, and cut it into pieces that are through before the next urgent call comes.
+
+The rule: a call on a lower axis is held back when it is started. Whenever the program has waited
+for a call on a higher axis it goes on to compute, and the link has a gap: then one call leaves, of
+the highest axis that holds any. A call that is waited for leaves at once, behind all that is held
+on its own axis and above. So pieces should fit into a gap: 2(n-1)/n piece_bytes / beta plus
+2(n-1) alpha seconds, up to the computation between two urgent calls.
+
+Why no rank can wait for ever because of it:
+
+* What leaves when depends on which calls the rank's program has waited for, never on a clock or on
+  what has arrived. The members of a group run the same program (a data-parallel group joins equal
+  stages), so they all start its calls in one order, and in one order with those on other groups, as
+  nccl wants it. A thread that sent pieces when the link *seems* free would break this.
+* A held call leaves at the latest where it is waited for. So the worst that can come of it is the
+  program that makes the call there, and not where it is started: ``dp.Bucketed`` instead of
+  ``dp.Overlapped``. If that one comes to an end, this one does.
+
+Messages (send, recv) are never held back: another rank waits for each.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+from typing import Any
+
+from torch import Tensor
+
+from course_lib.comm.door import Handle
+from course_lib.mesh import Axis
+
+
+class Priorities:
+    """Inside ``with Priorities(mesh.tp, mesh.pp, mesh.dp, piece_bytes=2**18):`` dp makes room.
+
+    ``axes`` are given from the most urgent to the least. All-reduces on axes that are held back
+    travel in pieces of at most ``piece_bytes`` (their sums are the same; other collectives travel
+    whole). An axis is held back only if one above it has several ranks. Enter it on every rank,
+    around backward and ``finish()``; what is still held at its end leaves there.
+
+    Raises ValueError for fewer than two axes, an axis given twice, or pieces below one byte.
+    """
+
+    def __init__(self, *axes: Axis, piece_bytes: int) -> None:
+        names = [axis.name for axis in axes]
+        if len(set(names)) < max(2, len(axes)):
+            raise ValueError(
+                f"priorities of axes {names}: give two or more, each once, the most urgent first"
+            )
+        if piece_bytes < 1:
+            raise ValueError(f"piece_bytes={piece_bytes}: pieces of at least 1 byte are wanted")
+        self.axes, self.piece_bytes = axes, piece_bytes
+        self._held: list[deque[_Held]] = [deque() for _ in axes]
+
+    def __enter__(self) -> Priorities:
+        context = self.axes[0].context
+        if context.priorities is not None:
+            raise RuntimeError("these ranks have priorities already: leave them first")
+        context.priorities = self
+        return self
+
+    def __exit__(self, error: Any, *_: object) -> None:
+        self.axes[0].context.priorities = None
+        if error is None:  # after an error other ranks may not come
+            self._leave_down_to(len(self.axes) - 1)
+
+    def holds(self, axis: Axis) -> bool:
+        """Whether a call on ``axis`` has to wait for a gap."""
+        place = self._place(axis)
+        return place is not None and any(above.size > 1 for above in self.axes[:place])
+
+    def cut(self, fresh: Tensor, axis: Axis) -> tuple[Tensor, ...]:
+        """``fresh`` as it is to travel on ``axis``: whole, or flat views of piece_bytes at most."""
+        if fresh.nbytes <= self.piece_bytes or not self.holds(axis):
+            return (fresh,)
+        return fresh.view(-1).split(max(1, self.piece_bytes // fresh.element_size()))
+
+    def hold(self, axis: Axis, start: Callable[[], Handle]) -> Handle:
+        """A handle of a call that ``start()`` will make in a gap, or when it is waited for."""
+        place = self._place(axis)
+        assert place is not None
+        held = _Held(start, lambda: self._leave_down_to(place))
+        self._held[place].append(held)
+        return held
+
+    def gap(self, axis: Axis) -> None:
+        """The program has waited for a call on ``axis``: the next one below it may leave."""
+        place = self._place(axis)
+        if place is None:
+            return
+        waiting = next((queue for queue in self._held[place + 1 :] if queue), None)
+        if waiting:
+            waiting.popleft().leave()
+
+    def _place(self, axis: Axis) -> int | None:
+        return self.axes.index(axis) if axis in self.axes else None
+
+    def _leave_down_to(self, place: int) -> None:
+        for queue in self._held[: place + 1]:
+            while queue:
+                queue.popleft().leave()
+
+
+class _Held(Handle):
+    """A call that has not been made yet."""
+
+    def __init__(self, start: Callable[[], Handle], leave_all: Callable[[], None]) -> None:
+        self._start, self._leave_all = start, leave_all
+        self._started: Handle | None = None
+
+    def leave(self) -> None:
+        """Make the call."""
+        self._started = self._start()
+
+    def wait(self) -> Any:
+        """Have it made now, behind all that is held before it, and wait for it."""
+        if self._started is None:
+            self._leave_all()
+        assert self._started is not None, "what is held is in the queue"
+        return self._started.wait()
