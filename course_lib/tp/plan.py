@@ -150,7 +150,7 @@ def parallelize(
         setattr(model.get_submodule(parent), own_name, entry(serial, cut).train(serial.training))
     model.own_rows = lambda positions_S: region.rows(positions_S, axis)
     if isinstance(model.head, VocabHead):
-        model.cross_entropy = partial(loss_sum, axis=axis)
+        model.cross_entropy = partial(loss_sum, axis=axis, vocab=model.head.vocab)
         if tied:
             model.head.weight = model.embedding.token.weight  # type: ignore[union-attr]
     return model

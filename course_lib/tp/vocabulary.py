@@ -43,10 +43,17 @@ class VocabEmbedding(nn.Module):
     def __init__(self, embedding: nn.Embedding, axis: Axis, leave: Move = comm.reduce) -> None:
         super().__init__()
         self.axis, self.leave = axis, leave
+        self.vocab = embedding.num_embeddings
         self.weight = _own_rows(embedding.weight, axis)
 
     def forward(self, tokens_BS: Tensor) -> Tensor:
-        """tokens (B, S) to x (B, S, D), or to what ``leave`` makes of it."""
+        """tokens (B, S) to x (B, S, D), or to what ``leave`` makes of it.
+
+        Raises IndexError for a token outside the vocabulary: see :func:`_refuse_outside`.
+        """
+        _refuse_outside(
+            (tokens_BS < 0) | (tokens_BS >= self.vocab), tokens_BS, self.vocab, self.axis
+        )
         rows_BS, is_mine_BS = _in_own_rows(tokens_BS, len(self.weight), self.axis)
         x_BSD = F.embedding(rows_BS, self.weight).masked_fill(~is_mine_BS[..., None], 0.0)
         return self.leave(x_BSD, self.axis)
@@ -75,14 +82,21 @@ class VocabHead(nn.Module):
 
 
 def loss_sum(
-    logits_BSVt: Tensor, targets_BS: Tensor, axis: Axis, ignore_index: int = IGNORE_INDEX
+    logits_BSVt: Tensor,
+    targets_BS: Tensor,
+    axis: Axis,
+    vocab: int,
+    ignore_index: int = IGNORE_INDEX,
 ) -> tuple[Tensor, Tensor]:
     """Cross-entropy summed over tokens, and how many count: as :func:`course_lib.model.loss_sum`.
 
     A token's loss is log(sum_v exp(z_v - max)) + max - z_target. Three all-reduces of one number
     a token (max, sum, the target's logit), in float32 at least. Backward needs none:
-    dz = softmax - onehot, each rank for its own columns.
+    dz = softmax - onehot, each rank for its own columns. Raises IndexError for a target outside
+    the ``vocab`` words, those of the padding among them.
     """
+    outside_BS = ((targets_BS < 0) | (targets_BS >= vocab)) & (targets_BS != ignore_index)
+    _refuse_outside(outside_BS, targets_BS, vocab, axis)
     logits_TVt, targets_T = logits_BSVt.flatten(0, -2), targets_BS.flatten()
     loss = _VocabCrossEntropy.apply(logits_TVt, targets_T, axis, ignore_index)
     return loss, (targets_T != ignore_index).sum()
@@ -119,3 +133,19 @@ def _in_own_rows(tokens: Tensor, rows: int, axis: Axis) -> tuple[Tensor, Tensor]
     local = tokens - axis.rank * rows
     is_mine = (local >= 0) & (local < rows)
     return local.masked_fill(~is_mine, 0), is_mine
+
+
+def _refuse_outside(outside: Tensor, numbers: Tensor, vocab: int, axis: Axis) -> None:
+    """Raise IndexError where ``outside`` says that a token or target is no word, as one process
+    does: else no rank would have its row, and zeros would go for an embedding or a logit.
+
+    On a GPU without waiting for the device, as torch's own embedding: the assertion stops it later.
+    """
+    if outside.is_cuda:
+        torch._assert_async(~outside.any(), f"a token or target is outside 0..{vocab - 1}")
+    elif outside.any():
+        raise IndexError(
+            f"axis {axis.name}, rank {axis.rank}: token or target {int(numbers[outside][0])} is "
+            f"outside the vocabulary of {vocab} words, 0..{vocab - 1}; build the model with a "
+            "larger one, or mask what should not count with IGNORE_INDEX (targets only)"
+        )

@@ -308,7 +308,7 @@ def test_head_and_cross_entropy_alone(worlds, n, vocab, scale):
         axis = make_mesh(tp=n).tp
         head = tp.VocabHead(serial_head, axis)
         x_in = x.clone().requires_grad_()
-        total, count = tp.loss_sum(head(x_in), targets, axis)
+        total, count = tp.loss_sum(head(x_in), targets, axis, vocab)
         (3 * total).backward()
         got = {"loss": total.detach(), "dx": x_in.grad, **joined(head, axis, lambda p: p.grad)}
         largest = max((call.payload for call in axis.ledger.select("tp", control=None)), default=0)
@@ -342,7 +342,7 @@ def test_no_target_counts(worlds):
     def rank():
         axis = make_mesh(tp=2).tp
         logits = torch.randn(2, 3, 4, requires_grad=True)
-        total, count = tp.loss_sum(logits, torch.full((2, 3), -100), axis)
+        total, count = tp.loss_sum(logits, torch.full((2, 3), -100), axis, vocab=8)
         total.backward()
         return float(total), int(count), float(logits.grad.abs().max())
 
