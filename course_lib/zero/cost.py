@@ -1,14 +1,16 @@
 """What ZeRO sends and keeps, from shapes alone.
 
 ``elements`` are the trained parameters of each flat, before padding: one number for each bucket
-in stages 1 and 2, for each unit in stage 3, the root first. n ranks, F = padded elements, b bytes
-of a parameter, a bytes of its gradient and of its master weight (4 at least).
+in stages 1 and 2, for each unit in stage 3, the root first (0 where all of it is frozen).
+``frozen`` are the frozen ones, likewise; stages 1 and 2 leave them alone. n ranks, F = padded
+elements, b bytes of a parameter, a bytes of its gradient and of its master weight (4 at least).
 """
 
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 from fractions import Fraction
+from itertools import pairwise, zip_longest
 
 import torch
 
@@ -42,8 +44,9 @@ def wire_bytes(
     stage 3   (n-1)/n sum F (a + 2b) M               b for a unit that is kept
     ========  =============================================================
 
-    ``kept`` numbers the units that stay gathered between forward and backward; ``frozen`` are the
-    frozen elements of each unit, which stage 3 gathers and never reduces.
+    ``kept`` numbers the units that stay gathered between forward and backward, (0, number of the
+    last one) by default in Zero3, and those that have no backward: frozen, and nothing trained
+    before them. Frozen parameters are gathered and never reduced. Prefetch changes nothing.
     """
     full, b, a = _shapes(stage, elements, n, dtype)
     if stage < 3:
@@ -63,45 +66,98 @@ def state_bytes(
     *,
     dtype: torch.dtype = torch.float32,
     moments: int = 2,
+    frozen: Sequence[int] = (),
 ) -> int:
     """Bytes that a rank keeps between steps: parameters, masters, ``moments`` of the optimizer.
 
-    Stages 1 and 2: sum F b, then a (moments + 1 where a master is no piece of the parameters) for
-    each of F/n. Stage 3: a (moments + 1) for each of F/n, and no parameters at all. In the paper's
-    mixed precision with Adam that is 2 + 12/n and 12/n bytes a parameter.
+    ========  ==================================================================
+    stage 1   sum F b + sum F/n a (moments + 1 where b is not a) + frozen b
+    stage 2   the same
+    stage 3   sum F/n a (moments + 1) + frozen/n b
+    ========  ==================================================================
+
+    In the paper's mixed precision with Adam that is 2 + 12/n and 12/n bytes a parameter. Not
+    counted: gradients (sum F/n a from the last landing to ``zero_grad()``, see
+    :func:`peak_bytes`), and what is there once for each flat: the optimizer's counter of steps (4
+    bytes in torch's Adam), and in stage 3 the one element that freed parameters read (b).
     """
     full, b, a = _shapes(stage, elements, n, dtype)
     copies = moments + (stage == 3 or a != b)
-    return sum(F * b * (stage < 3) + F // n * a * copies for F in full)
+    cold = sum(padded(F, n) // n for F in frozen) if stage == 3 else sum(frozen)
+    return sum(F * b * (stage < 3) + F // n * a * copies for F in full) + cold * b
 
 
 def peak_bytes(
-    stage: int, elements: Sequence[int], n: int, *, dtype: torch.dtype = torch.float32
+    stage: int,
+    elements: Sequence[int],
+    n: int,
+    *,
+    dtype: torch.dtype = torch.float32,
+    micro_batches: int = 1,
+    frozen: Sequence[int] = (),
 ) -> int:
     """Bytes of gradients and gathered parameters at the fullest moment of a step, on gloo.
 
-    Beyond :func:`state_bytes`, activations, and the one parameter's gradient that is just being
-    handed over. It is reached when flat k of backward's order lands and the next one is on:
+    Beyond :func:`state_bytes`, activations, the one parameter's gradient that is just being handed
+    over, the optimizer's temporaries and stage 3's cast of one shard. It is reached when flat k in
+    backward's order lands, a reduce-scatter having room for what it sends and what it receives:
 
-    ========  =================================================================
-    stage 1   a (F/n up to k; F from k on; what k's reduce-scatter received)
-    stage 2   a (F/n up to k; F of k, sent and received; F of k+1, filling)
-    stage 3   a (F/n up to k; F of k, sent and received; the root's gradient)
-              + b (the root; units k+1 and k+2, gathered)
-    ========  =================================================================
+    ========  =======================================================================
+    stage 1   a (shards; F from k on; what k received)
+    stage 2   a (shards; F of k, sent and received; F of the next one, filling)
+    stage 2   a (shards) + b (shards, cast)            in step(), where b is not a
+    stage 3   a (shards; F of k, sent and received; the root's gradient)
+              + b (the root; the next unit and the one after it, gathered)
+    stage 3   a (shards; F of the root, sent and received)              k is the root
+              + b (the root; two units)      in the forward of the next micro-batch
+    ========  =======================================================================
 
-    On nccl nothing is received aside: one F of k less. n must be above 1.
+    ``shards`` is F/n of what has landed, and of k once more where it is added to what micro-batches
+    before have left; stage 1 has one reduce-scatter for all of them. Stage 3 is that of Zero3's
+    defaults: root and last unit kept, with prefetch. n must be above 1; on nccl nothing is
+    received aside: one F less.
     """
     full, b, a = _shapes(stage, elements, n, dtype)
-    root, flats = (full[0], full[:0:-1]) if stage == 3 else (0, full)  # as backward meets them
-    flats, count = [*flats, 0, 0], len(flats)
+    rounds = min(micro_batches, 3)  # first, last, and one that has both a before and an after
+    if stage == 1:
+        return max(a * (sum(full[: k + 1]) // n + sum(full[k:]) + F) for k, F in enumerate(full))
+    if stage == 2:
+        landings = _landings(full * rounds, len(full), n)
+        following = [*full * rounds, 0][1:]
+        in_step = sum(full) // n * (a + b * (a != b))
+        return max(in_step, *(a * (at + F) for at, F in zip(landings, following, strict=True)))
+    gathered = [
+        F + padded(cold, n) for F, cold in zip_longest(full, frozen[: len(full)], fillvalue=0)
+    ]
+    return _peak_of_stage_3(full, gathered, rounds, n, a, b)
 
-    def at(k: int) -> int:
-        landed = sum(flats[: k + 1]) // n
-        if stage == 1:
-            return a * (landed + sum(flats[k:]) + flats[k])
-        if stage == 2:
-            return a * (landed + 2 * flats[k] + flats[k + 1])
-        return a * (landed + 2 * flats[k] + root) + b * (root + flats[k + 1] + flats[k + 2])
 
-    return max(at(k) for k in range(count)) if count else a * (2 * root + root // n)
+def _landings(sent: Sequence[int], flats: int, n: int) -> list[int]:
+    """Elements of shards, and of the flat sent and received, when each of ``sent`` lands."""
+    return [
+        sum(sent[: min(number + 1, flats)]) // n + (number >= flats) * F // n + 2 * F
+        for number, F in enumerate(sent)
+    ]
+
+
+def _peak_of_stage_3(
+    full: Sequence[int], gathered: Sequence[int], rounds: int, n: int, a: int, b: int
+) -> int:
+    """Backward meets the units from the last to the first, and the root before and after all."""
+    (root, *units), (root_b, *units_b) = full, gathered
+    order = [*units[::-1], root]
+    after = [*units_b[::-1], 0, 0]  # what is gathered when a unit lands: the two that follow
+    landings = _landings(order * rounds, len(order), n)
+    pair = max((one + other for one, other in pairwise([*units_b, 0])), default=0)
+    peaks = []
+    for number, landing in enumerate(landings):
+        this_round, k = divmod(number, len(order))
+        if k < len(units):
+            peaks.append(a * (landing + root) + b * (root_b + after[k + 1] + after[k + 2]))
+        elif this_round + 1 < rounds:  # its shard, F/n, comes only when it lands
+            forward = landing - root // n
+            peaks.append(a * forward + b * (root_b + pair))
+            peaks.append(a * landing + b * (root_b + after[0]))
+        else:
+            peaks.append(a * landing)
+    return max(peaks)

@@ -5,16 +5,13 @@ Letters in names: F elements of a flat tensor, padding included, n ranks, f = F/
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterator, Sequence
 
 import torch
 from torch import Tensor, nn
 
 from course_lib import comm
 from course_lib.mesh import Axis
-
-MakeOptimizer = Callable[[list[nn.Parameter]], torch.optim.Optimizer]
 
 
 def padded(elements: int, n: int) -> int:
@@ -48,9 +45,11 @@ class Flat:
         self._show(self.views(self.full_F))
         mine = self.full_F.chunk(axis.size)[axis.rank]
         self.shard = nn.Parameter(mine.to(reduce_dtype(mine.dtype)))
+        self.shares_memory = self.shard.dtype == mine.dtype  # with the parameters
         self._gradient_F: Tensor | None = None
         self._places: dict[nn.Parameter, Tensor] = {}  # of each gradient, in the flat one
         self._missing = set(self.parameters)  # whose gradient has not come yet
+        self._versions = self._versions_now()
 
     @property
     def complete(self) -> bool:
@@ -110,8 +109,12 @@ class Flat:
         for parameter in self._missing:
             self._places[parameter].zero_()
         gradient_F[self.elements :].zero_()
-        self._gradient_F, self._places, self._missing = None, {}, set(self.parameters)
+        self.forget()
         return comm.start_reduce_scatter(gradient_F, self.axis, label=self.name)
+
+    def forget(self) -> None:
+        """Let go of what backward has put into the flat gradient."""
+        self._gradient_F, self._places, self._missing = None, {}, set(self.parameters)
 
     def receive(self, sum_f: Tensor) -> None:
         """Add what a reduce-scatter gave to ``shard.grad``."""
@@ -120,100 +123,18 @@ class Flat:
         else:
             self.shard.grad += sum_f
 
+    # Tensors count the writes to them; what we gather goes around the parameters, into full_F.
 
-class Sharded:
-    """What the stages share: the optimizer on this rank's shards, and the norm over all of them.
-
-    It stands where a gradient sync stands and where an optimizer does: ``zero_grad()``, a backward
-    for each micro-batch (all but the last each in a ``with z.accumulate():``), ``finish()``,
-    ``clip()``, ``step()``. Gradients are summed over the ranks: divide each loss by the tokens of
-    *all* ranks. Ranks must start with equal weights. ``parameter.grad`` is None outside backward.
-
-    The optimizer sees flat shards, so it must treat every element alike: AdamW and SGD do, those
-    with a norm or a factor for each matrix (LAMB, Adafactor) do not.
-    """
-
-    def __init__(self, flats: Sequence[Flat], axis: Axis, make_optimizer: MakeOptimizer) -> None:
-        if not flats:
-            raise ValueError("no parameter requires a gradient: there is nothing to shard")
-        self.flats, self.axis = list(flats), axis
-        self.optimizer = make_optimizer([flat.shard for flat in self.flats])
-        self._flat_of = {p: flat for flat in self.flats for p in flat.parameters}
-        self._hooks = [p.register_post_accumulate_grad_hook(self._ready) for p in self._flat_of]
-        self._in_flight: tuple[Flat, comm.Handle] | None = None
-
-    def _ready(self, parameter: nn.Parameter) -> None:
-        """Called by autograd when ``parameter.grad`` is complete for this backward."""
-        self._flat_of[parameter].collect(parameter)
-
-    def _send(self, flat: Flat) -> None:
-        """Start a reduce-scatter when the one before has landed: one at a time has memory."""
-        self._land()
-        self._in_flight = flat, flat.start_reduce()
-
-    def _land(self) -> None:
-        if self._in_flight is not None:
-            flat, handle = self._in_flight
-            flat.receive(handle.wait())
-            self._in_flight = None
-
-    @contextmanager
-    def accumulate(self) -> Iterator[None]:
-        """Around one backward that is not the last of its step."""
-        yield
-
-    def finish(self) -> None:
-        """After the last backward: from here on every ``shard.grad`` is complete."""
-        raise NotImplementedError
-
-    def held_gradients(self) -> list[comm.Held]:
-        """The runs of summed gradients that this rank holds, 1-D and in shard's dtype.
-
-        For sums and norms over other axes (tp, pp), after ``finish()``: what is written to them is
-        what ``step()`` uses. In the order of the flats, the same on all ranks of those axes.
-        Raises ValueError when no backward has been finished.
-        """
-        gradients = [(flat, flat.shard.grad) for flat in self.flats]
-        if all(gradient is None for _, gradient in gradients):
-            raise ValueError("no gradients in any shard: call it after backward and finish()")
-        return [
-            comm.Held(parameter, run)
-            for flat, gradient in gradients
-            if gradient is not None
-            for parameter, _, run in flat.own_parts(gradient)
-        ]
-
-    def clip(self, max_norm: float) -> Tensor:
-        """Scale all gradients down together to a global norm of at most ``max_norm``.
-
-        Returns the norm before: every element is in one shard of one rank, so that the squares
-        of the shards' norms add up (one all-reduce of one number, as control). Where parameters
-        are cut over other axes too: ``tp.clip_gradients(z.held_gradients(), ..., over=[axis])``.
-        """
-        comm.refuse_cut(self._flat_of)
-        held = self.held_gradients()
-        norm = comm.squared_norm(held, [self.axis]).sqrt()
-        comm.clip_gradients(held, norm, max_norm)
-        return norm
-
-    def step(self) -> None:
-        """Update this rank's shards, and let the parameters follow."""
-        self.optimizer.step()
-        self.refresh()
-
-    def refresh(self) -> None:
-        """Let the parameters follow shards that were written."""
+    def _versions_now(self) -> list[int]:
+        return [parameter._version for parameter in self.parameters]
 
     @property
-    def every_flat(self) -> list[Flat]:
-        """The flats, and those of frozen parameters where these are sharded too."""
-        return self.flats
+    def written(self) -> bool:
+        """Whether somebody wrote to a parameter, and the shard does not have it."""
+        return not self.shares_memory and self._versions != self._versions_now()
 
-    def zero_grad(self) -> None:
-        """Forget the gradients of the step before."""
-        self.optimizer.zero_grad()
-
-    def close(self) -> None:
-        """Take the hooks off the parameters."""
-        for hook in self._hooks:
-            hook.remove()
+    @torch.no_grad()
+    def adopt(self) -> None:
+        """Let the shard take its values from the parameters."""
+        self.shard.copy_(self.full_F.chunk(self.axis.size)[self.axis.rank])
+        self._versions = self._versions_now()

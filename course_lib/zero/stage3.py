@@ -1,14 +1,34 @@
 """ZeRO stage 3: parameters in shards as well, gathered unit by unit around their use.
 
-A unit is a module (a block) with the parameters of its own; what is in no unit (embedding, final
-norm, head, weights that several units share) is the root's. For a unit u with shard w_r:
+For a unit u (a block; what is in no unit is the root's) with shard w_r:
 
     forward:   w_F = all_gather(w_r);  y = u(x; w_F);  free w_F
     backward:  w_F = all_gather(w_r);  dx, dw_F = u'(x, dy; w_F);  free w_F
                g_r += reduce_scatter(dw_F);  free dw_F
 
-Units in ``kept`` stay gathered between forward and backward: what backward begins with would be
-gathered again at once. With ``prefetch`` the next unit's gather travels while this one computes.
+=====================  ======================  ==================================================
+event                  noticed by              what happens
+=====================  ======================  ==================================================
+forward of u begins    forward pre-hook        u is there; the gather of the next unit starts
+forward of u ends      forward hook            u is freed, unless it is kept
+backward of u begins   hook on its outputs     u is there; the gather of the unit before starts
+a gradient is made     hook on the parameter   the reduce-scatter under way lands; the gradient
+                                               moves into the flat one of u
+backward of u ends     _AfterBackward, which   u is freed; its reduce-scatter starts
+                       its inputs went through
+backward is over       accumulate(), finish()  the same for the root, and for units of whose
+                                               inputs none has a gradient
+=====================  ======================  ==================================================
+
+*Kept* units stay gathered between forward and backward: what backward begins with would be
+gathered again at once. *Prefetch* is the start of the next gather, which travels while this unit
+computes; without it every unit waits for its own. A unit that no gradient goes through (frozen,
+and nothing trained before it) has no backward, and is gathered for forward alone.
+
+Ranks pair their gathers and reduce-scatters by order: all of them must run the same units in the
+same order, in forward and in backward too. A unit that one rank skips, or runs twice, or branches
+whose order depends on the data, pair one rank's block with another's.
+
 Bytes are :func:`course_lib.zero.wire_bytes`, memory :func:`course_lib.zero.peak_bytes`.
 Sources: Rajbhandari et al. 2019, arXiv:1910.02054, section 5.3; Zhao et al. 2023 (FSDP),
 arXiv:2304.11277.
@@ -18,85 +38,20 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from itertools import accumulate
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
-from course_lib import comm
 from course_lib.mesh import Axis
-from course_lib.zero.flat import Flat, MakeOptimizer, Sharded
-
-
-class Gathered(Flat):
-    """A flat whose full tensor has memory only from :meth:`start_gather` to :meth:`free`.
-
-    The storage is resized, never replaced: what autograd saved for backward are views into it,
-    and they see the values again once they have been gathered again. In between a parameter keeps
-    its shape and reads as NaN. Frozen parameters are sharded too; they have no gradient, and need
-    no master weights.
-    """
-
-    def __init__(self, parameters: Sequence[nn.Parameter], axis: Axis, name: str) -> None:
-        super().__init__(parameters, axis, name)
-        self.frozen = not parameters[0].requires_grad
-        mine = self.full_F.chunk(axis.size)[axis.rank] if self.frozen else self.shard.detach()
-        self.shard = nn.Parameter(mine.clone(), requires_grad=not self.frozen)
-        self._views, self._bytes = self.views(self.full_F), self.full_F.nbytes
-        nan = self.full_F.new_full((), float("nan"))
-        self._nothing = [nan.expand(parameter.shape) for parameter in parameters]
-        self.free()
-
-    def start_gather(self) -> comm.Handle:
-        """Give the parameters memory and begin to fill it."""
-        self.full_F.untyped_storage().resize_(self._bytes)
-        self._show(self._views)
-        return super().start_gather()
-
-    def free(self) -> None:
-        """Take the parameters' memory away."""
-        self.full_F.untyped_storage().resize_(0)
-        self._show(self._nothing)
-
-
-class Unit:
-    """Parameters that are gathered and freed together: one flat for each dtype, frozen apart."""
-
-    def __init__(self, module: nn.Module, parameters: list[nn.Parameter], axis: Axis, name: str):
-        self.module, self.name = module, name
-        kinds: dict[tuple[torch.dtype, bool], list[nn.Parameter]] = {}
-        for parameter in parameters:
-            kinds.setdefault((parameter.dtype, parameter.requires_grad), []).append(parameter)
-        self.flats = [Gathered(alike, axis, name) for alike in kinds.values()]
-        self.in_backward = False
-        self._gathered = False
-        self._coming: list[comm.Handle] = []
-
-    def start_gather(self) -> None:
-        """Begin to gather, unless that is under way or done."""
-        if not self._coming and not self._gathered:
-            self._coming = [flat.start_gather() for flat in self.flats]
-
-    def gather(self) -> None:
-        """Have the parameters there when it returns."""
-        self.start_gather()
-        for handle in self._coming:
-            handle.wait()
-        self._coming, self._gathered = [], True
-
-    def free(self) -> None:
-        """Have no memory for the parameters when it returns; what is coming is waited for."""
-        for handle in self._coming:
-            handle.wait()
-        self._coming, self._gathered = [], False
-        for flat in self.flats:
-            flat.free()
+from course_lib.zero.flat import Flat
+from course_lib.zero.sharded import MakeOptimizer, Sharded
+from course_lib.zero.units import Unit, cut
 
 
 class Zero3(Sharded):
-    """Every rank keeps its shards alone, and runs the same units in the same order as the others.
+    """Every rank keeps its shards alone; all run the same units in the same order, backward too.
 
     ``kept`` are the units that stay gathered between forward and backward: by default the root
     (``model`` itself) and the last unit, as torch's FSDP2 is used; ``()`` is none of them.
@@ -114,7 +69,7 @@ class Zero3(Sharded):
         kept: Sequence[nn.Module] | None = None,
         prefetch: bool = True,
     ) -> None:
-        self.units = _cut(model, units, axis)
+        self.units = cut(model, units, axis)
         self._kept = [model, *units[-1:]] if kept is None else list(kept)
         self._prefetches = prefetch
         if strangers := set(self._kept) - {unit.module for unit in self.units}:
@@ -149,16 +104,17 @@ class Zero3(Sharded):
         self._land()  # the unit before has had its time: one flat gradient at once is enough
         super()._ready(parameter)
 
-    def _prefetch(self, index: int) -> None:
-        if self._prefetches and index < len(self.units):
-            self.units[index].start_gather()
+    def _prefetch(self, units: Sequence[Unit]) -> None:
+        """Start to gather the first of ``units``, if there is one."""
+        if self._prefetches and units:
+            units[0].start_gather()
 
     def _before_forward(self, index: int, inputs: tuple[Any, ...]) -> tuple[Any, ...] | None:
         unit = self.units[index]
         unit.gather()
         if unit.in_backward:  # recomputation: backward itself has gathered, and frees
             return None
-        self._prefetch(index + 1)
+        self._prefetch(self.units[index + 1 :])
         tracked = [i for i, x in enumerate(inputs) if isinstance(x, Tensor) and x.requires_grad]
         if not tracked or not torch.is_grad_enabled():
             return None
@@ -174,9 +130,11 @@ class Zero3(Sharded):
             return
         if not torch.is_grad_enabled() or unit.module not in self._kept:
             unit.free()
-        for output in tree_leaves(outputs):
-            if isinstance(output, Tensor) and output.requires_grad:
-                output.register_hook(lambda _: self._before_backward(index))
+        tensors = [one for one in tree_leaves(outputs) if isinstance(one, Tensor)]
+        tracked = [tensor for tensor in tensors if tensor.requires_grad]
+        unit.has_backward = bool(tracked)
+        for output in tracked:
+            output.register_hook(lambda _: self._before_backward(index))
 
     def _before_backward(self, index: int) -> None:
         """The gradient of an output is there: the unit's own backward comes next."""
@@ -184,7 +142,8 @@ class Zero3(Sharded):
         if not unit.in_backward:
             unit.in_backward = True
             unit.gather()
-            self._prefetch(index - 1 if index else len(self.units) - 1)
+            earlier = self.units[1 : index or None]  # of the root, which is first and last: all
+            self._prefetch([one for one in reversed(earlier) if one.has_backward])
 
     def _after_backward(self, unit: Unit) -> None:
         """Nothing reads the unit's parameters any more, and their gradients are complete."""
@@ -217,38 +176,31 @@ class Zero3(Sharded):
         for unit in self.units:
             unit.free()
 
+    def reset(self) -> None:
+        """Forget a step that broke off: see :meth:`Sharded.reset`."""
+        for unit in self.units:
+            unit.in_backward = False
+            unit.free()
+        super().reset()
+
     @contextmanager
     def gathered(self) -> Iterator[None]:
-        """All parameters are whole inside, to be read: what is written to them is lost."""
+        """All parameters are whole inside, to be read; or to be written, :meth:`adopt` following.
+
+        Raises RuntimeError when what was written was not adopted: it would be lost.
+        """
         for unit in self.units:
             unit.gather()
         try:
             yield
+            if any(flat.written for flat in self.every_flat):
+                raise RuntimeError(
+                    "parameters were written to inside gathered(), which would be lost with their "
+                    "memory: call adopt() after writing, before the end of gathered()"
+                )
         finally:
             for unit in self.units:
                 unit.free()
-
-
-def _cut(model: nn.Module, modules: Sequence[nn.Module], axis: Axis) -> list[Unit]:
-    """The root first, then a unit for each of ``modules``, in the order in which they run."""
-    paths = model.named_modules(remove_duplicate=False)
-    chosen = {path: module for path, module in paths if module in modules}
-    for module in modules:
-        if module is model or module not in chosen.values():
-            raise ValueError(
-                f"{type(module).__name__} is no part of the model: units are modules inside it, in "
-                "the order in which forward runs them; what is in none of them is the root's"
-            )
-    users: dict[nn.Parameter, set[nn.Module]] = {}
-    for name, parameter in model.named_parameters(remove_duplicate=False):
-        around = accumulate(name.split("."), "{}.{}".format)
-        inside = [chosen[path] for path in around if path in chosen]
-        users.setdefault(parameter, set()).add(inside[-1] if inside else model)
-    owned: dict[nn.Module, list[nn.Parameter]] = {module: [] for module in [model, *modules]}
-    for parameter, owners in users.items():
-        owned[owners.pop() if len(owners) == 1 else model].append(parameter)
-    names = {module: path for path, module in chosen.items()}
-    return [Unit(one, mine, axis, names.get(one, "root")) for one, mine in owned.items()]
 
 
 class _AfterBackward(torch.autograd.Function):

@@ -21,7 +21,8 @@ from torch import nn
 
 from course_lib import comm
 from course_lib.mesh import Axis
-from course_lib.zero.flat import Flat, MakeOptimizer, Sharded
+from course_lib.zero.flat import Flat
+from course_lib.zero.sharded import MakeOptimizer, Sharded
 
 BUCKET_BYTES = 12 * 2**20
 
@@ -95,3 +96,8 @@ class Zero2(Zero1):
         """Send what unused parameters kept back, and wait for the last bucket."""
         self._flush()
         self._land()
+
+    def reset(self) -> None:
+        """Forget a step that broke off: see :meth:`Sharded.reset`."""
+        self._sent = 0
+        super().reset()

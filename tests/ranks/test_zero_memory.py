@@ -16,7 +16,7 @@ from course_lib.mesh import Link, Links, make_mesh
 from course_lib.model import ModelConfig, build_model
 from course_lib.trace import PeakLiveBytes, SavedActivations, state_bytes
 from course_lib.trace.blocks import MeasuredBlocks
-from course_lib.zero.stage3 import Gathered
+from course_lib.zero.units import Gathered
 
 # --- memory ----------------------------------------------------------------------------------
 
