@@ -22,6 +22,7 @@ BENCHES = {
     "pp": "GPipe and 1F1B beside torch's, and paced steps beside simulated ones.",
     "cp": "Our context-parallel attentions beside torch's ring, zig-zag beside contiguous.",
     "ep": "A layer with experts by all-to-all, beside gathering all tokens, and all experts.",
+    "inference": "Layouts of eight paced ranks that decode: throughput and latency by requests.",
     "wire": "Bytes that really moved over loopback beside the bytes of the formula.",
 }
 

@@ -6,7 +6,7 @@ send nothing at all. Only experts that replicas share tie them together: then al
 step, those without work too, for an all-to-all waits for everyone.
 
 Pace: a step of a paced run takes ``pace["F"]``, whatever it holds (the weights are read once),
-and ``pace["token"]`` for each token in it.
+and ``pace["token"]`` for each token in it; ``pace["F", 2]`` is that of stage 2.
 """
 
 from __future__ import annotations
@@ -27,6 +27,7 @@ from course_lib.inference.cache import Cache
 from course_lib.inference.choice import Chooser, chooser
 from course_lib.mesh import Axis, Mesh
 from course_lib.model import Decoder
+from course_lib.trace.spans import Sleep
 
 
 @dataclass
@@ -101,13 +102,23 @@ def sharing_experts(model: nn.Module) -> Axis | None:
 
 
 @contextmanager
-def forward_span(mesh: Mesh, work: Work, **what: int) -> Iterator[None]:
-    """Measure a forward; in a paced run it takes what its tokens take."""
-    pace = mesh.conditions.pace
-    tokens = len(work.slots) * work.width
-    seconds = pace.get("F", 0.0) + tokens * pace.get("token", 0.0) if work else 0.0
-    with mesh.trace.span("F", at_least=seconds, label="prefill" * work.is_prefill, **what):
+def forward_span(
+    mesh: Mesh, work: Work, stage: int | None = None, mb: int | None = None
+) -> Iterator[None]:
+    """Measure a forward; in a paced run its arithmetic takes what its tokens take.
+
+    What it sends takes its own time on top: the pace is that of one rank's device.
+    """
+    trace, tokens = mesh.trace, len(work.slots) * work.width
+    step, each = (mesh.conditions.pace_of(op, stage) for op in ("F", "token"))
+    seconds = step + tokens * each if work else 0.0
+    first, start = len(trace.spans), time.perf_counter()
+    with trace.span("F", stage=stage, mb=mb, label="prefill" * work.is_prefill):
         yield
+        sent = sum(span.duration for span in trace.spans[first:] if span.is_comm)
+        time.sleep(max(start + seconds + sent - time.perf_counter(), 0.0))
+    if seconds:
+        trace.sleeps.append(Sleep(seconds, time.perf_counter() - start - sent))
 
 
 @torch.no_grad()

@@ -10,6 +10,7 @@ from course_lib.view.fit_plot import fit_plot
 from course_lib.view.gantt import timeline
 from course_lib.view.memory import live_plot, memory_plot
 from course_lib.view.schedules import schedule_picture
+from course_lib.view.serving import serving_plot
 from course_lib.view.style import Picture
 from course_lib.view.terminal import terminal_timeline
 from course_lib.view.traffic import ledger_plot
@@ -23,6 +24,7 @@ __all__ = [
     "memory_plot",
     "perfetto",
     "schedule_picture",
+    "serving_plot",
     "show_source",
     "terminal_timeline",
     "timeline",

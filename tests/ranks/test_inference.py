@@ -22,9 +22,10 @@ from inference_twin import (
 )
 
 from course_lib import comm, cp, ep, inference, tp
+from course_lib.bench import inference as bench
 from course_lib.inference import Book, ContextReplica, Replica, Sampling, Stage, context, counts
 from course_lib.launch import RankError
-from course_lib.mesh import make_mesh
+from course_lib.mesh import Link, Links, make_mesh
 
 WORLDS = (1, 2, 3, 4, 8)
 FAMILIES = {"llama": {}, "gpt-tied": GPT}
@@ -332,6 +333,23 @@ def test_any_batching_on_two_ranks(worlds, order, slots, groups, axis):
         return (inference.serve(kind(model, mesh, slots), Book(mine, slots)).tokens,)
 
     check(worlds(2).run(rank), twin(config), 2 if axis == "dp" else 1)
+
+
+# --- the bench, scaled down -----------------------------------------------------------------
+
+
+@pytest.mark.parametrize("layout", [bench.Layout(dp=4), bench.Layout(tp=2, pp=2)], ids=str)
+def test_layouts_compared_on_paced_ranks(worlds, layout):
+    """Counts and bytes are exact; no rank can be faster than its sleeps."""
+    links = Links(Link(1e-4, 1e8), Link(1e-3, 1e7), ranks_per_node=2)
+    row = bench.compare(worlds(4), layout, links, batch=8, tokens=2)
+    assert row["bytes_per_token"] == row["bytes_per_token_formula"]
+    assert (row["bytes_per_token"] == 0) == (layout.dp == 4)
+    own = 8 / layout.dp / layout.pp
+    least = (bench.PACE["F"] + own * bench.PACE["token"]) / (layout.tp * layout.pp) * layout.pp
+    assert row["latency_ms"] >= 1e3 * least
+    assert row["latency_ms_formula"] >= 1e3 * least
+    assert row["tokens_per_second"] <= 8 / least
 
 
 # --- the classic bugs, and that they are caught ---------------------------------------------

@@ -1,0 +1,251 @@
+"""`course bench inference`: layouts of eight ranks that decode, by formula and on paced ranks.
+
+The notes say of a model that fits one GPU that eight replicas (DP8) have three times the throughput
+of one model cut in eight (TP8), and of one that does not, that TP belongs inside a node. Here that
+is run, scaled down: a decode step of the whole model takes ``PACE["F"]`` to read the weights,
+whatever the batch, and ``PACE["token"]`` for each token in it; links are emulated. Time of
+arithmetic is paced, messages and waiting are real. A rank of tp or pp has its share of both.
+
+What comes out, and the notes do not say: it depends on the batch. One token comes sooner from TP8
+(each rank reads an eighth of the weights; the notes' 58 ms for TP8 leave the 50 ms of one GPU
+undivided); with few requests TP8 has the higher throughput too; DP8 wins when there are so many
+that arithmetic and messages outweigh the weights.
+
+Then: continuous against static batching, in steps that are counted and on one paced rank.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from fractions import Fraction
+
+from course_lib import comm, inference, tp
+from course_lib.comm.links import STEPS
+from course_lib.inference import Book, Replica, Served, Stage, StaticBook
+from course_lib.launch import World
+from course_lib.ledger import wire, wire_bytes_by_axis
+from course_lib.mesh import Link, Links, make_mesh
+from course_lib.model import ModelConfig, build_model
+from course_lib.trace import TOO_BUSY, overshoot
+from course_lib.view import Picture, serving_plot
+from course_lib.view.serving import Model, Points
+
+RANKS = 8
+PACE = {"F": 0.160, "token": 0.008}  # seconds of a whole model: a step, and each token in it
+INSIDE, BETWEEN = Link(0.5e-3, 4e6), Link(2e-3, 1e6)  # chosen so that messages weigh as on GPUs
+BATCHES = (8, 32, 128)  # requests at once, all ranks together
+MIXED = (2, 9, 3, 12, 2, 10, 4, 16)  # tokens wanted by requests that come after one another
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Eight ranks on axes; as many groups of requests in flight as there are stages."""
+
+    dp: int = 1
+    tp: int = 1
+    pp: int = 1
+
+    @property
+    def name(self) -> str:
+        """Such as tp4+pp2."""
+        sizes = {"dp": self.dp, "tp": self.tp, "pp": self.pp}
+        return "+".join(f"{axis}{size}" for axis, size in sizes.items() if size > 1)
+
+
+ONE_NODE = (Layout(dp=8), Layout(tp=8), Layout(tp=4, pp=2))
+TWO_NODES = (Layout(tp=8), Layout(dp=2, tp=4), Layout(tp=4, pp=2))
+NODES = {"one node of 8": (8, ONE_NODE), "two nodes of 4": (4, TWO_NODES)}
+
+
+def config_for(tokens: int) -> ModelConfig:
+    """Small: its arithmetic must fit into the pace."""
+    return ModelConfig(layers=4, hidden=64, heads=8, kv_heads=8, ffn=128, max_seq_len=tokens + 2)
+
+
+# --- by formula -----------------------------------------------------------------------------
+
+
+def token_bytes(config: ModelConfig, layout: Layout) -> dict[str, Fraction]:
+    """Bytes that all ranks together send for one decoded token, by axis."""
+    by_tp = layout.tp * inference.tensor_bytes(config, 1, 1, layout.tp)
+    by_pp = layout.tp * inference.pipeline_bytes(config, 1, 1, layout.pp)
+    return {axis: sent for axis, sent in (("tp", by_tp), ("pp", by_pp)) if sent}
+
+
+def predicted(
+    config: ModelConfig, layout: Layout, links: Links, batch: float
+) -> tuple[float, float]:
+    """(tokens a second, seconds from token to token) with ``batch`` requests at once.
+
+    A token takes a tick for each stage. A tick is that of the slowest stage: its share of the
+    pace, the all-reduces in it, on the last stage the choice, and the hop to the next one.
+    """
+    own = batch / layout.dp / layout.pp  # requests of a group
+    compute = (PACE["F"] + own * PACE["token"]) / (layout.tp * layout.pp)
+    row, pair = own * config.hidden * config.dtype.itemsize, own * 2 * 4
+    inside = links.link(tuple(range(layout.tp)))
+    reduces = 2 * config.layers // layout.pp
+    all_reduce = call_seconds("all_reduce", row, layout.tp, inside)
+    choice = call_seconds("all_gather", pair, layout.tp, inside)
+    ends = max(all_reduce, choice) if layout.pp > 1 else all_reduce + choice
+    hop_link = links.link((0, layout.tp))
+    hop = hop_link.alpha + row / hop_link.beta if layout.pp > 1 else 0.0
+    seconds = layout.pp * (compute + reduces * all_reduce + ends + hop)
+    return batch / seconds, seconds
+
+
+def call_seconds(op: str, payload: float, n: int, link: Link) -> float:
+    """Seconds of a collective by the alpha-beta model; 0 for one rank."""
+    if n == 1:
+        return 0.0
+    return STEPS[op](n) * link.alpha + payload * float(wire(op, 1, n)) / link.beta
+
+
+# --- on paced ranks -------------------------------------------------------------------------
+
+
+def decode(layout: Layout, batch: int, tokens: int) -> Served:
+    """What a rank does: ``tokens`` for each of its requests, which have been prefilled."""
+    mesh = make_mesh("tp-pp-dp", dp=layout.dp, tp=layout.tp, pp=layout.pp)
+    config, slots = config_for(tokens), batch // layout.dp
+    model = build_model(config)
+    if layout.pp > 1:
+        model = inference.cut(model, mesh)
+    if layout.tp > 1:
+        tp.parallelize(model, mesh.tp)
+    server = (Stage if layout.pp > 1 else Replica)(model, mesh, slots)
+    for wanted in (1, tokens):  # first a step to warm up
+        book = prefilled(slots, wanted, layout.pp)
+        comm.barrier(mesh.world)
+        mesh.ledger.clear()
+        mesh.trace.clear()
+        if isinstance(server, Stage):
+            served = inference.serve_pipeline(server, book)
+        else:
+            served = inference.serve(server, book)
+    return served
+
+
+def prefilled(slots: int, tokens: int, groups: int) -> Book:
+    """A book whose requests are all in their slots, with a first token: only decode is left."""
+    requests = inference.make_requests([[0]] * slots, tokens + 1)
+    book = Book(requests, slots, groups=groups)
+    book.waiting.clear()
+    book.running = dict(enumerate(requests))
+    book.tokens = {request.number: [0] for request in requests}
+    return book
+
+
+def serve_mixed(kind: type[Book], slots: int) -> tuple[int, float]:
+    """Requests of different lengths on one rank: (steps, tokens a second)."""
+    mesh = make_mesh()
+    requests = inference.make_requests([[1, 2, 3]] * len(MIXED), MIXED)
+    replica = Replica(build_model(config_for(max(MIXED) + 3)), mesh, slots)
+    served = inference.serve(replica, kind(requests, slots))
+    return served.steps, served.throughput
+
+
+def compare(
+    world: World, layout: Layout, links: Links, batch: int, tokens: int
+) -> dict[str, float | int | str]:
+    """One layout and batch: measured on paced ranks, and by formula."""
+    share = 1 / (layout.tp * layout.pp)
+    pace = {op: seconds * share for op, seconds in PACE.items()}
+    results = world.run(decode, layout, batch, tokens, pace=pace, links=links, timeout=600)
+    last = max(max(own) for served in results for own in served.times.values())
+    throughput, latency = predicted(config_for(tokens), layout, links, batch)
+    by_formula = sum(token_bytes(config_for(tokens), layout).values(), Fraction(0))
+    return {
+        "layout": layout.name,
+        "batch": batch,
+        "tokens_per_second": batch * tokens / last,
+        "tokens_per_second_formula": throughput,
+        "latency_ms": 1e3 * sum(served.latency for served in results) / len(results),
+        "latency_ms_formula": 1e3 * latency,
+        "bytes_per_token": float(
+            sum(wire_bytes_by_axis(results.ledgers).values(), Fraction(0)) / (batch * tokens)
+        ),
+        "bytes_per_token_formula": float(by_formula),
+        "overshoot": overshoot(results.traces),
+    }
+
+
+def measure(rounds: int = 20) -> dict:
+    """``rounds`` tokens of every request, for each layout and batch; then the two batchings."""
+    tokens = max(rounds, 2)
+    tables = {}
+    with World(RANKS) as world:
+        for name, (per_node, layouts) in NODES.items():
+            links = Links(INSIDE, BETWEEN, per_node)
+            tables[name] = [
+                compare(world, layout, links, batch, tokens)
+                for layout in layouts
+                for batch in BATCHES
+            ]
+    batchings = {}
+    with World(1) as world:
+        for name, kind in (("continuous", Book), ("static", StaticBook)):
+            steps, speed = world.run(serve_mixed, kind, 4, pace={"F": 0.02, "token": 0.001})[0]
+            batchings[name] = {"steps": steps, "tokens_per_second": speed}
+    return {"ranks": RANKS, "tokens": tokens, "layouts": tables, "batchings": batchings}
+
+
+def curves(result: dict, node: str) -> tuple[dict[str, Points], dict[str, Model]]:
+    """Points and lines of a result of :func:`measure`."""
+    per_node, layouts = NODES[node]
+    links, config = Links(INSIDE, BETWEEN, per_node), config_for(result["tokens"])
+    points: dict[str, dict[int, tuple[float, float]]] = {}
+    for row in result["layouts"][node]:
+        pair = row["tokens_per_second"], row["latency_ms"] / 1e3
+        points.setdefault(row["layout"], {})[row["batch"]] = pair
+
+    def model_of(layout: Layout) -> Model:
+        return lambda batch: predicted(config, layout, links, batch)
+
+    return dict(points), {layout.name: model_of(layout) for layout in layouts}
+
+
+def picture(result: dict, node: str) -> Picture:
+    """Throughput and latency against requests at once, of the layouts on ``node``."""
+    late = max(row["overshoot"] for row in result["layouts"][node])
+    busy = " The machine was too busy: compare order, not time." if late > TOO_BUSY else ""
+    return serving_plot(
+        *curves(result, node),
+        title=f"Eight ranks decode, {node}",
+        note=f"Arithmetic paced, links emulated, waiting measured; late by {late:.1%}.{busy}",
+    )
+
+
+def text(result: dict) -> str:
+    """The result as tables."""
+    lines = [
+        f"Decoding on {result['ranks']} paced ranks: a whole model's step {PACE['F'] * 1e3:.0f} ms "
+        f"and {PACE['token'] * 1e3:.0f} ms a token, {result['tokens']} tokens of each request"
+    ]
+    for name, rows in result["layouts"].items():
+        lines += ["", *_table(name, rows)]
+    lines += ["", "Requests of 2 to 16 tokens in 4 slots of one paced rank:"]
+    for name, row in result["batchings"].items():
+        speed = row["tokens_per_second"]
+        lines.append(f"{name:<12}{row['steps']:>5} steps{speed:>8.0f} tokens a second")
+    every = [row for rows in result["layouts"].values() for row in rows]
+    if any(row["overshoot"] > TOO_BUSY for row in every):
+        lines.append("Sleeps overshoot by more than 10 %: too busy, compare order and not time.")
+    return "\n".join(lines)
+
+
+def _table(name: str, rows: Sequence[dict]) -> list[str]:
+    lines = [
+        f"{name:<16}{'requests':>9}{'tokens/s':>10}{'formula':>9}{'ms a token':>12}{'formula':>9}"
+        f"{'kB a token':>12}{'formula':>9}"
+    ]
+    for row in rows:
+        kilobytes = (row[key] / 1e3 for key in ("bytes_per_token", "bytes_per_token_formula"))
+        counted, formula = kilobytes
+        lines.append(
+            f"{row['layout']:<16}{row['batch']:>9}{row['tokens_per_second']:>10.0f}"
+            f"{row['tokens_per_second_formula']:>9.0f}{row['latency_ms']:>12.0f}"
+            f"{row['latency_ms_formula']:>9.0f}{counted:>12.2f}{formula:>9.2f}"
+        )
+    return lines

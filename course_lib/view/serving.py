@@ -1,0 +1,111 @@
+"""Serving as a picture: throughput and latency against the number of requests at once."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+
+from matplotlib.axes import Axes
+from matplotlib.lines import Line2D
+from matplotlib.ticker import FixedLocator, FuncFormatter, NullLocator
+
+from course_lib.view import style
+from course_lib.view.bars import BELOW, LEGEND
+from course_lib.view.fit_plot import DOTS, SMOOTH
+from course_lib.view.memory import COLOURS, LINES
+from course_lib.view.style import NORMAL, SMALL, WIDTH, Picture, frame
+
+HEIGHT, LEFT, BETWEEN, RIGHT = 2.6, 0.65, 0.75, 0.2  # inches
+
+Points = Mapping[int, tuple[float, float]]  # requests at once -> tokens a second, seconds a token
+Model = Callable[[float], tuple[float, float]]  # the same by a formula
+
+
+def serving_plot(
+    measured: Mapping[str, Points],
+    models: Mapping[str, Model],
+    *,
+    title: str = "More requests at once: more tokens a second, and each one later",
+    note: str = "",
+    width: float = WIDTH,
+) -> Picture:
+    """Tokens a second (left) and seconds from token to token (right) against requests at once.
+
+    Points measured, lines by the model of the same name, if there is one. The sentence says who
+    has most throughput at the fewest and at the most requests. Raises ValueError when a name has no
+    points, a model has no name, or there are more than four.
+    """
+    if not measured or not all(measured.values()):
+        raise ValueError(f"there is nothing to draw: no points for {list(measured) or 'any name'}")
+    if unknown := set(models) - set(measured):
+        raise ValueError(f"lines for {sorted(unknown)}, but the points are of {list(measured)}")
+    if len(measured) > len(COLOURS):
+        raise ValueError(f"{len(measured)} names: more than {len(COLOURS)} cannot be told apart")
+    lines = ", lines by the model" if models else ""
+    caption = " ".join(filter(None, (f"Points measured{lines}.", _best(measured), note)))
+    picture = frame(width, HEIGHT + LEGEND + BELOW, title, caption)
+    ticks = sorted({size for points in measured.values() for size in points})
+    panels = [
+        _axes(picture, 0, "tokens a second", ticks),
+        _axes(picture, 1, "ms from token to token", ticks),
+    ]
+    entries = []
+    for (name, points), *look in zip(measured.items(), COLOURS, LINES, DOTS, strict=False):
+        entries.append(_draw(panels, name, points, models.get(name), *look))
+    for ax in panels:
+        ax.set_ylim(bottom=0)
+    style.legend(picture, entries, LEFT, BELOW + HEIGHT)
+    return picture
+
+
+def _best(measured: Mapping[str, Points]) -> str:
+    """Who has the highest throughput at the smallest and at the largest common batch."""
+    common = set.intersection(*(set(points) for points in measured.values()))
+    if not common or len(measured) < 2:
+        return ""
+    said = []
+    for size in sorted({min(common), max(common)}):
+        name = max(measured, key=lambda name: measured[name][size][0])
+        said.append(f"{name} at {size} ({measured[name][size][0]:,.0f} tokens a second)")
+    return "Most throughput: " + ", ".join(said) + "."
+
+
+def _axes(picture: Picture, number: int, what: str, ticks: list[int]) -> Axes:
+    width, inches = picture.get_size_inches()
+    wide = (width - LEFT - BETWEEN - RIGHT) / 2
+    bottom = style.caption_height(picture.caption, width) + BELOW
+    left = LEFT + number * (wide + BETWEEN)
+    ax = picture.add_axes((left / width, bottom / inches, wide / width, HEIGHT / inches))
+    ax.set_xscale("log", base=2)
+    ax.xaxis.set_major_locator(FixedLocator(ticks))
+    ax.xaxis.set_minor_locator(NullLocator())
+    ax.xaxis.set_major_formatter(FuncFormatter(lambda size, _: f"{size:,.0f}"))
+    ax.tick_params(labelsize=SMALL, length=3)
+    ax.set_xlabel("requests at once, all ranks together", size=NORMAL, labelpad=2)
+    ax.set_ylabel(what, size=NORMAL)
+    ax.grid(color="#CCCCCC", lw=0.5)
+    ax.set_axisbelow(True)
+    for side in ("right", "top"):
+        ax.spines[side].set_visible(False)
+    return ax
+
+
+def _draw(
+    panels: list[Axes],
+    name: str,
+    points: Points,
+    model: Model | None,
+    colour: str,
+    dashes: str,
+    dot: str,
+) -> Line2D:
+    """One name in both panels; its entry in the legend."""
+    for which, (ax, scale) in enumerate(zip(panels, (1.0, 1e3), strict=True)):
+        values = [scale * pair[which] for pair in points.values()]
+        ax.plot(list(points), values, dot, color=colour, ms=5, zorder=3)
+        if model is not None:
+            first, last = min(points), max(points)
+            sizes = [first * (last / first) ** (at / SMOOTH) for at in range(SMOOTH + 1)]
+            line = [scale * model(size)[which] for size in sizes]
+            ax.plot(sizes, line, dashes, color=colour, lw=1.4)
+    line_style = "" if model is None else dashes
+    return Line2D([], [], color=colour, marker=dot, ls=line_style, ms=5, lw=1.4, label=name)
