@@ -24,6 +24,7 @@ from course_lib.schedule import (
     from_rows,
     gpipe,
     looped,
+    lower_bound,
     make,
     makespan,
     naive,
@@ -369,6 +370,15 @@ def test_peak_in_flight_counts_half_open_intervals(schedule, f, b):
         assert seen == peak
 
 
+@settings(max_examples=100)
+@given(schedule=legal, f=cost, i=cost, w=cost, comm=cost, slow=cost)
+def test_no_legal_schedule_beats_the_bound(schedule, f, i, w, comm, slow):
+    factors = (slow, *[1.0] * (schedule.stages - 1))
+    costs = Costs(f, i, w, comm, factors)
+    bound = lower_bound(schedule.placement, schedule.microbatches, costs)
+    assert simulate(schedule, costs).makespan >= bound * (1 - 1e-9)
+
+
 def test_end_and_start_at_one_instant_do_not_overlap():
     assert rows("0F0 0B0 0F1 0B1").peak_in_flight() == [1]
     assert rows("0F0 0I0 0F1 0W0 0I1 0W1").peak_in_flight() == [2]
@@ -541,6 +551,8 @@ def test_cells_as_torch_prints_them():
     schedule = read_csv(text.lstrip("\ufeff"), "mine")
     assert texts(schedule) == [["0F0", "0F1", "0B0"], ["1F0", "1I0", "1F1", "1W0", "1B1"]]
     assert (schedule.name, schedule.placement) == ("mine", (0, 1))
+    paired = read_csv("0F0,0F1,(1F0;1B0)OVERLAP_F_B,0B0,1F1,1B1,0B1")
+    assert texts(paired) == [["0F0", "0F1", "1F0", "1B0", "0B0", "1F1", "1B1", "0B1"]]
     assert write_csv(gpipe(2, 1)) == "0F0,0B0\n1F0,1B0\n"
 
 

@@ -10,7 +10,7 @@ import sys
 import pytest
 
 from course_lib import cli
-from course_lib.schedule import Costs, drawing, make, simulate, write_csv
+from course_lib.schedule import Costs, drawing, make, score, simulate, write_csv
 
 
 def run(capfd, *arguments: str) -> str:
@@ -79,12 +79,15 @@ def test_defaults(capfd):
     assert data(capfd, "GPipe")["name"] == "gpipe"
 
 
-@pytest.mark.parametrize("name", ["naive", "gpipe", "1f1b"])
+@pytest.mark.parametrize("name", ["naive", "gpipe", "1f1b", "interleaved", "zb-h1", "dualpipe-v"])
 def test_costs_are_those_of_the_library(capfd, name):
     result = data(capfd, name, "--stages", 3, "--microbatches", 5, "--f", 1.5, "--i", 1, "--w", 0.5,
                   "--comm", 0.25)  # fmt: skip
-    expected = simulate(make(name, 3, 5), Costs(1.5, 1, 0.5, 0.25))
+    costs = Costs(1.5, 1, 0.5, 0.25)
+    expected = simulate(make(name, 3, 5, costs=costs), costs)
     assert result == json.loads(json.dumps(expected.as_dict()))
+    if name in ("zb-h1", "dualpipe-v"):
+        return  # they have halves, which may be unequal
     same = data(capfd, name, "--stages", 3, "--microbatches", 5, "--f", 1.5, "--b", 1.5,
                 "--comm", 0.25)  # fmt: skip
     assert same == result
@@ -95,6 +98,44 @@ def test_stages_are_ranks_and_chunks_are_stages_of_a_rank(capfd):
     assert len(result["rows"]) == len(result["peak_in_flight"]) == 2
     assert [cell["stage"] for cell in result["rows"][1]] == [1, 3, 5, 5, 3, 1]
     assert result["peak_in_flight"] == [3, 3]
+
+
+@pytest.mark.parametrize("name", ["interleaved", "zb-v", "dualpipe-v"])
+def test_two_chunks_are_implied_and_accepted(capfd, name):
+    result = data(capfd, name)
+    assert result == data(capfd, name, "--chunks", 2)
+    assert {cell["stage"] for row in result["rows"] for cell in row} == set(range(8))
+    makespan = {"interleaved": 57, "zb-v": 51, "dualpipe-v": 51}[name]
+    assert result["makespan"] == makespan
+
+
+def test_zero_bubble_is_made_for_the_costs_given(capfd):
+    line = ("zb-v", "--f", 10, "--i", 15, "--w", 5)
+    costs = Costs(10, 15, 5)
+    assert data(capfd, *line)["makespan"] == 535
+    assert simulate(make("zb-v", 4, 8), costs).makespan > 535
+
+
+def test_unequal_stages_and_ranks(capfd):
+    slow = data(capfd, "zb-v", "--speed", "1,1,0.5,1")
+    assert data(capfd, "zb-v", "--stage-cost", "1,1,2,1,1,2,1,1") == slow
+    last = [cell for cell in slow["rows"][2] if cell["op"] == "F"][-1]
+    assert last["end"] - last["start"] == 2
+    halves = data(capfd, "1f1b", "--stage-cost", "1,1,1,1:1:3")
+    assert [cell["end"] - cell["start"] for cell in halves["rows"][3][:2]] == [1, 4]
+    assert "stages cost 1, 1, 1, 1:1:3 times that" in " ".join(
+        run(capfd, "1f1b", "--stage-cost", "1,1,1,1:1:3").split()
+    )
+
+
+def test_score(capfd, own):
+    path = own(write_csv(make("1f1b", 4, 8)))
+    points = data(capfd, "--file", path, "--score")["score"]
+    assert points == json.loads(json.dumps(score(make("1f1b", 4, 8), Costs())))
+    assert points["efficiency"] == pytest.approx(27 / 33)
+    text = run(capfd, "--file", path, "--score")
+    assert re.search(r"mine +33 +33 +27.3% +4\n1f1b +33 +33 +27.3% +4\nzb-h1 +27 +27", text)
+    assert "score" not in data(capfd, "--file", path)
 
 
 def test_drawing_fits_eighty_columns_and_is_plain(capfd, monkeypatch):
@@ -204,6 +245,16 @@ BAD = [
     "gpipe --comm -1",
     "gpipe --stages 1000000 --microbatches 1000000",
     "1f1b --chunks 2",
+    "zb-h1 --chunks 2",
+    "zb-v --chunks 1",
+    "dualpipe-v --chunks 3",
+    "zb-v --speed 1,1",
+    "zb-v --speed 1,1,0,1",
+    "zb-v --speed 1,1,fast,1",
+    "zb-h1 --stage-cost 1,1",
+    "zb-h1 --stage-cost 1,1,1,1:2",
+    "zb-h1 --stage-cost 1,1,1,-1",
+    "zb-h1 --stage-cost ,",
     "1f1b now",
     "1f1b --frobnicate",
 ]
