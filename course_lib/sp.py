@@ -150,20 +150,23 @@ def wire_bytes(
     again: bool = False,
     forwards: int = 1,
     shards: int = 1,
+    regions: int = 2,
 ) -> Fraction:
     """Bytes a rank sends for activations and for what is not cut, per optimizer step.
 
     A layer has 2 all-gathers and 2 reduce-scatters of x_BSD in every forward (``forwards=2`` with
     full recomputation) and in backward, 2 gathers more with ``again``; embedding and head have 2
-    and 2, one gather more with ``again``. Then one all-reduce of the gradients of what is not cut.
+    and 2, one gather more with ``again``. A layer has 2 ``regions``, attention and MLP; 1 where
+    something that is not cut, such as experts, is in the MLP's place.
+    Then one all-reduce of the gradients of what is not cut.
     Under ZeRO over ``shards`` ranks each sums the runs that it holds: then it is the average over
     these ranks. Loss and shared key and value heads are tensor parallelism's own.
     All parameters are trained: what is frozen is not summed, and where early ones are frozen
     backward ends sooner; so that less is sent.
     """
     size = sequences * seq_len * config.hidden * config.dtype.itemsize
-    scatters = 2 * config.layers * (forwards + 1) + 2
-    gathers = scatters + (2 * config.layers + 1 if again else 0)
+    scatters = regions * config.layers * (forwards + 1) + 2
+    gathers = scatters + (regions * config.layers + 1 if again else 0)
     return (
         gathers * wire("all_gather", size // n, n)
         + scatters * wire("reduce_scatter", size, n)
