@@ -166,7 +166,7 @@ class Overlapped(Bucketed):
         self._in_flight: list[comm.Handle] = []
         self._missing: list[set[nn.Parameter]] = []
         self._await_all()
-        self._hooks = [p.register_post_accumulate_grad_hook(self._ready) for p in self.parameters]
+        self._hooks = comm.on_gradient(self.parameters, self._ready)
 
     def _await_all(self) -> None:
         self._in_flight.clear()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import faulthandler
+import gc
 import io
 import os
 import random
@@ -154,7 +155,12 @@ def init_group(store: dist.Store, rank: int, n: int, device: torch.device) -> No
 
 
 def _drop_groups() -> None:
-    """In kept ranks, release the groups that earlier runs made: sockets are few."""
+    """In kept ranks, release the groups that earlier runs made: sockets are few.
+
+    A backend has a thread for each group, which lives, and wakes a hundred times a second, until
+    nothing refers to the group: so what earlier runs left in cycles goes first.
+    """
+    gc.collect()
     world = dist.group.WORLD
     for group in list(dist.distributed_c10d._world.pg_map):
         if group is not world:

@@ -33,7 +33,7 @@ class Sharded:
         self.flats, self.axis = list(flats), axis
         self.optimizer = make_optimizer([flat.shard for flat in self.flats])
         self._flat_of = {p: flat for flat in self.flats for p in flat.parameters}
-        self._hooks = [p.register_post_accumulate_grad_hook(self._ready) for p in self._flat_of]
+        self._hooks = comm.on_gradient(self._flat_of, self._ready)
         self._in_flight: tuple[Flat, comm.Handle] | None = None
 
     def _ready(self, parameter: nn.Parameter) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from itertools import pairwise
 
 import pytest
@@ -452,3 +453,19 @@ def test_syncing_every_micro_batch_costs_bytes_and_is_seen(worlds):
     assert projection(results[0][1], serial(F64, steps=1)[1]) > 1.2, (
         "the first part is summed twice"
     )
+
+
+def threads_after_training(sync_kind: type[dp.GradientSync]) -> int:
+    mesh = make_mesh(tp=2)  # groups of its own, a thread of the backend each
+    model = build_model(F64, seed=0)
+    sync = sync_kind(model.parameters(), mesh.dp)
+    model(torch.zeros(1, 4, dtype=torch.long)).sum().backward()
+    sync.finish()
+    return len(os.listdir("/proc/self/task"))
+
+
+@pytest.mark.skipif(not os.path.isdir("/proc/self/task"), reason="needs /proc")
+@pytest.mark.parametrize("sync_kind", SYNCS)
+def test_what_is_dropped_is_freed_with_its_groups(worlds, sync_kind):
+    counts = [worlds(4).run(threads_after_training, sync_kind)[0] for _ in range(3)]
+    assert counts[0] == counts[1] == counts[2]
