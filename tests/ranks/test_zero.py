@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from dataclasses import replace
 from fractions import Fraction
 
@@ -15,7 +16,13 @@ from zero_twin import BF16, F64, GPT, STAGES, STEPS, accumulated, check, serial,
 
 from course_lib import dp, recompute, zero
 from course_lib.mesh import make_mesh
-from course_lib.model import ModelConfig, block_parameter_count, loss_sum, parameter_count
+from course_lib.model import (
+    ModelConfig,
+    block_parameter_count,
+    build_model,
+    loss_sum,
+    parameter_count,
+)
 
 WORLDS = (1, 2, 3, 4, 8)
 LAST = 2  # the number of the last unit of two blocks, the root being 0
@@ -143,6 +150,40 @@ def test_frozen_parameters_stay(worlds, stage):
         stage, elements, 3, dtype=torch.float64, **(only if stage == 3 else {})
     )
     assert results[0][3][0] == formula
+
+
+@pytest.mark.parametrize("prefetch", [True, False])
+@pytest.mark.parametrize(
+    ("frozen", "without"),
+    [
+        (("embedding.", "blocks.0."), (1,)),
+        (("embedding.", "blocks."), (1, LAST)),
+        (("embedding.", "blocks.0.", "blocks.1.attn"), (1,)),
+        (("head", "norm", "blocks.0."), ()),
+    ],
+)
+def test_a_unit_without_backward_is_gathered_once(worlds, frozen, without, prefetch):
+    """Frozen, and nothing trained before it: nobody will want it in backward."""
+
+    def make(stage, model, axis):
+        return twin.make(stage, model, axis, prefetch=prefetch)
+
+    results = worlds(2).run(lambda: train(3, F64, frozen=frozen, make=make, steps=2))
+    model = twin.build(F64, frozen)
+    cold = [sum(p.numel() for p in b.parameters() if not p.requires_grad) for b in model.blocks]
+    whole = sum(p.numel() for p in model.parameters() if not p.requires_grad)
+    formula = zero.wire_bytes(
+        3,
+        twin.elements(3, model),
+        2,
+        dtype=torch.float64,
+        kept={0, LAST, *without},
+        frozen=[whole - sum(cold), *cold],
+    )
+    want = serial(F64, frozen=frozen, steps=2)
+    for result in results:
+        assert_equal(result[1], want[1], 1e-12, "gradients")
+        assert result[3] == [formula] * 2
 
 
 class Odd(torch.nn.Module):
@@ -449,6 +490,113 @@ def test_any_shape(worlds, stage, n, micro, bucket_bytes, shape):
         options = {"micro_batches": micro, "kept": (0, shape["layers"])}
         formula = zero.wire_bytes(3, elements, n, dtype=torch.float64, **options)
         assert results[0][3] == [formula] * 2
+
+
+# --- values that are written, steps that break off ---------------------------------------------
+
+
+def loaded(z, model, state, adopts=True):
+    """``load_state_dict`` as it must be done under each stage."""
+    with z.gathered() if isinstance(z, zero.Zero3) else nullcontext():
+        model.load_state_dict(state)
+        if adopts:
+            z.adopt()
+
+
+@pytest.mark.parametrize("config", [F64, BF16], ids=["float64", "bfloat16"])
+@pytest.mark.parametrize("stage", STAGES)
+def test_values_that_were_loaded_are_trained_on(worlds, stage, config):
+    """As if the model had had them from the start: the masters take them too."""
+
+    def rank(loads):
+        mesh, other = make_mesh(), build_model(config, seed=9)
+        state = {name: tensor.clone() for name, tensor in other.state_dict().items()}
+        model = twin.build(config) if loads else other
+        z = twin.make(stage, model, mesh.dp)
+        if loads:
+            loaded(z, model, state)
+        mine = twin.rows(0, mesh.dp.rank, mesh.dp.size)
+        dp.train_step(model.loss_sum, [mine], z, z)
+        return twin.masters(z, model), twin.trained(z, model)
+
+    for got, want in zip(*(worlds(3).run(rank, loads) for loads in (True, False)), strict=True):
+        assert_bitwise(got[0], want[0], "masters")
+        assert_bitwise(got[1], want[1], "weights")
+
+
+@pytest.mark.parametrize(
+    ("stage", "config"), [(1, BF16), (2, BF16), (3, BF16), (3, F64)], ids=["1", "2", "3", "3-f64"]
+)
+def test_values_that_a_step_would_undo_are_refused(worlds, stage, config):
+    def rank():
+        mesh, model = make_mesh(), twin.build(config)
+        z = twin.make(stage, model, mesh.dp)
+        try:
+            loaded(z, model, twin.build(config).state_dict(), adopts=False)
+            model.loss_sum(*twin.rows(0))[0].backward()
+            z.finish()
+            z.step()
+        except RuntimeError as error:
+            return str(error)
+
+    assert all("call adopt() after writing" in said for said in worlds(2).run(rank))
+
+
+def test_adopting_without_memory_is_refused():
+    z = twin.make(3, twin.build(F64), make_mesh().dp)
+    with pytest.raises(RuntimeError, match=r"of root have no memory now: .*z.gathered\(\)"):
+        z.adopt()
+
+
+class Trips(torch.autograd.Function):
+    """The identity, which raises in the pass that it is told."""
+
+    @staticmethod
+    def forward(ctx, x, where):
+        ctx.where = where
+        if where == "forward":
+            raise ArithmeticError(where)
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, dy):
+        if ctx.where == "backward":
+            raise ArithmeticError(ctx.where)
+        return dy, None
+
+
+@pytest.mark.parametrize("where", ["forward", "backward"])
+@pytest.mark.parametrize("stage", STAGES)
+def test_a_step_after_one_that_broke_off(worlds, stage, where):
+    """In the middle of the model, in the second micro-batch; the next steps are as ever."""
+
+    def rank(resets):
+        mesh, model = make_mesh(), twin.build(F64)
+        z = twin.make(stage, model, mesh.dp)
+        mine = twin.rows(0, mesh.dp.rank, mesh.dp.size)
+        with z.accumulate():
+            model.loss_sum(*mine)[0].backward()
+        attention, forward = model.blocks[0].attn, model.blocks[0].attn.forward
+        attention.forward = lambda x, *more: forward(Trips.apply(x, where), *more)
+        try:
+            model.loss_sum(*mine)[0].backward()
+        except (ArithmeticError, RuntimeError):
+            attention.forward = forward
+        if resets:
+            z.reset()
+        else:
+            z.zero_grad()
+        buffers = z.buffers if stage == 3 else []
+        left = sum(buffer.untyped_storage().nbytes() for buffer in buffers)
+        dp.train_step(model.loss_sum, [mine], z, z)
+        return twin.gradients(z, model), left
+
+    for got, left in worlds(2).run(rank, True):
+        assert_equal(got, serial(F64, steps=1)[1], 1e-12, "gradients")
+        assert left == 0
+    if where == "backward" and stage != 2:  # which refuses what it takes for a second backward
+        with pytest.raises(AssertionError):
+            assert_equal(worlds(2).run(rank, False)[0][0], serial(F64, steps=1)[1], 1e-12, "")
 
 
 # --- beside torch's own ----------------------------------------------------------------------
