@@ -117,7 +117,15 @@ class Kept:
 
 
 def kept_by_block(config: ModelConfig, sequences: int, seq_len: int) -> Kept:
-    """What backward needs of one block, from shapes alone; norms, RoPE as torch keeps them."""
+    """What backward needs of one block, from shapes alone; norms, RoPE as torch keeps them.
+
+    For each token, with numbers of b bytes, and w = 4 at least where torch computes in float32:
+
+        llama   w (4 D + 2 + H) + b (4 D + 2 D G/H + 4 F),   and 2 S K w of tables
+        gpt     w H + b (6 D + 4 + 2 D G/H + 2 F)
+
+    and 2 b D of masks where there is dropout.
+    """
     rows, width = sequences * seq_len, config.dtype.itemsize
     wide = max(width, 4)  # statistics and rotations are computed in float32 at least
     x_bytes, inner_bytes = rows * config.hidden * width, rows * config.ffn * width
@@ -173,7 +181,11 @@ ID_BYTES = 8
 
 
 def kept_at_ends(config: ModelConfig, sequences: int, seq_len: int) -> KeptAtEnds:
-    """What backward needs of embedding, final norm, head and loss of one process."""
+    """What backward needs of embedding, final norm, head and loss of one process.
+
+    For each token, b and w as in :func:`kept_by_block`: llama w (2 D + 1 + V) + b D,
+    gpt w V + b (2 D + 2), and 8 S bytes of positions.
+    """
     rows, width = sequences * seq_len, config.dtype.itemsize
     x_bytes = rows * config.hidden * width
     return KeptAtEnds(

@@ -151,11 +151,19 @@ def _with_layout(attention: Callable[..., Tensor], layout: cp.SequenceLayout) ->
     return _ours(lambda axis: partial(attention, axis=axis, layout=layout))
 
 
+def _grid(axis: Axis) -> AttentionCore:
+    """Runs of two neighbours share out heads; two ranks are one run, and a ring of one."""
+    heads, ring = cp.split_axis(axis, 2)
+    both = partial(cp.ulysses_ring_attention, heads_axis=heads, ring_axis=ring)
+    return partial(both, axis=axis, layout=cp.nested(cp.ZIGZAG, 2))
+
+
 _CONTESTANTS: dict[str, Make] = {
     PEER: _torchs,
     "ring zigzag": _with_layout(cp.ring_attention, cp.ZIGZAG),
     "ring contiguous": _with_layout(cp.ring_attention, cp.CONTIGUOUS),
     "gather zigzag": _with_layout(cp.gather_attention, cp.ZIGZAG),
-    "ulysses": _ours(lambda axis: partial(cp.ulysses_attention, axis=axis)),
+    "ulysses": _with_layout(cp.ulysses_attention, cp.CONTIGUOUS),
+    "ulysses x ring": _ours(_grid),
     f"{PEER} again": _torchs,
 }

@@ -482,12 +482,12 @@ def rows(step, axis=None, shortest=None):
 
 
 @cache
-def serial(config, shortest=None):
+def serial(config, shortest=None, steps=STEPS):
     """One process: (losses, first gradients, weights after 5 AdamW steps)."""
     model = build_model(config, seed=3)
     adam = torch.optim.AdamW(model.parameters(), lr=1e-2)
     losses, first = [], {}
-    for step in range(STEPS):
+    for step in range(steps):
         adam.zero_grad()
         total, count = model.loss_sum(*rows(step, shortest=shortest))
         (total / count).backward()
@@ -501,15 +501,27 @@ def as_it_is(model):
     pass
 
 
-def train(config, way, cp_size, shortest=None, step=dp.train_step, cut=cp.shard, prepare=as_it_is):
+def train(
+    config,
+    way,
+    cp_size,
+    shortest=None,
+    step=dp.train_step,
+    cut=cp.shard,
+    before=as_it_is,
+    prepare=as_it_is,
+    steps=STEPS,
+):
     """What a rank does: (losses, first gradients, weights), and bytes sent per step and axis."""
     mesh = make_mesh(cp=cp_size)
-    model = cp.parallelize(build_model(config, seed=3), way.on(mesh.cp), mesh.cp, way.layout)
+    model = build_model(config, seed=3)
+    before(model)
+    cp.parallelize(model, way.on(mesh.cp), mesh.cp, way.layout)
     prepare(model)
     adam = torch.optim.AdamW(model.parameters(), lr=1e-2)
     sync = dp.Bucketed(model.parameters(), mesh.dp_cp)
     losses, first = [], {}
-    for number in range(STEPS):
+    for number in range(steps):
         mesh.ledger.clear()
         tokens, targets, positions = cut(*rows(number, mesh.dp, shortest), mesh.cp, way.layout)
 
@@ -586,10 +598,17 @@ def test_what_a_model_keeps_is_its_formula(worlds, way, config):
 
 
 @by_way("ring-zigzag", "gather-zigzag", "gather-again", "ulysses", "grid-zigzag")
-def test_recomputed_attention_sends_what_two_forwards_do(worlds, way):
-    """recompute.selective goes around the parallel core; the other way round is refused."""
-    results = worlds(4).run(lambda: train(F64, way, 4, prepare=recompute.selective))
-    check_training(results, serial(F64))
+@pytest.mark.parametrize("how", ["selective", "full", "full before"])
+def test_recomputed_attention_sends_what_two_forwards_do(worlds, way, how):
+    """recompute.selective goes around the parallel core; the other way round is refused. Full
+    recomputation goes around blocks, before or after."""
+    orders = {
+        "selective": {"prepare": recompute.selective},
+        "full": {"prepare": recompute.full},
+        "full before": {"before": recompute.full},
+    }
+    results = worlds(4).run(partial(train, F64, way, 4, steps=2, **orders[how]))
+    check_training(results, serial(F64, steps=2))
     for *_, sent in results:
         assert sent["cp"] == way.wire(F64, BATCH, SEQ, 4, forwards=2)
         assert sent["cp"] > way.wire(F64, BATCH, SEQ, 4)

@@ -16,7 +16,7 @@ import torch
 from rich.console import Console
 
 from course_lib.model import ModelConfig
-from course_lib.tour import measure, pipelines, report, technique, techniques
+from course_lib.tour import measure, pipelines, report, technique, techniques, timelines
 from course_lib.tour.job import main, run_tour
 from course_lib.tour.measure import Row, make_row
 
@@ -26,9 +26,10 @@ TP_NAMES = ["tp", "sp", "sp-again", "sp-recomputed"]
 PP_NAMES = ["pp-gpipe", "pp-1f1b"]
 CP_NAMES = ["cp-ring", "cp-gather", "cp-ulysses", "cp-ulysses-ring"]
 EP_NAMES = ["ep-4", "ep-2"]
-TWINS = ["serial", "serial-moe"]
+DECODE_NAMES = ["serial-decode", "inference"]  # their losses are differences of logits
+TWINS = ["serial", "serial-moe", "serial-decode"]
 ALONE = ["serial", *DP_NAMES, *ZERO_NAMES, *TP_NAMES, *PP_NAMES, *CP_NAMES]
-NAMES = [*ALONE, "serial-moe", *EP_NAMES]
+NAMES = [*ALONE, "serial-moe", *EP_NAMES, *DECODE_NAMES]
 
 
 @pytest.fixture(scope="module")
@@ -66,6 +67,8 @@ def test_every_row_equals_serial_and_its_formulas(tour):
             assert row[measured] == row[formula] > 0
         if name in EP_NAMES:
             assert row["mesh"] == {"dp": 4, "ep": int(name[-1])}
+        elif name == "inference":
+            assert row["mesh"] == {"tp": 2, "pp": 2}
         else:
             axis = "dp" if name in ZERO_NAMES else "tp" if name in TP_NAMES else name[:2]
             assert row["mesh"] == ({} if name in TWINS else {axis: 4})
@@ -193,9 +196,28 @@ def test_pipelines_are_predicted_simulated_and_measured(tour):
     assert entries["1f1b"]["peak_in_flight"] == [4, 3, 2, 1]
 
 
+def test_the_numbers_of_inference(tour):
+    """Half of the layers and heads of keys and values; the twin keeps 8 bytes a token."""
+    rows = {row["technique"]: row for row in json.loads(tour[0].stdout)["rows"]}
+    twin, row = (rows[name] for name in DECODE_NAMES)
+    config = technique.JOB.config
+    assert row["max_loss_difference"] == max(row["losses"]) < 1e-12
+    assert twin["losses"] == [0.0] * technique.JOB.sequences
+    prompts, new = [32 - 3 * number for number in range(8)], 8
+    assert twin["peak_activation_bytes"] == 8 * sum(prompt + new for prompt in prompts)
+    slots, bytes_a_row = 4, 8 * (config.kv_heads // 2) * config.head_dim
+    assert row["peak_activation_bytes"] == slots * config.max_seq_len * 2 * 2 * bytes_a_row
+    through = sum(prompt + new - 1 for prompt in prompts)
+    # both ranks of a stage: 8 bytes a feature, and 8 for each token that is chosen
+    assert row["bytes"]["pp"]["counted"] == 2 * (through * config.hidden * 8 + 8 * 8 * new)
+    # nine all-reduces of what goes through, and a pair of numbers for each token chosen
+    assert row["bytes"]["tp"]["counted"] == 2 * (9 * through * config.hidden * 8 + 16 * 8 * new)
+
+
 def test_losses_fall(tour):
     for row in json.loads(tour[0].stdout)["rows"]:
-        assert row["losses"][-1] < row["losses"][0] - 1
+        if row["technique"] not in DECODE_NAMES:
+            assert row["losses"][-1] < row["losses"][0] - 1
 
 
 def test_files(tour):
@@ -293,6 +315,7 @@ def test_exit_1_when_a_loss_or_a_byte_is_off(tmp_path, monkeypatch, capfd, fault
 
         naive = replace(naive, train=another_model)
     monkeypatch.setattr(measure, "TECHNIQUES", [serial, naive])
+    monkeypatch.setattr(timelines, "SYNCS", {})
     monkeypatch.setattr(pipelines, "NAMES", ())
     assert run_tour(tmp_path) == 1
     assert "WRONG: dp-naive" in capfd.readouterr().err
