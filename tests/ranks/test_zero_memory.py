@@ -31,35 +31,49 @@ def built(stage, model, axis):
     return kind(model.parameters(), axis, twin.adam, BUCKET)
 
 
-def lean_rows(rank, size):
-    return twin.batch(0, seed=0, batch_size=size, seq_len=2, dp_rank=rank, dp_size=size)
+def lean_rows(rank, size, micro=1):
+    count = size * micro
+    return twin.batch(0, seed=0, batch_size=count, seq_len=2, dp_rank=rank, dp_size=size)
 
 
-def measured(stage, dtype):
+def frozen_elements(z, model):
+    """Of each unit in stage 3, else of the model; counted anew from the model."""
+    blocks = model.blocks if isinstance(z, zero.Zero3) else []
+    cold = [sum(p.numel() for p in b.parameters() if not p.requires_grad) for b in blocks]
+    return [sum(p.numel() for p in model.parameters() if not p.requires_grad) - sum(cold), *cold]
+
+
+def measured(stage, config, micro=1, frozen=()):
     """State between steps, peak of a step, bytes saved for backward, what the formulas say.
 
     gloo's thread may let go of a buffer a moment late: the least of some steps is ours.
     """
-    mesh = make_mesh()
-    model = build_model(replace(LEAN, dtype=dtype))
+    mesh, model, dtype = make_mesh(), twin.build(config, frozen), config.dtype
     z, peaks = built(stage, model, mesh.dp), []
     buffers = z.buffers if stage == 3 else []
-    mine = lean_rows(mesh.dp.rank, mesh.dp.size)
+    mine = lean_rows(mesh.dp.rank, mesh.dp.size, micro)
+    cut = list(zip(*(part.chunk(micro) for part in mine), strict=True))
     for number in range(5):
         z.zero_grad()
         with PeakLiveBytes(buffers) as live, SavedActivations(model, buffers) as saved:
-            dp.train_step(model.loss_sum, [mine], z, z)
+            dp.train_step(model.loss_sum, cut, z, z)
         if number:
             peaks.append(live.peak)
     z.zero_grad()
-    elements = [flat.elements for flat in z.flats]
+    sharded = [flat for flat in z.every_flat if not (stage == 3 and flat.frozen)]
+    elements = [flat.elements for flat in sharded]
+    options = {"dtype": dtype, "frozen": frozen_elements(z, model)}
+    state = [model, *(flat.shard for flat in z.every_flat)]
     return {
-        "state": state_bytes(model, z.optimizer).total,
-        "state formula": zero.state_bytes(stage, elements, mesh.dp.size, dtype=dtype),
+        "state": state_bytes(state, z.optimizer).total,
+        "state formula": zero.state_bytes(stage, elements, mesh.dp.size, **options),
         "peak": min(peaks),
-        "peak formula": zero.peak_bytes(stage, elements, mesh.dp.size, dtype=dtype),
+        "peak formula": zero.peak_bytes(
+            stage, elements, mesh.dp.size, micro_batches=micro, **options
+        ),
         "saved": saved.peak,
         "flats": len(elements),
+        "placeholders": len(z.every_flat) * dtype.itemsize if stage == 3 else 0,
         "shard": 2 * max(elements) // mesh.dp.size if dtype == torch.bfloat16 else 0,
     }
 
@@ -72,24 +86,62 @@ def saved_by_serial(dtype):
     return saved.peak
 
 
+def check_bytes(got, largest):
+    """The state to the byte; the peak up to what its formula says that it leaves out."""
+    counters = 4 * got["flats"]  # Adam's, one for each flat
+    assert got["state"] == got["state formula"] + counters + got["placeholders"]
+    beyond = got["peak"] - got["peak formula"]
+    # a gradient on its way into its flat, activations, in bfloat16 a shard on its way out
+    assert 0 <= beyond <= largest + got["saved"] + got["shard"] + 1000
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
 @pytest.mark.parametrize("n", [2, 3, 4])
 def test_bytes_fall_as_the_formulas_say(worlds, n, dtype):
-    largest = max(p.nbytes for p in build_model(replace(LEAN, dtype=dtype)).parameters())
+    config = replace(LEAN, dtype=dtype)
+    largest = max(p.nbytes for p in build_model(config).parameters())
     total = {}
     for stage in STAGES:
-        for got in worlds(n).run(measured, stage, dtype):
-            counters = 4 * got["flats"]  # Adam's, one for each flat
-            placeholders = dtype.itemsize * got["flats"] if stage == 3 else 0
-            assert got["state"] == got["state formula"] + counters + placeholders
-            beyond = got["peak"] - got["peak formula"]
-            # a gradient on its way into its flat, activations, in bfloat16 a shard on its way out
-            assert 0 <= beyond <= largest + got["saved"] + got["shard"] + 1000
+        for got in worlds(n).run(measured, stage, config):
+            check_bytes(got, largest)
             assert got["saved"] == saved_by_serial(dtype), "gathered parameters are state"
         total[stage] = got["state"] + got["peak"]
     assert total[1] > total[2]
     if n == 4:  # with fewer ranks the units that are gathered weigh more than the shards save
         assert total[2] > total[3]
+
+
+@pytest.mark.parametrize("micro", [2, 3])
+@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.parametrize("vocab", [256, 2000], ids=["large blocks", "large root"])
+def test_peaks_of_micro_batches(worlds, vocab, stage, micro):
+    """What lands is added to what earlier micro-batches left: both are there for a moment. And the
+    last flat of one is still under way when the next begins."""
+    config = replace(LEAN, vocab=vocab)
+    largest = max(p.nbytes for p in build_model(config).parameters())
+    for got in worlds(2).run(measured, stage, config, micro):
+        check_bytes(got, largest)
+        one = zero.peak_bytes(stage, [100, 100, 100], 2)
+        many = zero.peak_bytes(stage, [100, 100, 100], 2, micro_batches=micro)
+        assert (many > one) == (stage > 1)
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_bytes_of_frozen_parameters(worlds, stage):
+    """Whole in stages 1 and 2, in shards and gathered with their unit in stage 3."""
+    frozen = ("blocks.1.ffn", "blocks.2.attn", "blocks.3.attn_norm", "norm")
+    largest = max(p.nbytes for p in build_model(LEAN).parameters())
+    for got in worlds(3).run(measured, stage, LEAN, 1, frozen):
+        check_bytes(got, largest)
+
+
+def test_many_small_buckets_in_bfloat16_peak_in_the_step():
+    """All shards are cast before they are gathered; three buckets' gradients are less than that."""
+    elements = [1000] * 100
+    bytes_of_step = 100 * 500 * (4 + 2)
+    assert zero.peak_bytes(2, elements, 2, dtype=torch.bfloat16) == bytes_of_step
+    in_backward = 4 * (99 * 500 + 3 * 1000)  # as the last but one lands
+    assert zero.peak_bytes(2, elements, 2) == in_backward, "nothing to cast in float32"
 
 
 def test_state_falls_to_the_papers_numbers():
