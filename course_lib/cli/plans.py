@@ -86,6 +86,9 @@ def schedule(
     speed: Annotated[
         str | None, typer.Option(help="Speeds of the ranks: 1,1,0.5,1; 0.5 takes twice as long.")
     ] = None,
+    limit: Annotated[
+        int | None, typer.Option(min=1, help="Most (stage, micro-batch) pairs a rank may keep.")
+    ] = None,
     score: Annotated[
         bool, typer.Option("--score", help="Beside 1F1B, ZB-H1, ZB-V and a lower bound.")
     ] = False,
@@ -95,13 +98,18 @@ def schedule(
     ] = None,
     as_json: AsJson = False,
 ) -> int:
-    """Simulate a pipeline schedule: when each rank works, the bubble, what is in flight."""
-    from course_lib.schedule import Costs, drawing, scored, simulate
+    """Simulate a pipeline schedule: when each rank works, the bubble, what is in flight.
+
+    "searched" makes one for the costs and --limit given.
+    """
+    from course_lib.schedule import Costs, drawing, scored, simulate, validate
     from course_lib.schedule import score as score_of
 
     costs = Costs.make(f, b, i, w, comm, _factors(stage_cost))
     sizes = {"stages": stages, "microbatches": microbatches, "chunks": chunks}
-    made, costs = _schedule(name, file, sizes, costs, _numbers("--speed", speed))
+    made, costs = _schedule(name, file, sizes, costs, _numbers("--speed", speed), limit)
+    if limit is not None:
+        validate(made, peak=[limit] * made.ranks)
     simulation = simulate(made, costs)
     points = score_of(made, costs) if score else None
     if png is not None:
@@ -146,18 +154,28 @@ def _schedule(
     sizes: dict[str, int | None],
     costs: Costs,
     speeds: tuple[float, ...] | None,
+    limit: int | None,
 ) -> tuple[Schedule, Costs]:
     """The schedule called ``name`` or the legal one in ``file``; costs with ``speeds`` in them.
 
     Never one too large to hold.
     """
-    from course_lib.schedule import SCHEDULES, check_sizes, make, placement
+    from course_lib.schedule import (
+        SCHEDULES,
+        check_sizes,
+        looped,
+        make,
+        placement,
+        searched,
+        v_shape,
+    )
 
     given = {key: size for key, size in sizes.items() if size is not None}
     check_sizes(**given)
     if (name is None) == (file is None):
         raise ValueError(
-            f"give either the name of a schedule ({', '.join(SCHEDULES)}) or --file with your own"
+            f"give either the name of a schedule ({', '.join(SCHEDULES)}, searched) or --file with "
+            "your own"
         )
     if file is not None:
         own = _schedule_in(file, given)
@@ -171,8 +189,14 @@ def _schedule(
             f"{ranks} ranks x {chunks or 2} chunks x {microbatches} micro-batches are more than "
             f"the {MOST_PAIRS:,} (stage, micro-batch) pairs simulated here"
         )
+    if name == "searched":
+        where = v_shape(ranks) if chunks == 2 else looped(ranks, chunks or 1)
+    else:
+        where = placement(name, ranks, chunks)
     if speeds is not None:
-        costs = costs.on_ranks(speeds, placement(name, ranks, chunks))
+        costs = costs.on_ranks(speeds, where)
+    if name == "searched":
+        return searched(where, microbatches, costs, limit), costs
     return make(name, ranks, microbatches, chunks, costs), costs
 
 

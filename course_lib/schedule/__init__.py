@@ -22,6 +22,7 @@ from course_lib.schedule.named import (
     predicted_bubble,
 )
 from course_lib.schedule.score import lower_bound, score
+from course_lib.schedule.search import searched
 from course_lib.schedule.simulate import Costs, Simulation, bubble, makespan, simulate
 from course_lib.schedule.span import Span, from_zero
 from course_lib.schedule.text import drawing, scored
@@ -55,6 +56,7 @@ __all__ = [
     "read_csv",
     "score",
     "scored",
+    "searched",
     "simulate",
     "v_shape",
     "validate",

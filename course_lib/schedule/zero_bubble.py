@@ -26,7 +26,7 @@ def zb_h1(ranks: int, microbatches: int, chunks: int = 1, costs: Costs = EQUAL) 
     Source: Qi et al. 2023, arXiv:2401.10241, as are zb-h2 and zb-v.
     """
     _check("zb-h1", ranks, microbatches, chunks, 1)
-    return fastest("zb-h1", _one_by_one(ranks, microbatches, costs, ranks), costs, ranks)
+    return fastest("zb-h1", one_by_one(ranks, microbatches, costs, ranks), costs, ranks)
 
 
 def zb_h2(ranks: int, microbatches: int, chunks: int = 1, costs: Costs = EQUAL) -> Schedule:
@@ -37,7 +37,7 @@ def zb_h2(ranks: int, microbatches: int, chunks: int = 1, costs: Costs = EQUAL) 
     """
     _check("zb-h2", ranks, microbatches, chunks, 1)
     found = (
-        fastest("zb-h2", _one_by_one(ranks, microbatches, costs, limit), costs, limit)
+        fastest("zb-h2", one_by_one(ranks, microbatches, costs, limit), costs, limit)
         for limit in (2 * ranks - 1, 2 * ranks)
     )
     return shortest(found, costs)
@@ -50,9 +50,7 @@ def zb_v(ranks: int, microbatches: int, chunks: int = 2, costs: Costs = EQUAL) -
     begin the backward, as early as the last rank has in a looped placement.
     """
     _check("zb-v", ranks, microbatches, chunks, 2)
-    rows = [_there_and_back(ranks, rank, microbatches) for rank in range(ranks)]
-    skeleton = _numbered("skeleton", rows, microbatches)
-    return fastest("zb-v", [skeleton], costs, 2 * ranks)
+    return fastest("zb-v", [there_and_back(ranks, microbatches)], costs, 2 * ranks)
 
 
 def dualpipe_v(ranks: int, microbatches: int, chunks: int = 2) -> Schedule:
@@ -77,7 +75,7 @@ def _check(name: str, ranks: int, microbatches: int, chunks: int, wanted: int) -
         )
 
 
-def _one_by_one(p: int, m: int, costs: Costs, limit: int) -> Iterator[Schedule]:
+def one_by_one(p: int, m: int, costs: Costs, limit: int) -> Iterator[Schedule]:
     """Skeletons of one stage a rank: some forwards first, then one I and one F by turns.
 
     How many first: as many as fit before the first I arrives, rounded down or up, or as many as
@@ -107,13 +105,16 @@ def _alternate(stage: int, m: int, first: int) -> list[Action]:
     return row
 
 
-def _there_and_back(p: int, rank: int, m: int) -> list[Move]:
-    """F and I of one rank of ZB-V. Fewer than 2p-1 micro-batches are played as 2p-1."""
-    m, after = max(m, 2 * p - 1), p - 1 - rank
+def there_and_back(p: int, m: int) -> Schedule:
+    """The skeleton of ZB-V. Fewer than 2p-1 micro-batches are played as 2p-1."""
     f0, f1, i0, i1 = ("F", 0), ("F", 1), ("I", 0), ("I", 1)
-    until_the_first_is_back = [f0] * (2 * after + 1) + [f1, f0] * rank + [f1, i1] * (after + 1)
-    steady = [f0, i0, f1, i1] * (m - p - after) + [i0, f1, i1] * after
-    return until_the_first_is_back + steady + [i0, i1] * rank + [i0] * (after + 1)
+    rows, most = [], max(m, 2 * p - 1)
+    for rank in range(p):
+        after = p - 1 - rank
+        filling = [f0] * (2 * after + 1) + [f1, f0] * rank + [f1, i1] * (after + 1)
+        steady = [f0, i0, f1, i1] * (most - p - after) + [i0, f1, i1] * after
+        rows.append(filling + steady + [i0, i1] * rank + [i0] * (after + 1))
+    return _numbered("skeleton", rows, m)
 
 
 def _pairs(p: int, rank: int, m: int) -> list[Move]:

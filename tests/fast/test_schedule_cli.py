@@ -128,6 +128,14 @@ def test_unequal_stages_and_ranks(capfd):
     )
 
 
+def test_a_search_within_a_limit_and_a_check_of_one(capfd):
+    found = data(capfd, "searched", "--limit", 3)
+    assert (found["name"], found["makespan"], found["peak_in_flight"]) == ("searched", 32, [3] * 4)
+    assert data(capfd, "searched", "--chunks", 2)["makespan"] == 51
+    assert data(capfd, "gpipe", "--limit", 8)["peak_in_flight"] == [8] * 4
+    assert "rank 0, cell 3: 0F3 makes 4 in flight, 3 are" in refused(capfd, "1f1b", "--limit", 3)
+
+
 def test_score(capfd, own):
     path = own(write_csv(make("1f1b", 4, 8)))
     points = data(capfd, "--file", path, "--score")["score"]
@@ -255,6 +263,8 @@ BAD = [
     "zb-h1 --stage-cost 1,1,1,1:2",
     "zb-h1 --stage-cost 1,1,1,-1",
     "zb-h1 --stage-cost ,",
+    "searched --limit 0",
+    "searched --chunks 2 --limit 1",
     "1f1b now",
     "1f1b --frobnicate",
 ]
