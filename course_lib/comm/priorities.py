@@ -78,10 +78,11 @@ class Priorities:
         return place is not None and any(above.size > 1 for above in self.axes[:place])
 
     def cut(self, fresh: Tensor, axis: Axis) -> tuple[Tensor, ...]:
-        """``fresh`` as it is to travel on ``axis``: whole, or flat views of piece_bytes at most."""
+        """``fresh`` as it is to travel on ``axis``: whole, or flat views of about equal size."""
         if fresh.nbytes <= self.piece_bytes or not self.holds(axis):
             return (fresh,)
-        return fresh.view(-1).split(max(1, self.piece_bytes // fresh.element_size()))
+        count = -(-fresh.numel() // max(1, self.piece_bytes // fresh.element_size()))
+        return fresh.view(-1).tensor_split(count)
 
     def hold(self, axis: Axis, start: Callable[[], Handle]) -> Handle:
         """A handle of a call that ``start()`` will make in a gap, or when it is waited for."""

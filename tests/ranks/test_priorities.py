@@ -16,6 +16,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from course_lib import comm, dp, tp, view
+from course_lib.bench import groups as bench
 from course_lib.comm.call import Call
 from course_lib.comm.links import occupy
 from course_lib.data import batch
@@ -24,7 +25,7 @@ from course_lib.mesh import Axis, Conditions, Link, Links, RankContext, make_mes
 from course_lib.model import ModelConfig, build_model
 
 BUCKET, SMALL = torch.ones(2000), torch.ones(10)  # 8,000 and 40 bytes
-SLOW = Link(alpha=0.001, beta=3e4)  # a bucket takes 270 ms between two ranks
+SLOW = Link(alpha=0.001, beta=1e4)  # a bucket takes 800 ms between two ranks
 CONFIG = ModelConfig(layers=2, hidden=16, heads=4, kv_heads=4, ffn=32, max_seq_len=8)
 
 
@@ -160,7 +161,7 @@ def test_a_shared_link_makes_small_calls_wait_for_buckets(worlds):
 
 
 def test_pieces_let_small_calls_pass(worlds):
-    """The bucket is handed over first and ends last: between its pieces stands a call on tp."""
+    """One transfer at a time, and each piece behind another call on tp."""
     links = Links(SLOW, SLOW, shared=True)
     results = worlds(4).run(held_back, 2000, pace={"B": 0.03}, links=links)
     assert list(results) == [[4000.0] * 3] * 4
@@ -171,9 +172,8 @@ def test_pieces_let_small_calls_pass(worlds):
         pieces, small = spans_of(trace, "dp"), spans_of(trace, "tp")
         names = [piece.label for piece in pieces]
         assert names == [f"bucket {bucket}" for bucket in range(3) for _ in range(4)]
-        assert pieces[0].start >= small[2].end, "held back until tp has been waited for"
-        for one, two in pairwise(piece for piece in pieces if piece.label == "bucket 0"):
-            assert any(one.start <= span.end <= two.start for span in small)
+        # Bucket 0 was handed over before the third call on tp, and gives way to all that follow.
+        assert all(one.start >= two.end for one, two in zip(pieces[:4], small[2:], strict=True))
 
 
 def test_one_call_leaves_in_each_gap_and_the_rest_when_it_is_waited_for(worlds):
@@ -381,3 +381,29 @@ def test_priorities_do_not_nest():
     ):
         pass
     assert first.context.priorities is None
+
+
+@pytest.mark.parametrize(("name", "calls_a_step"), [("at once", 4), ("in pieces", 13)])
+def test_the_bench_sends_its_buckets_as_it_says(worlds, name, calls_a_step):
+    """Three buckets of two layers, and what is left: the embeddings of positions and the like."""
+    for trace in worlds(4).run(bench.one_step, name).traces:
+        labels = [span.label for span in spans_of(trace, "dp") if span.label.startswith("bucket")]
+        assert len(labels) == calls_a_step
+        assert len(set(labels)) == 4
+
+
+def test_the_table_of_the_bench():
+    result = {
+        "ranks": 4,
+        "rounds": 20,
+        "bucket_bytes": 786_432,
+        "piece_bytes": 240_000,
+        "milliseconds": {"at once": 840.5, "in pieces": 694.5},
+        "ratio_to_at_once": {"in pieces": 0.83},
+        "overshoot": 0.2,
+    }
+    said = bench.text(result)
+    assert "buckets of 786 KB, pieces of 240 KB, 20 rounds" in said
+    assert "694.5        0.83" in said
+    assert "too busy" in said
+    assert "too busy" not in bench.text({**result, "overshoot": 0.05})

@@ -1,0 +1,131 @@
+"""`course bench groups`: buckets of dp that make room for all-reduces of tp on one link, or do not.
+
+Four ranks, tp = 2 and dp = 2, train the same model of six layers; each half layer is paced, so that
+ranks do not compete for cores, and all axes of a rank share one emulated link. *at once*: a bucket
+of two layers leaves when backward has filled it, and the next all-reduces of tp stand behind it.
+*whole*: it waits for a gap, and is as long as before. *in pieces*: each piece fits into a gap.
+``at once again`` is a second *at once*: its ratio to the first is the noise. Pace and links are
+emulated, and a shared link is harsher than a network card (see :mod:`course_lib.comm.links`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import nullcontext
+from statistics import median
+
+import torch
+
+from course_lib import comm, dp, tp
+from course_lib.bench.rounds import interleave, ratios, slowest_rank, timed
+from course_lib.data import batch
+from course_lib.launch import World
+from course_lib.mesh import Conditions, Link, Links, Mesh, make_mesh
+from course_lib.model import ModelConfig, build_model
+from course_lib.model.layers import MLP, Attention
+from course_lib.trace import TOO_BUSY, overshoot
+from course_lib.trace.blocks import MeasuredBlocks
+from course_lib.view import Picture, timeline
+
+CONFIG = ModelConfig(
+    layers=6, hidden=128, heads=4, kv_heads=4, ffn=512, max_seq_len=16, family="gpt"
+)
+RANKS, BATCH, SEQ = 4, 4, 16
+LAYER_BYTES = 12 * CONFIG.hidden**2 * 4 // 2  # of a rank: linears of attention and MLP, over tp
+LINK = Link(alpha=2e-4, beta=1e7)  # a bucket takes some 85 ms, an all-reduce of tp 4
+CONDITIONS = Conditions(pace={"F": 0.01, "B": 0.03}, links=Links(LINK, LINK, shared=True))
+PEER = "at once"
+PIECES = {  # bytes; None: no priorities
+    PEER: None,
+    "whole": 4 * LAYER_BYTES,
+    "in pieces": 240_000,  # 24 ms: with an all-reduce of tp, less than half a layer's backward
+    "at once again": None,
+}
+
+
+def measure(rounds: int = 20) -> dict:
+    """Median milliseconds of a step by way, and median ratios to buckets that leave at once."""
+    with World(RANKS) as world:
+        ran = world.run(
+            _time_ranks,
+            rounds,
+            timeout=120 + 10 * rounds,
+            pace=CONDITIONS.pace,
+            links=CONDITIONS.links,
+        )
+        late = overshoot(_traces(world, PEER))
+    times = slowest_rank(list(ran))
+    return {
+        "ranks": RANKS,
+        "rounds": rounds,
+        "bucket_bytes": 2 * LAYER_BYTES,
+        "piece_bytes": PIECES["in pieces"],
+        "milliseconds": {name: 1e3 * median(seconds) for name, seconds in times.items()},
+        "ratio_to_at_once": ratios(times, PEER),
+        "overshoot": late,
+    }
+
+
+def text(result: dict) -> str:
+    """The result as a table."""
+    lines = [
+        f"Buckets of dp and all-reduces of tp on one link: {result['ranks']} ranks, buckets of "
+        f"{result['bucket_bytes'] / 1e3:.0f} KB, pieces of {result['piece_bytes'] / 1e3:.0f} KB, "
+        f"{result['rounds']} rounds",
+        f"{'buckets leave':<16}{'ms a step':>12}{'to at once':>12}",
+    ]
+    for name, milliseconds in result["milliseconds"].items():
+        ratio = result["ratio_to_at_once"].get(name)
+        shown = "1" if ratio is None else f"{ratio:.2f}"
+        lines.append(f"{name:<16}{milliseconds:>12.1f}{shown:>12}")
+    lines.append("Paced and on emulated links. 'at once again' is the noise of this measurement.")
+    if result["overshoot"] > TOO_BUSY:
+        lines.append("Sleeps overshoot by more than 10 %: too busy, compare order and not time.")
+    return "\n".join(lines)
+
+
+def picture(name: str) -> Picture:
+    """A measured step, one lane for each axis and rank, where buckets leave as ``name`` says."""
+    with World(RANKS) as world:
+        traces = _traces(world, name)
+    title = f"Buckets of dp leave {name}: all-reduces of tp on the same link"
+    return timeline(traces, title=title, conditions=CONDITIONS)
+
+
+def _traces(world: World, name: str) -> list:
+    return world.run(one_step, name, pace=CONDITIONS.pace, links=CONDITIONS.links).traces
+
+
+def one_step(name: str) -> None:
+    """On a rank: steps that warm up, then one that stays in the trace."""
+    mesh = make_mesh(tp=2)
+    step = _make(mesh, PIECES[name])
+    for number in range(3):
+        step(number)
+    comm.barrier(mesh.world)
+    mesh.trace.clear()
+    step(3)
+
+
+def _time_ranks(rounds: int) -> dict[str, list[float]]:
+    mesh = make_mesh(tp=2)
+    contestants = {name: timed(_make(mesh, size), mesh) for name, size in PIECES.items()}
+    return interleave(contestants, rounds)
+
+
+def _make(mesh: Mesh, piece_bytes: int | None) -> Callable[[int], None]:
+    """A paced step of tp and dp, with priorities if there are ``piece_bytes``."""
+    model = tp.parallelize(build_model(CONFIG), mesh.tp)
+    sync = dp.Overlapped(model.parameters(), mesh.dp, bucket_bytes=2 * LAYER_BYTES)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+    halves = [m for m in model.modules() if isinstance(m, Attention | MLP)]
+    paced = MeasuredBlocks(halves, mesh.trace, mesh.conditions.pace)
+    priorities = piece_bytes and comm.Priorities(mesh.tp, mesh.dp, piece_bytes=piece_bytes)
+
+    def step(number: int) -> None:
+        at = {"dp_rank": mesh.dp.rank, "dp_size": mesh.dp.size}
+        rows = batch(number, seed=0, batch_size=BATCH, seq_len=SEQ, **at)
+        with paced, priorities or nullcontext():
+            dp.train_step(model.loss_sum, [rows], sync, optimizer)
+
+    return step
