@@ -25,7 +25,7 @@ ORDER = """
     model data recompute
     dp zero tp sp cp ep
     pp
-    compose checkpoint inference
+    checkpoint compose inference
     launch
     view
     planner

@@ -1,0 +1,39 @@
+"""One model under all axes at once: the techniques meet here.
+
+::
+
+    plan = compose.Plan(region=sp.REGION, zero=1, schedule="1f1b", micro_batches=4, max_norm=1.0)
+    mesh = make_mesh(tp=2, cp=2, dp=2, pp=2)
+    trainer = compose.parallelize(build_model(config), mesh, plan, adam)
+    step = trainer.step(tokens, targets)  # the rows of this rank's dp replica
+
+=============  ===============================================================================
+plan           what one chooses: Plan, and the cores of attention; data
+refusals       which combinations do not work or should not be used, in sentences
+build          the techniques applied to the model, in order; the experts' auxiliary loss
+gradients      which gradients are summed over which ranks, in what order, and their norm
+trainer        parallelize and the step
+formulas       bytes on each axis
+=============  ===============================================================================
+"""
+
+from course_lib.compose.formulas import wire_bytes
+from course_lib.compose.plan import GATHER, RING, ULYSSES, Core, Experts, LossScale, Plan
+from course_lib.compose.refusals import discouraged, refusals
+from course_lib.compose.trainer import Step, Trainer, parallelize
+
+__all__ = [
+    "GATHER",
+    "RING",
+    "ULYSSES",
+    "Core",
+    "Experts",
+    "LossScale",
+    "Plan",
+    "Step",
+    "Trainer",
+    "discouraged",
+    "parallelize",
+    "refusals",
+    "wire_bytes",
+]

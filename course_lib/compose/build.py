@@ -1,0 +1,123 @@
+"""The techniques applied to the serial model, each to what those before it have left."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+
+from course_lib import comm, cp, ep, pp, tp
+from course_lib.compose.plan import Experts, Plan
+from course_lib.mesh import Mesh
+from course_lib.model import Decoder
+from course_lib.schedule import Schedule
+
+
+def tied_weight(stages: Mapping[int, Decoder]) -> nn.Parameter | None:
+    """The weight that is embedding and head at once, if this rank has an end of the model."""
+    for stage in stages.values():
+        end: Any = stage.head if stage.embedding is None else stage.embedding.token
+        if stage.config.tied and end is not None:
+            return end.weight
+    return None
+
+
+def build_stages(
+    model: Decoder, schedule: Schedule | None, mesh: Mesh, plan: Plan
+) -> dict[int, Decoder]:
+    """This rank's stages of the serial ``model``, which is changed. Without pp that is one.
+
+    Experts are shared out first, since tensor parallelism must leave them alone; both see the
+    whole model, because both make groups on all ranks. Attention over cp and recomputation come
+    last: they go around what is there.
+    """
+    check_experts(model, plan.experts)
+    if plan.experts is not None:
+        ep.parallelize(model, mesh.ep, mesh.dp_cp)
+    if mesh.tp.size > 1:
+        cuts = tp.plan_for(model)
+        if plan.experts is not None:
+            cuts = {key: entry for key, entry in cuts.items() if not key.startswith("blocks.*.ffn")}
+        tp.parallelize(model, mesh.tp, plan.region, cuts)
+    stages = {0: model} if schedule is None else pp.cut(model, schedule, mesh.pp.rank)
+    for stage in stages.values():
+        if mesh.cp.size > 1:
+            cp.parallelize(stage, plan.core.attention, mesh.cp, plan.layout)
+        if plan.recompute is not None:
+            plan.recompute(stage)
+    return stages
+
+
+def check_experts(model: nn.Module, planned: Experts | None) -> None:
+    """Raise ValueError unless the model has the experts that the plan says."""
+    layers = [module for module in model.modules() if isinstance(module, ep.MoE)]
+    for layer in layers:
+        there = (len(layer.experts), layer.choices, layer.capacity, layer.shared is not None)
+        said = planned and (planned.number, planned.choices, planned.capacity, planned.shared)
+        if there != said:
+            raise ValueError(
+                "(number, choices, capacity, shared) of the model's experts are "
+                f"{there}, and {said} in the plan: give Plan(experts=Experts(...)) what "
+                "ep.add_experts was given"
+            )
+    if planned is not None and not layers:
+        raise ValueError("the plan has experts and the model has none: call ep.add_experts first")
+
+
+class BalanceLoss:
+    """Has every layer with experts add its auxiliary loss to the step's, on whichever stage it is.
+
+    The loss proper is on the last stage, and auxiliary losses on all. So each rides on its layer's
+    output: forward it changes nothing, backward it gets the gradient that it would have as a
+    summand of the loss. Source: Megatron-LM, MoEAuxLossAutoScaler.
+    """
+
+    def __init__(self, stages: Mapping[int, Decoder], mesh: Mesh, plan: Plan) -> None:
+        self.coefficient = plan.experts.coefficient if plan.experts else 0.0
+        self.tokens: Tensor = torch.ones(())  # by which the step's loss is divided
+        self.total = torch.zeros((), dtype=torch.float64, device=mesh.device)
+        for stage in stages.values() if plan.experts else ():
+            layers = ep.moe_layers(stage)
+            stage.register_forward_hook(lambda *_, layers=layers: self._count(layers))
+            for layer in layers:
+                layer.register_forward_hook(self._ride)
+                if plan.by_rows:
+                    self._count_rows_of_all(layer, mesh)
+
+    def start(self, tokens: Tensor) -> None:
+        """Begin a step whose summed loss is divided by ``tokens``."""
+        self.tokens, self.total = tokens, torch.zeros_like(self.total)
+
+    def _ride(self, layer: ep.MoE, _: object, y_BSD: Tensor) -> Tensor:
+        assert layer.auxiliary is not None, "made by the forward that has just ended"
+        return _Rides.apply(y_BSD, layer.auxiliary, self.coefficient / self.tokens)
+
+    def _count(self, layers: list[ep.MoE]) -> None:
+        """After a stage's forward: what its layers add (a recomputed one is no forward of it)."""
+        for layer in layers:
+            assert layer.auxiliary is not None, "every layer has run"
+            self.total += self.coefficient * layer.auxiliary.detach() / self.tokens
+
+    def _count_rows_of_all(self, layer: ep.MoE, mesh: Mesh) -> None:
+        """Where the ranks of tp share rows, they too hold different tokens."""
+        over_data = layer.over_all_tokens
+        layer.over_all_tokens = lambda chosen_E: comm.all_reduce(  # type: ignore[method-assign]
+            over_data(chosen_E), mesh.tp, control=True
+        )
+
+
+class _Rides(torch.autograd.Function):
+    """``y`` as it is; backward also hands ``weight`` to ``loss``."""
+
+    @staticmethod
+    def forward(ctx, y: Tensor, loss: Tensor, weight: Tensor) -> Tensor:
+        ctx.gradient = torch.as_tensor(weight, dtype=loss.dtype, device=loss.device)
+        return y.view_as(y)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, dy: Tensor):
+        return dy, ctx.gradient, None

@@ -1,0 +1,225 @@
+"""What a step sends on each axis, all ranks together, composed of the techniques' own formulas.
+
+Each technique's formula is for one rank that holds the whole depth of the model. The stages of a
+pipeline hold it between them, so that the t c d ranks of tp, cp and dp count it once each. What
+other axes change is the size of what a formula is given:
+
+========  ==================================================================================
+tp        S/c positions; sums of gradients are of shards under ZeRO; one region with experts
+tp_kv     the same sums
+cp        H/t heads
+dp, dp_cp the parameters of a stage that tp leaves, experts aside
+edp       E/e experts of a stage
+ep        what the routers want: counted, or taken to be even
+pp        S/c positions, under sequence parallelism S/(c t)
+========  ==================================================================================
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from fractions import Fraction
+
+from course_lib import dp, pp, sp, zero
+from course_lib.compose.plan import Experts, Plan
+from course_lib.ep.formulas import mlp_parameters
+from course_lib.ledger import wire
+from course_lib.model import ModelConfig
+from course_lib.tp import formulas as tp_formulas
+from course_lib.tp.vocabulary import padded_rows
+
+
+@dataclass(frozen=True)
+class _Mesh:
+    """Sizes of the axes, by letter."""
+
+    t: int
+    c: int
+    d: int
+    p: int
+    e: int
+
+    @property
+    def columns(self) -> int:
+        """Ranks that hold a stage."""
+        return self.t * self.c * self.d
+
+    @property
+    def data(self) -> int:
+        """Ranks that sum the same gradients."""
+        return self.c * self.d
+
+
+def wire_bytes(
+    config: ModelConfig,
+    sizes: Mapping[str, int],
+    plan: Plan,
+    sequences: int,
+    seq_len: int,
+    *,
+    leaving: int | Fraction | None = None,
+) -> dict[str, Fraction]:
+    """Bytes that all ranks together send in an optimizer step, by axis as the ledger names it.
+
+    ``sequences`` are those of one replica. ``leaving`` counts the pairs of a token and an expert
+    on another rank, in all layers; left out, they are taken to be even. Exact where a part of the
+    parameters fits into one bucket, or dp x cp divides it; ZeRO pads every other bucket.
+    """
+    mesh = _Mesh(*(sizes.get(axis, 1) for axis in ("tp", "cp", "dp", "pp", "ep")))
+    total: dict[str, Fraction] = defaultdict(Fraction)
+    for axis, sent in [
+        *_over_tp(config, mesh, plan, sequences, seq_len).items(),
+        ("cp", _over_cp(config, mesh, plan, sequences, seq_len)),
+        ("pp", _over_pp(config, mesh, plan, sequences, seq_len)),
+        ("ep", _over_ep(config, mesh, plan, sequences * seq_len, leaving)),
+        *_over_data(config, mesh, plan),
+    ]:
+        total[axis] += sent
+    return {axis: sent for axis, sent in total.items() if sent}
+
+
+def _over_tp(
+    config: ModelConfig, mesh: _Mesh, plan: Plan, sequences: int, seq_len: int
+) -> dict[str, Fraction]:
+    """Activations and loss; then the sums of gradients of which a rank of tp has a part."""
+    t, rows, held = mesh.t, seq_len // mesh.c, _held_itemsize(config, plan)
+    shards = mesh.data if plan.zero else 1
+    wide = replace(config, dtype=zero.reduce_dtype(config.dtype)) if plan.zero else config
+    shared = tp_formulas.shared_head_bytes(wide, t, shards=shards)
+    if not plan.by_rows:
+        moves = tp_formulas.wire_bytes(config, sequences, rows, t, forwards=plan.block_forwards)
+        moves -= tp_formulas.shared_head_bytes(config, t)
+        return {"tp": mesh.columns * moves, "tp_kv": mesh.columns * shared}
+    again, forwards = plan.gathers_again, plan.block_forwards
+    regions = 1 if plan.experts else 2
+    moves = sp.wire_bytes(
+        config, sequences, rows, t, again=again, forwards=forwards, regions=regions
+    )
+    dense = sp.whole_parameters(config)
+    moves -= wire("all_reduce", dense * config.dtype.itemsize, t)
+    moves += tp_formulas.loss_bytes(config, sequences * rows, t)
+    sums = wire("all_reduce", dense * held, t) / shards
+    if plan.experts is not None:
+        router, experts = _experts_of_layer(config, plan.experts, mesh.e)
+        bias = config.hidden if config.family == "gpt" else 0  # of the MLP that is not there
+        copies = mesh.data // mesh.e if plan.zero else 1
+        sums += config.layers * wire("all_reduce", (router - bias) * held, t) / shards
+        sums += config.layers * wire("all_reduce", experts * held, t) / copies
+    return {"tp": mesh.columns * (moves + sums), "tp_kv": mesh.columns * shared}
+
+
+def _over_cp(
+    config: ModelConfig, mesh: _Mesh, plan: Plan, sequences: int, seq_len: int
+) -> Fraction:
+    share = replace(
+        config,
+        hidden=config.hidden // mesh.t,
+        heads=config.heads // mesh.t,
+        kv_heads=max(config.kv_heads // mesh.t, 1),
+    )
+    forwards = plan.core_forwards
+    return mesh.columns * plan.core.wire_bytes(share, sequences, seq_len, mesh.c, forwards=forwards)
+
+
+def _over_pp(
+    config: ModelConfig, mesh: _Mesh, plan: Plan, sequences: int, seq_len: int
+) -> Fraction:
+    """Activations and their gradients; a tied embedding's gradient, or its shards, both ways."""
+    if mesh.p == 1:
+        return Fraction(0)
+    schedule = plan.schedule_for(mesh.p)
+    rows = seq_len // mesh.c // (mesh.t if plan.by_rows else 1)
+    activations = sequences * rows * config.hidden * config.dtype.itemsize
+    sent = mesh.columns * pp.wire_bytes(schedule, activations)
+    if config.tied and schedule.placement[0] != schedule.placement[-1]:
+        table = padded_rows(config.vocab, mesh.t) * config.hidden * _held_itemsize(config, plan)
+        sent += 2 * table * mesh.t * (1 if plan.zero else mesh.data)
+    return Fraction(sent)
+
+
+def _over_ep(
+    config: ModelConfig, mesh: _Mesh, plan: Plan, tokens: int, leaving: int | Fraction | None
+) -> Fraction:
+    """Rows of pairs whose expert is elsewhere, there and back, in each forward and backward."""
+    if plan.experts is None:
+        return Fraction(0)
+    if leaving is None:
+        pairs = tokens * mesh.d * plan.experts.choices * config.layers
+        leaving = Fraction(mesh.e - 1, mesh.e) * pairs
+    row = config.hidden * config.dtype.itemsize
+    return Fraction(leaving) * row * 2 * (plan.block_forwards + 1)
+
+
+def _over_data(config: ModelConfig, mesh: _Mesh, plan: Plan) -> list[tuple[str, Fraction]]:
+    """Gradients, and what ZeRO gathers: stage by stage, experts over ranks of their own."""
+    axis = "dp" if mesh.c == 1 else "dp_cp"
+    sent = []
+    for dense, experts in _stages(config, mesh, plan):
+        own = _of_part(config, mesh.data, plan, dense)
+        sent.append((axis, mesh.columns * own))
+        own = _of_part(config, mesh.data // mesh.e, plan, [experts])
+        sent.append(("edp" if mesh.e > 1 else axis, mesh.columns * own))
+    if _tied_apart_from_stages(config, mesh):
+        table = padded_rows(config.vocab, mesh.t) * config.hidden
+        placement = plan.schedule_for(mesh.p).placement
+        copies = len({placement[0], placement[-1]})
+        sent.append((axis, mesh.columns * copies * _of_part(config, mesh.data, plan, [table])))
+    return sent
+
+
+def _of_part(config: ModelConfig, n: int, plan: Plan, elements: list[int]) -> Fraction:
+    """A rank's bytes for parameters that n ranks hold; ZeRO-3: root and blocks, else one."""
+    if plan.zero == 0:
+        return dp.wire_bytes(sum(elements) * config.dtype.itemsize, n)
+    return zero.wire_bytes(
+        plan.zero,
+        elements if plan.zero == 3 else [sum(elements)],
+        n,
+        dtype=config.dtype,
+        micro_batches=plan.micro_batches,
+        kept=(0, len(elements) - 1) if plan.zero == 3 else (),
+    )
+
+
+def _stages(config: ModelConfig, mesh: _Mesh, plan: Plan) -> list[tuple[list[int], int]]:
+    """Of each stage: elements at its ends and in each block, of a rank of tp; and of experts."""
+    layers = [config.layers]
+    if mesh.p > 1:
+        layers = pp.partition(config.layers, plan.schedule_for(mesh.p).stages)
+    one, two = (
+        tp_formulas.parameters_per_rank(replace(config, layers=count), mesh.t) for count in (1, 2)
+    )
+    block, experts = two - one, 0
+    if plan.experts is not None:
+        router, experts = _experts_of_layer(config, plan.experts, mesh.e)
+        block += router - mlp_parameters(replace(config, ffn=config.ffn // mesh.t))
+    gpt = config.family == "gpt"
+    table = padded_rows(config.vocab, mesh.t) * config.hidden
+    tables = [0 if _tied_apart_from_stages(config, mesh) else table, table]
+    first = tables[0] + (config.max_seq_len * config.hidden if gpt else 0)
+    last = (2 if gpt else 1) * config.hidden + (0 if config.tied else tables[1])
+    return [
+        (
+            [first * (number == 0) + last * (number + 1 == len(layers)), *[block] * count],
+            experts * count,
+        )
+        for number, count in enumerate(layers)
+    ]
+
+
+def _tied_apart_from_stages(config: ModelConfig, mesh: _Mesh) -> bool:
+    """Whether two stages use one embedding, which then is a part of its own."""
+    return config.tied and mesh.p > 1
+
+
+def _experts_of_layer(config: ModelConfig, experts: Experts, e: int) -> tuple[int, int]:
+    """Elements of (router and shared expert, this rank's experts) in a layer."""
+    mlp = mlp_parameters(config)
+    return config.hidden * experts.number + experts.shared * mlp, experts.number // e * mlp
+
+
+def _held_itemsize(config: ModelConfig, plan: Plan) -> int:
+    """Bytes of an element of the gradients that a rank holds."""
+    return (zero.reduce_dtype(config.dtype) if plan.zero else config.dtype).itemsize

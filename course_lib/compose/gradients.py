@@ -1,0 +1,189 @@
+"""Which gradients are summed over which ranks, in what order, and their norm.
+
+A gradient is complete when all that used the weight have added their part. In this order:
+
+==================  ==============================  ==================================
+what                over                            whose gradients
+==================  ==============================  ==================================
+other tokens        dp_cp; experts: edp             all
+other rows          tp, if rows are shared there    what is not cut (norms, experts)
+other queries       ranks that share a head         key and value heads fewer than tp
+the other end       first and last stage            a tied embedding
+==================  ==============================  ==================================
+
+The first sum is data parallelism's or ZeRO's, which leaves a shard; the others then send the shard
+alone. All are sums: the loss was divided by the tokens of all ranks. Only then is there a norm, in
+which every element counts once, wherever it is held, and only then are gradients clipped.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from course_lib import comm, dp, sp, tp, zero
+from course_lib.comm import Held
+from course_lib.compose.plan import Plan
+from course_lib.ep import MoE
+from course_lib.mesh import Axis, Mesh
+from course_lib.model import Decoder
+from course_lib.schedule import Schedule
+from course_lib.tp.shards import copies
+
+
+@dataclass(frozen=True)
+class Part:
+    """Parameters of one stage whose gradients are summed over the ranks of one axis.
+
+    ``sync`` sums them, and ``optimizer`` updates them; under ZeRO one object does both.
+    ``stage`` is None for a tied embedding, which two stages use.
+    """
+
+    parameters: list[nn.Parameter]
+    axis: Axis
+    stage: int | None
+    sync: dp.GradientSync | zero.Sharded
+    optimizer: torch.optim.Optimizer | zero.Sharded
+
+    @property
+    def held(self) -> list[Held]:
+        """What this rank holds of the sums, once the sync has finished."""
+        if isinstance(self.sync, zero.Sharded):
+            return self.sync.held_gradients()
+        return comm.held_gradients(self.parameters)
+
+    @property
+    def holders(self) -> int:
+        """How many ranks of the axis hold the same of them."""
+        return 1 if isinstance(self.sync, zero.Sharded) else self.axis.size
+
+
+def make_parts(
+    stages: Mapping[int, Decoder],
+    tied: nn.Parameter | None,
+    mesh: Mesh,
+    plan: Plan,
+    make_optimizer: zero.MakeOptimizer,
+) -> list[Part]:
+    """The parts of this rank, in an order that is the same on all ranks of dp, cp and tp.
+
+    ``tied`` is the embedding if two stages use it, on this rank or on two.
+    """
+    parts = []
+    for number, stage in stages.items():
+        experts = [p for m in stage.modules() if isinstance(m, MoE) for p in m.experts.parameters()]
+        known = {*experts, tied}
+        rest = [p for p in stage.parameters() if p not in known]
+        for parameters, axis in ((rest, mesh.dp_cp), (experts, mesh.edp)):
+            if trained := [p for p in parameters if p.requires_grad]:
+                parts.append(_part(number, stage, trained, axis, plan, make_optimizer))
+    if tied is not None and tied.requires_grad:
+        some = next(iter(stages.values()))
+        whole = Plan(zero=plan.zero, bucket_bytes=tied.nbytes)  # two stages: no last backward
+        parts.append(_part(None, some, [tied], mesh.dp_cp, whole, make_optimizer))
+    return parts
+
+
+def _part(
+    number: int | None,
+    stage: Decoder,
+    parameters: list[nn.Parameter],
+    axis: Axis,
+    plan: Plan,
+    make_optimizer: zero.MakeOptimizer,
+) -> Part:
+    if plan.zero:
+        sharded: zero.Sharded
+        if plan.zero == 3:
+            sharded = zero.Zero3(stage, list(stage.blocks), axis, make_optimizer)
+        else:
+            kind = zero.Zero1 if plan.zero == 1 else zero.Zero2
+            sharded = kind(parameters, axis, make_optimizer, plan.bucket_bytes)
+        return Part(parameters, axis, number, sharded, sharded)
+    sync = (dp.Overlapped if plan.overlap else dp.Bucketed)(parameters, axis, plan.bucket_bytes)
+    return Part(parameters, axis, number, sync, make_optimizer(parameters))
+
+
+class Gradients:
+    """All gradients of this rank: complete them, take their norm, update with them."""
+
+    def __init__(
+        self,
+        parts: Sequence[Part],
+        tied: nn.Parameter | None,
+        schedule: Schedule | None,
+        mesh: Mesh,
+        plan: Plan,
+    ) -> None:
+        self.parts, self.mesh, self.plan = list(parts), mesh, plan
+        self._part_of: dict[Tensor, Part] = {p: part for part in parts for p in part.parameters}
+        ends = {schedule.placement[0], schedule.placement[-1]} if schedule else set()
+        apart = tied is not None and tied.requires_grad and len(ends) == 2
+        self._other_end = sum(ends - {mesh.pp.rank}) if apart else None
+        self._tied = tied
+
+    @contextmanager
+    def accumulate(self) -> Iterator[None]:
+        """Around a backward that is not the last of the step."""
+        with ExitStack() as all_parts:
+            for part in self.parts:
+                all_parts.enter_context(part.sync.accumulate())
+            yield
+
+    def stage_done(self, stage: int) -> None:
+        """The stage has had its last backward: what may leave, leaves, while other stages go on."""
+        for part in self.parts:
+            if part.stage == stage and isinstance(part.sync, dp.Overlapped):
+                part.sync.send_all()
+
+    def complete(self) -> list[Held]:
+        """Make every sum, after the last backward."""
+        for part in self.parts:
+            part.sync.finish()
+        held = [one for part in self.parts for one in part.held]
+        self.sum_rows(held)
+        self.sum_heads(held)
+        self.sum_ends(held)
+        return held
+
+    def sum_rows(self, held: Sequence[Held]) -> None:
+        """Where the ranks of tp share rows, each has its rows' part of what is not cut."""
+        if self.plan.by_rows:
+            sp.sum_gradients(held, self.mesh.tp)
+
+    def sum_heads(self, held: Sequence[Held]) -> None:
+        """Ranks that share a key and value head have their queries' part of it."""
+        tp.sum_shared_gradients(held)
+
+    def sum_ends(self, held: Sequence[Held]) -> None:
+        """First and last stage each have a part of the tied embedding's gradient."""
+        gradients = [one.gradient for one in held if one.parameter is self._tied]
+        if self._other_end is None or not gradients:
+            return
+        other, mine = self._other_end, comm.flatten(gradients)
+        theirs = comm.exchange(mine, self.mesh.pp, to=other, source=other)
+        for gradient, part in zip(gradients, comm.unflatten(theirs, gradients), strict=True):
+            gradient += part
+
+    def norm(self, held: Sequence[Held]) -> Tensor:
+        """Of the whole model's gradient; one number travels among all ranks, as control."""
+        return comm.squared_norm(held, [self.mesh.world], self.copies).sqrt()
+
+    def copies(self, parameter: Tensor) -> int:
+        """How many ranks of the mesh hold what this rank holds of its gradient."""
+        ends = 2 if parameter is self._tied and self._other_end is not None else 1
+        return copies(parameter, self.mesh.tp) * self._part_of[parameter].holders * ends
+
+    def zero_grad(self) -> None:
+        """Forget the gradients of the step before."""
+        for part in self.parts:
+            part.optimizer.zero_grad()
+
+    def update(self) -> None:
+        """One step of every optimizer."""
+        for part in self.parts:
+            part.optimizer.step()

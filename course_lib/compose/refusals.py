@@ -1,0 +1,213 @@
+"""Which combinations do not work, and which work but cost more than they should: in sentences.
+
+No process is needed to ask. Sizes are those of the axes, ``{"tp": 2, "cp": 1, ...}``; an axis that
+is left out has size 1, and ``ep`` lies inside dp and cp.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from math import lcm
+
+from course_lib.compose.plan import Plan
+from course_lib.model import ModelConfig
+from course_lib.schedule import Schedule, validate
+
+Sizes = Mapping[str, int]
+
+
+def refusals(
+    config: ModelConfig,
+    sizes: Sizes,
+    plan: Plan,
+    *,
+    sequences: int | None = None,
+    seq_len: int | None = None,
+) -> list[str]:
+    """Why this model cannot be trained so; empty when it can.
+
+    ``sequences`` are those of one replica in a step; left out, the batch is not looked at.
+    """
+    found = [*_numbers(plan), *_model(config, sizes, plan), *_zero(sizes, plan)]
+    found += [*_experts(sizes, plan), *_pipeline(config, sizes, plan)]
+    if sequences is not None and sequences < plan.micro_batches:
+        found.append(
+            f"micro_batches={plan.micro_batches} of {sequences} sequences in a replica: each needs "
+            "one sequence at least; take fewer micro-batches or a larger batch"
+        )
+    if seq_len is not None:
+        found += _sequence(config, sizes, plan, seq_len)
+    return found
+
+
+def discouraged(config: ModelConfig, sizes: Sizes, plan: Plan) -> list[str]:
+    """What works and is no good idea, and why; empty when there is nothing to say."""
+    return [*_costly(config, sizes, plan), *_different(config, sizes, plan)]
+
+
+def _size(sizes: Sizes, axis: str) -> int:
+    return sizes.get(axis, 1)
+
+
+def _numbers(plan: Plan) -> Iterator[str]:
+    if plan.zero not in (0, 1, 2, 3):
+        yield f"zero={plan.zero}: 0 is no ZeRO, and there are stages 1, 2 and 3"
+    if plan.micro_batches < 1:
+        yield f"micro_batches={plan.micro_batches}: a step has one at least"
+    if plan.bucket_bytes < 1:
+        yield f"bucket_bytes={plan.bucket_bytes}: a bucket holds one byte at least"
+    if plan.max_norm is not None and plan.max_norm <= 0:
+        yield f"max_norm={plan.max_norm}: a norm above 0 is wanted, or None"
+    if plan.loss_scale is not None and plan.loss_scale.initial <= 0:
+        yield f"a loss scale of {plan.loss_scale.initial}: a number above 0 is wanted"
+
+
+def _model(config: ModelConfig, sizes: Sizes, plan: Plan) -> Iterator[str]:
+    """Heads and features against tp, heads against Ulysses."""
+    t, c = _size(sizes, "tp"), _size(sizes, "cp")
+    for name, size in (("heads", config.heads), ("ffn", config.ffn)):
+        if size % t:
+            yield f"{name}={size} is not divisible by tp={t}: every rank takes {name} / tp of them"
+    kv, most = min(config.kv_heads, t), max(config.kv_heads, t)
+    if most % kv:
+        yield (
+            f"kv_heads={config.kv_heads} and tp={t}: one must divide the other, so that each rank "
+            "has whole key and value heads or shares one"
+        )
+    if c > 1 and plan.core.whole_heads:
+        if plan.layout.per_rank > 1:
+            yield (
+                f"core {plan.core.name} with the {plan.layout.name} layout: its shards must join "
+                "to the sequence in order; take the contiguous layout (its work is even anyway)"
+            )
+        if (config.heads // t) % c:
+            yield (
+                f"core {plan.core.name}: {config.heads} heads over tp={t} leave a rank "
+                f"{config.heads // t}, which cp={c} does not divide; take a ring or a gather"
+            )
+
+
+def _zero(sizes: Sizes, plan: Plan) -> Iterator[str]:
+    p = _size(sizes, "pp")
+    if plan.zero >= 2 and p > 1:
+        what = {
+            2: "reduce-scatters its gradients once for every micro-batch, where ZeRO-1 does once a "
+            "step",
+            3: "gathers a stage's parameters twice for every micro-batch, and frees them between",
+        }.get(plan.zero, "")
+        yield (
+            f"zero={plan.zero} with pp={p}: a pipeline needs many micro-batches, and this stage "
+            f"{what}; take zero=1, pp divides gradients and parameters already"
+        )
+    if plan.zero == 3 and plan.experts:
+        yield (
+            "zero=3 with experts: a block's parameters are gathered as one, but its experts are "
+            "shared out over ep and sharded over edp, the rest over all data ranks; take zero=2"
+        )
+    if plan.zero and plan.overlap:
+        yield (
+            f"overlap with zero={plan.zero}: ZeRO-1 scatters once, at the end of the step, and "
+            "stages 2 and 3 during backward anyway; overlap is for zero=0"
+        )
+
+
+def _experts(sizes: Sizes, plan: Plan) -> Iterator[str]:
+    t, e = _size(sizes, "tp"), _size(sizes, "ep")
+    data = _size(sizes, "dp") * _size(sizes, "cp")
+    if data % e:
+        yield f"ep={e} does not divide dp x cp = {data}: experts are shared by ranks of other data"
+    if plan.experts is None:
+        if e > 1:
+            yield f"ep={e} without experts in the plan: there is nothing to share out"
+        return
+    if plan.experts.number % e:
+        yield f"{plan.experts.number} experts cannot be shared equally by ep={e} ranks"
+    if t > 1 and not plan.by_rows:
+        yield (
+            f"experts with tp={t} but whole sequences between the regions: all ranks of tp would "
+            "send and compute the same tokens; take sp.REGION, where each routes its own rows"
+        )
+
+
+def _pipeline(config: ModelConfig, sizes: Sizes, plan: Plan) -> Iterator[str]:
+    p = _size(sizes, "pp")
+    if isinstance(plan.schedule, Schedule) or p > 1:
+        try:
+            schedule = plan.schedule_for(p)
+            if schedule is plan.schedule:  # those that have a name are legal
+                validate(schedule)
+        except ValueError as error:
+            yield str(error)
+            return
+        if schedule.ranks != p:
+            yield f"the schedule {schedule.name!r} is for {schedule.ranks} ranks, and pp={p}"
+        if schedule.microbatches != plan.micro_batches:
+            yield (
+                f"the schedule {schedule.name!r} has {schedule.microbatches} micro-batches, the "
+                f"plan {plan.micro_batches}; make both the same"
+            )
+        if config.layers < schedule.stages:
+            yield (
+                f"{config.layers} layers cannot be cut into the {schedule.stages} stages of "
+                f"{schedule.name!r}; take fewer ranks or chunks, or more layers"
+            )
+
+
+def _sequence(config: ModelConfig, sizes: Sizes, plan: Plan, seq_len: int) -> Iterator[str]:
+    t, c = _size(sizes, "tp"), _size(sizes, "cp")
+    if seq_len > config.max_seq_len:
+        yield f"{seq_len} positions, but the model was built for max_seq_len={config.max_seq_len}"
+    pieces = plan.layout.per_rank * c if c > 1 else 1
+    rows = t if plan.by_rows else 1
+    if seq_len % lcm(pieces, c * rows):
+        yield (
+            f"{seq_len} positions: cp={c} wants {pieces} equal chunks"
+            + (f", and tp={t} equal rows of each rank's" if rows > 1 else "")
+            + f"; pad the sequence to a multiple of {lcm(pieces, c * rows)} (targets of the "
+            "padding: IGNORE_INDEX)"
+        )
+
+
+def _costly(config: ModelConfig, sizes: Sizes, plan: Plan) -> Iterator[str]:
+    t, c, p = (_size(sizes, axis) for axis in ("tp", "cp", "pp"))
+    kv = max(config.kv_heads // t, 1)
+    if c > 1 and plan.core.whole_heads and kv % c:
+        yield (
+            f"core {plan.core.name}: {kv} key and value heads a rank on cp={c}, so that each "
+            f"travels in {lcm(kv, c) // kv} copies; a gather would send them once"
+        )
+    if c > 1 and not plan.core.whole_heads and plan.layout.per_rank == 1:
+        yield (
+            f"the {plan.layout.name} layout with core {plan.core.name}: under a causal mask the "
+            "last rank computes nearly cp times as much as the first; zig-zag is even"
+        )
+    if plan.zero == 2 and plan.micro_batches > 1:
+        yield (
+            f"zero=2 with {plan.micro_batches} micro-batches: a reduce-scatter for each, where "
+            "zero=1 has one a step"
+        )
+    if plan.zero == 3 and plan.micro_batches > 1:
+        yield (
+            f"zero=3 with {plan.micro_batches} micro-batches: all parameters are gathered twice "
+            "for each"
+        )
+    if p > 1 and plan.micro_batches < p:
+        yield (
+            f"{plan.micro_batches} micro-batches on pp={p}: more than half of the time is bubble; "
+            f"take {2 * p} or more"
+        )
+
+
+def _different(config: ModelConfig, sizes: Sizes, plan: Plan) -> Iterator[str]:
+    """What makes the result depend on the mesh."""
+    ranks = _size(sizes, "dp") * _size(sizes, "cp") * _size(sizes, "tp")
+    if plan.experts and plan.experts.capacity is not None and ranks > 1:
+        yield (
+            f"capacity={plan.experts.capacity}: each rank drops among its own tokens, so that "
+            "losses depend on the mesh; capacity=None drops nothing"
+        )
+    if config.dropout and ranks * _size(sizes, "pp") > 1:
+        yield (
+            f"dropout={config.dropout}: masks follow from seed, step and place in the mesh, so "
+            "that losses depend on the mesh (as they do on a seed)"
+        )

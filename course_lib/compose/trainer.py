@@ -1,0 +1,210 @@
+"""One call takes the serial model and trains it on a mesh."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
+from os import PathLike
+
+import torch
+from torch import Tensor
+
+from course_lib import checkpoint, comm, cp, dp, pp, zero
+from course_lib.compose.build import BalanceLoss, build_stages, tied_weight
+from course_lib.compose.gradients import Gradients, make_parts
+from course_lib.compose.plan import LossScale, Plan
+from course_lib.compose.refusals import discouraged, refusals
+from course_lib.mesh import Mesh
+from course_lib.model import Decoder
+from course_lib.schedule import Schedule
+
+Batch = tuple[Tensor, Tensor, Tensor]  # tokens (b, s), targets (b, s), positions (s)
+
+
+@dataclass(frozen=True)
+class Step:
+    """What a step says, alike on all ranks.
+
+    ``loss``: the mean over all tokens, auxiliary losses included; ``norm``: that of the whole
+    gradient, before clipping; ``updated``: False where the loss scale was too large.
+    """
+
+    loss: Tensor
+    norm: Tensor
+    updated: bool
+
+
+class Scale:
+    """The factor of the loss, step after step. All ranks see the same norms, so they agree."""
+
+    def __init__(self, rule: LossScale | None) -> None:
+        self.rule = rule
+        self.value = 1.0 if rule is None else rule.initial
+        self._good = 0
+
+    def allows(self, norm: Tensor) -> bool:
+        """Whether gradients of this norm may be used; the next scale follows from it."""
+        if self.rule is None:
+            return True
+        fine, interval = bool(norm.isfinite()), self.rule.growth_interval
+        self._good = self._good + 1 if fine else 0
+        if interval is not None:
+            grows = fine and self._good % interval == 0
+            self.value *= 2.0 if grows else 1.0 if fine else 0.5
+        return fine
+
+
+class Trainer:
+    """This rank's part of the model and of its training. Make one with :func:`parallelize`.
+
+    ``stages`` are this rank's by number, ``{0: model}`` without a pipeline.
+    """
+
+    def __init__(
+        self,
+        stages: Mapping[int, Decoder],
+        schedule: Schedule | None,
+        gradients: Gradients,
+        mesh: Mesh,
+        plan: Plan,
+    ) -> None:
+        self.stages, self.schedule, self.gradients = stages, schedule, gradients
+        self.mesh, self.plan, self.config = mesh, plan, next(iter(stages.values())).config
+        self.scale = Scale(plan.loss_scale)
+        self.balance = BalanceLoss(stages, mesh, plan)
+        self.steps = 0
+
+    def step(self, tokens_BS: Tensor, targets_BS: Tensor) -> Step:
+        """One optimizer step on the rows of this rank's dp replica.
+
+        All ranks of a replica (tp, cp, pp) give the same whole sequences: positions and
+        micro-batches are cut here. Raises ValueError for a batch that cannot be cut.
+        """
+        batches = self._cut(tokens_BS, targets_BS)
+        tokens = self._tokens_of_all(targets_BS) / self.scale.value
+        self.gradients.zero_grad()
+        self.balance.start(tokens)
+        with self._masks():
+            run = self._without_pipeline if self.schedule is None else self._in_pipeline
+            own = run(batches, tokens)
+        self.steps += 1
+        held = self.gradients.complete()
+        for _, gradient in held if self.plan.loss_scale else ():
+            gradient /= self.scale.value
+        norm = self.gradients.norm(held)
+        loss = self._loss_of_all(own)
+        updated = self.scale.allows(norm)
+        if updated:
+            if self.plan.max_norm is not None:
+                comm.clip_gradients(held, norm, self.plan.max_norm)
+            self.gradients.update()
+        return Step(loss, norm, updated)
+
+    def _tokens_of_all(self, targets_BS: Tensor) -> Tensor:
+        """By which every rank divides its loss: never by its own tokens, with a mean after."""
+        return dp.global_tokens([targets_BS], self.mesh.dp).double()
+
+    def _cut(self, tokens_BS: Tensor, targets_BS: Tensor) -> list[Batch]:
+        """Micro-batches (tokens, targets, positions) of this rank's positions."""
+        sizes = {**self.mesh.layout.sizes, "ep": self.mesh.layout.ep}
+        rows, seq_len = tokens_BS.shape
+        refuse(refusals(self.config, sizes, self.plan, sequences=rows, seq_len=seq_len))
+        layout = self.plan.layout if self.mesh.cp.size > 1 else cp.CONTIGUOUS
+        tokens, targets, positions = cp.shard(tokens_BS, targets_BS, self.mesh.cp, layout)
+        m = self.plan.micro_batches
+        cut = zip(tokens.tensor_split(m), targets.tensor_split(m), strict=True)
+        return [(*pair, positions) for pair in cut]
+
+    def _without_pipeline(self, batches: Sequence[Batch], tokens: Tensor) -> Tensor:
+        """Forward and backward of each micro-batch; this rank's part of the loss, scaled."""
+        model, total = self.stages[0], torch.zeros_like(self.balance.total)
+        for index, (x, targets, positions) in enumerate(batches):
+            last = index + 1 == len(batches)
+            with nullcontext() if last else self.gradients.accumulate():
+                loss = model.cross_entropy(model(x, positions), targets)[0] / tokens
+                loss.backward()
+            total += loss.detach()
+        return total
+
+    def _in_pipeline(self, batches: Sequence[Batch], tokens: Tensor) -> Tensor:
+        """The same by the engine; 0 but on the last stage."""
+        schedule = self.schedule
+        assert schedule is not None
+        last = schedule.stages - 1
+
+        def share(logits: Tensor, targets: Tensor) -> Tensor:
+            return self.stages[last].cross_entropy(logits, targets)[0] / tokens
+
+        with self.gradients.accumulate():  # hooks cannot tell which backward is the last
+            done = pp.run(
+                schedule,
+                self.stages,
+                self.mesh,
+                batches,
+                share,
+                on_stage_done=self.gradients.stage_done,
+                sum_tied=False,  # that is done after the sum over dp, of shards under ZeRO
+            )
+        return done.loss
+
+    def _loss_of_all(self, own: Tensor) -> Tensor:
+        """Sum of all ranks' parts (control); those of tp have the cross-entropy in common."""
+        part = own / self.mesh.tp.size + self.balance.total
+        return comm.all_reduce(part, self.mesh.world, control=True) / self.scale.value
+
+    @contextmanager
+    def _masks(self) -> Iterator[None]:
+        """Dropout's masks follow from seed, step and place: ranks of tp, which hold the same
+        activations, drop the same (where they share rows RankDropout sees to it), others do not.
+        """
+        if not self.config.dropout:
+            yield
+            return
+        mesh = self.mesh
+        place = mesh.dp_cp.rank * mesh.pp.size + mesh.pp.rank
+        seed = hash((self.plan.seed, self.steps, place))  # of numbers, so the same everywhere
+        devices = [mesh.device] if mesh.device.type == "cuda" else []
+        with torch.random.fork_rng(devices=devices):
+            torch.manual_seed(seed)
+            yield
+
+    def save(self, path: str | PathLike[str]) -> None:
+        """Write weights and optimizer state, to be loaded under any mesh. Call it on every rank."""
+        checkpoint.save(path, self.stages, self._optimizers, self.mesh)
+
+    def load(self, path: str | PathLike[str]) -> None:
+        """Read them back; steps taken and loss scale are the caller's. Call it on every rank."""
+        checkpoint.load(path, self.stages, self._optimizers, self.mesh)
+
+    @property
+    def _optimizers(self) -> list[checkpoint.Optimizer]:
+        return [part.optimizer for part in self.gradients.parts]
+
+
+def parallelize(
+    model: Decoder, mesh: Mesh, plan: Plan, make_optimizer: zero.MakeOptimizer
+) -> Trainer:
+    """Cut the serial ``model`` for this rank of ``mesh``; it is changed, use the trainer.
+
+    All ranks start from equal weights. ``make_optimizer(parameters)`` is called for each group of
+    parameters that is summed over other ranks, under ZeRO for their shards. Call it on every rank.
+    Raises ValueError with every reason where this cannot be done, and warns (on rank 0) of what
+    can be and should not.
+    """
+    sizes = {**mesh.layout.sizes, "ep": mesh.layout.ep}
+    refuse(refusals(model.config, sizes, plan))
+    for sentence in discouraged(model.config, sizes, plan) if mesh.rank == 0 else ():
+        warnings.warn(sentence, stacklevel=2)
+    schedule = plan.schedule_for(mesh.pp.size) if mesh.pp.size > 1 else None
+    stages = build_stages(model, schedule, mesh, plan)
+    tied = None if schedule is None else tied_weight(stages)
+    parts = make_parts(stages, tied, mesh, plan, make_optimizer)
+    return Trainer(stages, schedule, Gradients(parts, tied, schedule, mesh, plan), mesh, plan)
+
+
+def refuse(reasons: Sequence[str]) -> None:
+    """Raise ValueError with all of them, if there are any."""
+    if reasons:
+        raise ValueError("this combination does not work:\n- " + "\n- ".join(reasons))
