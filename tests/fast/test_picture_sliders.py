@@ -19,9 +19,9 @@ def test_a_move_draws_anew_and_what_does_not_fit_is_said():
     sliders = picture_sliders(draw, ranks=(1, 2, 3), times=(4, 8))
     first = bytes(sliders.image.value)
     assert first.startswith(b"\x89PNG")
-    assert "1 ranks with 4 kB" in sliders.message.value
+    assert "1 ranks with 4,000 B" in sliders.message.value
     sliders.controls["ranks"].value = 2
-    assert "2 ranks with 2 kB" in sliders.message.value
+    assert "2 ranks with 2,000 B" in sliders.message.value
     assert bytes(sliders.image.value) != first
     sliders.controls["ranks"].value = 3
     assert "3 ranks &lt;do not&gt; fit" in sliders.message.value
