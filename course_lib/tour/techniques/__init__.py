@@ -8,6 +8,7 @@ from course_lib.tour.technique import Technique
 from course_lib.tour.techniques.cp import CONTEXT_PARALLEL
 from course_lib.tour.techniques.dp import DATA_PARALLEL
 from course_lib.tour.techniques.ep import EXPERT_PARALLEL
+from course_lib.tour.techniques.inference import INFERENCE
 from course_lib.tour.techniques.pp import PIPELINES
 from course_lib.tour.techniques.serial import SERIAL
 from course_lib.tour.techniques.tp import TENSOR_PARALLEL
@@ -21,4 +22,5 @@ TECHNIQUES: list[Technique] = [
     *PIPELINES,
     *CONTEXT_PARALLEL,
     *EXPERT_PARALLEL,
+    *INFERENCE,
 ]
