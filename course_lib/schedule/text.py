@@ -44,6 +44,8 @@ def drawing(simulation: Simulation, width: int = 80) -> str:
     end = margin + round(simulation.makespan * scale)
     lines.append("0".rjust(margin + 1) + _number(simulation.makespan).rjust(end - margin - 1))
     key = _key(simulation, drawn) if roomy else _key_of_columns(simulation, drawn, scale)
+    if simulation.costs.per_stage is not None:
+        key = f"{unequal(simulation.costs.per_stage)} {key}"
     above, below = (
         textwrap.wrap(text, width, break_on_hyphens=False)
         for text in (title_of(simulation), f"{key} {numbers(simulation)}")
@@ -67,16 +69,15 @@ def spoken(costs: Costs, ops: Collection[str] = "FB") -> str:
     text = f"F {_number(costs.f)}, B {_number(costs.i + costs.w)}"
     if {"I", "W"} & set(ops):
         text += f" (I {_number(costs.i)} + W {_number(costs.w)})"
-    text += f", hops take {_number(costs.comm) if costs.comm else 'no time'}"
-    return text if costs.per_stage is None else f"{text}; {_unequal(costs.per_stage)}"
+    return f"{text}, hops take {_number(costs.comm) if costs.comm else 'no time'}"
 
 
-def _unequal(factors: Sequence[Factor]) -> str:
-    """How the stages' costs differ, in words."""
+def unequal(factors: Sequence[Factor]) -> str:
+    """How the stages' costs differ, as a sentence."""
     if len(factors) > MOST_STAGES:
-        return f"{len(factors)} stages of unequal cost"
+        return f"The {len(factors)} stages differ in cost."
     each = (factor if isinstance(factor, tuple) else (factor,) for factor in factors)
-    return f"stages cost {', '.join(':'.join(map(_number, one)) for one in each)} times that"
+    return f"Stages cost {', '.join(':'.join(map(_number, one)) for one in each)} times that."
 
 
 def numbers(simulation: Simulation) -> str:
@@ -175,7 +176,8 @@ def _key(simulation: Simulation, drawn: str) -> str:
     words = [word for op, word in WORDS.items() if op in _ops(simulation)]
     text = f"{', '.join(words)}, {IDLE} idle; peak: most (stage, micro-batch) pairs in flight."
     if "'" in drawn:
-        text += " ' marks a rank's second stage."
+        third = ", '' its third" if "''" in drawn else ""
+        text += f" ' marks a rank's second stage{third}."
     if re.search(r"[FBIW](?!\d)", drawn):
         text += " Where a box is too short, the number of its micro-batch is left out."
     return text

@@ -134,20 +134,21 @@ def draw_boxes(
     ``inches_per_ms`` are inches of paper in one unit of the time axis.
     """
     same: dict[tuple[str, bool], list[Box]] = defaultdict(list)
+    later = max((box.chunk for box in boxes), default=0)
     for box in boxes:
         same[box.span.op, box.overlay].append(box)
     for (op, overlay), group in same.items():
         widths = [(box.right - box.left) * inches_per_ms for box in group]
         form = _form(group, widths)
         slivers = median(widths) < SLIVER
-        for odd in (0, 1):
-            alike = [box for box in group if box.chunk % 2 == odd]
-            if not alike:
-                continue
+        for chunk in sorted({box.chunk for box in group}):  # a rank's later stages are paler
+            alike = [box for box in group if box.chunk == chunk]
             corners = [box.corners for box in alike]
             face = "#FFFFFF" if overlay else looks[op].colour
             if not overlay:
-                face = style.mix(face, "#FFFFFF", 0.55 * odd)
+                face = style.mix(
+                    face, "#FFFFFF", (0.75 if later > 1 else 0.55) * chunk / max(1, later)
+                )
                 _fill(ax, corners, face, "" if slivers else looks[op].hatch, snap=not slivers)
             if slivers:  # an outline would be all that is seen
                 continue

@@ -10,7 +10,7 @@ from matplotlib.collections import PolyCollection
 from matplotlib.patches import Patch, Rectangle
 
 from course_lib.schedule import Simulation, Span
-from course_lib.schedule.text import numbers, title_of
+from course_lib.schedule.text import numbers, title_of, unequal
 from course_lib.view import style
 from course_lib.view.gantt import BELOW, LEFT, SMALLEST, WORDS, axes, draw_boxes, looks_of
 from course_lib.view.lanes import Box, chunks
@@ -58,8 +58,13 @@ def schedule_picture(
 
 def _caption(simulation: Simulation, note: str) -> str:
     text = f"{numbers(simulation)} Simulated, not measured."
-    if simulation.schedule.stages > simulation.schedule.ranks:
-        text += " Paler boxes with ′ are a rank's second stage."
+    if simulation.costs.per_stage is not None:
+        text += f" {unequal(simulation.costs.per_stage)}"
+    most = max(chunks(simulation.spans).values())
+    if most:
+        text += (
+            f" Paler boxes with ′ are a rank's {'later stages' if most > 1 else 'second stage'}."
+        )
     return f"{text} {note}".strip()
 
 

@@ -119,8 +119,10 @@ def described(spans: Sequence[Span], planned: Sequence[Span], kind: str) -> str:
     if kind not in SOURCES:
         raise ValueError(f"kind={kind!r}: it is one of {', '.join(SOURCES)}")
     said = SOURCES[kind]
-    if any(chunks(spans).values()):
-        said += "; paler boxes with ′ are a rank's second stage"
+    if most := max(chunks(spans).values(), default=0):
+        said += (
+            f"; paler boxes with ′ are a rank's {'later stages' if most > 1 else 'second stage'}"
+        )
     if planned:
         plan = summarize(planned)
         said += f"; outlines simulated: {milliseconds(plan.makespan)}, {plan.idle:.1%} idle"

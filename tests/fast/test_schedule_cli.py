@@ -123,7 +123,7 @@ def test_unequal_stages_and_ranks(capfd):
     assert last["end"] - last["start"] == 2
     halves = data(capfd, "1f1b", "--stage-cost", "1,1,1,1:1:3")
     assert [cell["end"] - cell["start"] for cell in halves["rows"][3][:2]] == [1, 4]
-    assert "stages cost 1, 1, 1, 1:1:3 times that" in " ".join(
+    assert "Stages cost 1, 1, 1, 1:1:3 times that." in " ".join(
         run(capfd, "1f1b", "--stage-cost", "1,1,1,1:1:3").split()
     )
 
