@@ -137,8 +137,9 @@ class Region:
     Inside, every rank has all positions and computes its own part; what leaves is a partial sum.
     ``rows`` takes from a tensor whose first dim is S the rows that a rank holds outside.
 
-    What ``enter`` returns may carry a ``product``, which the linears inside then call instead of
-    ``F.linear``, with the same arguments.
+    What ``enter`` returns may carry a note for the linears inside, which use :func:`apply_weight`:
+    a ``product``, a function of x, weight and bias to call instead of ``F.linear``; or what is
+    ``ready``, the products themselves by weight, without bias.
     """
 
     enter: Move
@@ -147,10 +148,13 @@ class Region:
 
 
 def apply_weight(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """``x weight^T + bias``, by the ``product`` of ``x`` where what let it in has left one.
+    """``x weight^T + bias``, as the note of ``x`` says (:class:`Region`).
 
-    A TorchFunctionMode sees it, as it sees ``F.linear``.
+    A TorchFunctionMode sees it, as it sees ``F.linear``, unless the product is ready.
     """
+    ready = getattr(x, "ready", None)
+    if ready is not None:
+        return ready[weight] if bias is None else ready[weight] + bias
     if has_torch_function((x, weight)):
         return handle_torch_function(apply_weight, (x, weight), x, weight, bias)
     product = getattr(x, "product", None)

@@ -134,9 +134,9 @@ def run(
     what ``cp.shard`` gives, (tokens, targets, positions) of this rank.
 
     ``on_stage_done(stage)`` is called for each stage of this rank as soon as its gradients are
-    complete, once, while others are still at work: data parallelism may start to sum them. (A tied
-    embedding on two ranks is complete when all is done, and so are the two stages that have it;
-    without ``sum_tied`` its two gradients are left for the caller to sum, after other sums.)
+    complete, once, while others are still at work: data parallelism may start to sum them. (Stages
+    that have a tied embedding are complete when all is done. Without ``sum_tied`` the gradients of
+    an embedding on two ranks are left for the caller to sum, after other sums.)
 
     Raises ValueError when schedule, stages, axis and micro-batches do not fit, and ScheduleError
     (a ValueError) when the schedule is not legal.
@@ -150,8 +150,7 @@ def run(
         rows = len(some.own_rows(positions_of(batch)))
         return weight.new_empty(()).expand(len(batch[0]), rows, some.config.hidden)
 
-    nowhere: AbstractContextManager[list[int]] = nullcontext([])
-    with tied.summed(schedule, stages, mesh.pp) if sum_tied else nowhere as wait_for_the_end:
+    with tied.summed(schedule, stages, mesh.pp, sum_tied) as wait_for_the_end:
 
         def stage_done(stage: int) -> None:
             if stage not in wait_for_the_end:

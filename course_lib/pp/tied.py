@@ -14,17 +14,23 @@ from course_lib.schedule import Schedule
 
 
 @contextmanager
-def summed(schedule: Schedule, stages: Mapping[int, Decoder], pp: Axis) -> Iterator[list[int]]:
+def summed(
+    schedule: Schedule, stages: Mapping[int, Decoder], pp: Axis, apart: bool = True
+) -> Iterator[list[int]]:
     """Around a step: afterwards both copies have the sum of what the step added to each.
 
-    Gives those stages of this rank whose gradients are complete only then: none where the
-    embedding is not tied, is not trained, or has both its ends on one rank (a V).
+    Gives those stages of this rank whose gradients are complete only then. In a V these are the
+    two that share one embedding, and nothing is sent; else the one that has a copy. Without
+    ``apart`` the copies of two ranks are left for the caller to sum.
     """
     first, last = schedule.placement[0], schedule.placement[-1]
     ends = [stage for stage in stages if stage in (0, schedule.stages - 1)]
-    weight = _tied_weight(stages[ends[0]]) if ends and first != last else None
-    if weight is None:
+    weight = _tied_weight(stages[ends[0]]) if ends else None
+    if weight is None or (first != last and not apart):
         yield []
+        return
+    if first == last:
+        yield ends
         return
     before, weight.grad = weight.grad, None  # only what this step adds is summed
     yield ends
