@@ -16,8 +16,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from course_lib import comm
 from course_lib.inference.book import Work
 from course_lib.model import Attention, Decoder, ModelConfig
+from course_lib.tp import RowLinear
 
 
 def cache_bytes(
@@ -76,8 +78,8 @@ class Cache:
     """The caches of all layers of ``model``, a whole one or a stage, put into it.
 
     ``slots`` requests at once, of up to ``room`` positions (max_seq_len if left out). The model
-    then does nothing but inference. Raises ValueError for a room that the model does not have, and
-    where dropout is on.
+    then does nothing but inference. Raises ValueError for a room that the model does not have,
+    where dropout is on, and under sequence parallelism.
     """
 
     def __init__(self, model: Decoder, slots: int, room: int | None = None) -> None:
@@ -90,6 +92,12 @@ class Cache:
             )
         if model.training and config.dropout:
             raise ValueError("dropout is on: call model.eval() first")
+        linears = (module for module in model.modules() if isinstance(module, RowLinear))
+        if any(linear.leave is not comm.reduce for linear in linears):
+            raise ValueError(
+                "sequence parallelism: ranks would share the positions of a decode, which has one; "
+                "parallelize with tp.REGION"
+            )
         self.slots = slots
         self.device = next(model.parameters()).device
         self.layers = [self.layer(block.attn) for block in model.blocks]  # type: ignore[arg-type]

@@ -21,7 +21,7 @@ from inference_twin import (
     twin,
 )
 
-from course_lib import comm, cp, ep, inference, tp
+from course_lib import comm, cp, ep, inference, sp, tp
 from course_lib.bench import inference as bench
 from course_lib.inference import Book, ContextReplica, Replica, Sampling, Stage, context, counts
 from course_lib.launch import RankError
@@ -498,6 +498,18 @@ def test_combinations_that_do_not_work_say_why(worlds, axes, experts, said):
 
     n = 2 if len(axes) == 1 else 4
     assert all(said in text for text in worlds(n).run(rank))
+
+
+def test_sequence_parallelism_is_refused(worlds):
+    def rank():
+        mesh = make_mesh(tp=2)
+        model = tp.parallelize(make_model(sizes(2)), mesh.tp, sp.REGION)
+        try:
+            Replica(model, mesh, 1)
+        except ValueError as error:
+            return str(error)
+
+    assert all("parallelize with tp.REGION" in said for said in worlds(2).run(rank))
 
 
 def test_a_sequence_that_cannot_be_cut_is_named(worlds):
