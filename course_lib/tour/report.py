@@ -166,6 +166,8 @@ def _print_sentences(rows: Sequence[Row], skipped: Sequence[Skipped], console: C
     )
     for twin in dict.fromkeys(row.technique.twin for row in rows):
         alike = [row.losses for row in rows if row.technique.twin == twin]
+        if not any(alike[0]):  # nothing was trained
+            continue
         console.print(
             f"The loss fell from {alike[0][0]:.2f} to {alike[0][-1]:.2f} in {len(alike[0])} steps "
             f"in {'every row' if len(alike) == len(rows) else twin + ' and every row held to it'}.",

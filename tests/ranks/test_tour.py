@@ -279,6 +279,15 @@ def test_nothing_of_any_row_is_cut_at_80_columns():
         assert head in printed[:320]
 
 
+def test_a_loss_falls_where_something_was_trained():
+    page = io.StringIO()
+    decoded = replace(techniques.TECHNIQUES[0], twin="decode")
+    rows = [fake_row(), fake_row(technique=decoded, losses=[0.0, 0.0])]
+    report.print_table(rows, [], Console(file=page, width=80))
+    assert page.getvalue().count("The loss fell") == 1
+    assert "from 5.00 to 4.00 in 2 steps in serial and every row held to it." in page.getvalue()
+
+
 @pytest.mark.parametrize(
     ("changes", "said"),
     [
