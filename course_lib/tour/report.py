@@ -116,7 +116,7 @@ def print_table(rows: Sequence[Row], skipped: Sequence[Skipped], console: Consol
     """The table, then one sentence for each technique. State and activations are one number where
     they equal their formula.
 
-    80 columns hold names of 20 characters and seven axes: a mesh wraps, nothing else has to.
+    80 columns hold names of 19 characters and seven axes: a mesh wraps, nothing else has to.
     """
     table = Table(
         box=SIMPLE_HEAD, show_edge=False, pad_edge=False, padding=(0, 1, 0, 0), header_style="bold"

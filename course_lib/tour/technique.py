@@ -4,7 +4,7 @@ To add a row, write in ``techniques/`` a function that trains on a rank and thre
 function of the :class:`Job`, and put the :class:`Technique` into ``TECHNIQUES``::
 
     Technique(
-        name="tp-8",                     # at most 20 characters: the table has 80 columns
+        name="tp-8",                     # at most 19 characters: the table has 80 columns
         lesson="05",
         sentence="Every rank holds an eighth of every matrix.",
         mesh={"tp": 8},
