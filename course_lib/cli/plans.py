@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 
 COLOURS = ("default", "cyan", "yellow", "magenta", "green", "blue", "red", "bright_black")
 MOST_PAIRS = 2**18  # of `course schedule`: seconds and some hundred MB
+MOST_PLANNED = {"zb-h1": 2**15, "zb-h2": 2**15, "zb-v": 2**15, "searched": 2**12}  # ten seconds
 MOST_RANKS = 2**20  # of `course groups`: more would fill the memory with lists
 
 Size = Annotated[int, typer.Option(min=1, help="Ranks on this axis.")]
@@ -156,19 +157,8 @@ def _schedule(
     speeds: tuple[float, ...] | None,
     limit: int | None,
 ) -> tuple[Schedule, Costs]:
-    """The schedule called ``name`` or the legal one in ``file``; costs with ``speeds`` in them.
-
-    Never one too large to hold.
-    """
-    from course_lib.schedule import (
-        SCHEDULES,
-        check_sizes,
-        looped,
-        make,
-        placement,
-        searched,
-        v_shape,
-    )
+    """The schedule called ``name`` or the legal one in ``file``; costs with ``speeds`` in them."""
+    from course_lib.schedule import SCHEDULES, check_sizes
 
     given = {key: size for key, size in sizes.items() if size is not None}
     check_sizes(**given)
@@ -181,23 +171,37 @@ def _schedule(
         own = _schedule_in(file, given)
         return own, costs if speeds is None else costs.on_ranks(speeds, own.placement)
     assert name is not None
-    name = name.lower()
-    ranks, microbatches = given.get("stages", 4), given.get("microbatches", 8)
-    chunks = given.get("chunks")
-    if ranks * (chunks or 2) * microbatches > MOST_PAIRS:
+    return _named(name.lower(), given, costs, speeds, limit)
+
+
+def _named(
+    name: str,
+    given: dict[str, int],
+    costs: Costs,
+    speeds: tuple[float, ...] | None,
+    limit: int | None,
+) -> tuple[Schedule, Costs]:
+    """The schedule called ``name``, made for the costs given; never one too large to hold."""
+    from course_lib.schedule import looped, make, placement, searched, v_shape
+    from course_lib.schedule.named import CHUNKS
+
+    p, m = given.get("stages", 4), given.get("microbatches", 8)
+    chunks = given.get("chunks", CHUNKS.get(name, 1))
+    most = MOST_PLANNED.get(name, MOST_PAIRS)
+    if p * chunks * m > most:
         raise ValueError(
-            f"{ranks} ranks x {chunks or 2} chunks x {microbatches} micro-batches are more than "
-            f"the {MOST_PAIRS:,} (stage, micro-batch) pairs simulated here"
+            f"{p} ranks x {chunks} chunks x {m} micro-batches are more than the {most:,} (stage, "
+            f"micro-batch) pairs of {name} simulated here"
         )
     if name == "searched":
-        where = v_shape(ranks) if chunks == 2 else looped(ranks, chunks or 1)
+        where = v_shape(p) if chunks == 2 else looped(p, chunks)
     else:
-        where = placement(name, ranks, chunks)
+        where = placement(name, p, chunks)
     if speeds is not None:
         costs = costs.on_ranks(speeds, where)
     if name == "searched":
-        return searched(where, microbatches, costs, limit), costs
-    return make(name, ranks, microbatches, chunks, costs), costs
+        return searched(where, m, costs, limit), costs
+    return make(name, p, m, chunks, costs), costs
 
 
 def _schedule_in(file: Path, given: dict[str, int]) -> Schedule:

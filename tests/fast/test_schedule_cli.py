@@ -252,6 +252,8 @@ BAD = [
     "gpipe --f 0 --b 0",
     "gpipe --comm -1",
     "gpipe --stages 1000000 --microbatches 1000000",
+    "zb-v --stages 64 --microbatches 1000",
+    "searched --stages 64 --microbatches 200",
     "1f1b --chunks 2",
     "zb-h1 --chunks 2",
     "zb-v --chunks 1",
