@@ -17,7 +17,7 @@ formulas       bytes on each axis
 =============  ===============================================================================
 """
 
-from course_lib.compose.formulas import wire_bytes
+from course_lib.compose.formulas import PartSize, part_sizes, wire_bytes
 from course_lib.compose.plan import GATHER, RING, ULYSSES, Core, Experts, LossScale, Plan
 from course_lib.compose.refusals import discouraged, refusals
 from course_lib.compose.trainer import Step, Trainer, parallelize
@@ -29,11 +29,13 @@ __all__ = [
     "Core",
     "Experts",
     "LossScale",
+    "PartSize",
     "Plan",
     "Step",
     "Trainer",
     "discouraged",
     "parallelize",
+    "part_sizes",
     "refusals",
     "wire_bytes",
 ]

@@ -18,7 +18,7 @@ pp        S/c positions, under sequence parallelism S/(c t)
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from fractions import Fraction
 
@@ -40,6 +40,11 @@ class _Mesh:
     d: int
     p: int
     e: int
+
+    @classmethod
+    def of(cls, sizes: Mapping[str, int]) -> _Mesh:
+        """An axis that is left out has size 1."""
+        return cls(*(sizes.get(axis, 1) for axis in ("tp", "cp", "dp", "pp", "ep")))
 
     @property
     def columns(self) -> int:
@@ -67,7 +72,7 @@ def wire_bytes(
     on another rank, in all layers; left out, they are taken to be even. Exact where a part of the
     parameters fits into one bucket, or dp x cp divides it; ZeRO pads every other bucket.
     """
-    mesh = _Mesh(*(sizes.get(axis, 1) for axis in ("tp", "cp", "dp", "pp", "ep")))
+    mesh = _Mesh.of(sizes)
     total: dict[str, Fraction] = defaultdict(Fraction)
     for axis, sent in [
         *_over_tp(config, mesh, plan, sequences, seq_len).items(),
@@ -153,23 +158,18 @@ def _over_ep(
 
 
 def _over_data(config: ModelConfig, mesh: _Mesh, plan: Plan) -> list[tuple[str, Fraction]]:
-    """Gradients, and what ZeRO gathers: stage by stage, experts over ranks of their own."""
+    """Gradients, and what ZeRO gathers: part by part, experts over ranks of their own."""
     axis = "dp" if mesh.c == 1 else "dp_cp"
+    of_experts = "edp" if mesh.e > 1 else axis
     sent = []
-    for dense, experts in _stages(config, mesh, plan):
-        own = _of_part(config, mesh.data, plan, dense)
-        sent.append((axis, mesh.columns * own))
-        own = _of_part(config, mesh.data // mesh.e, plan, [experts])
-        sent.append(("edp" if mesh.e > 1 else axis, mesh.columns * own))
-    if _tied_apart_from_stages(config, mesh):
-        table = padded_rows(config.vocab, mesh.t) * config.hidden
-        placement = plan.schedule_for(mesh.p).placement
-        copies = len({placement[0], placement[-1]})
-        sent.append((axis, mesh.columns * copies * _of_part(config, mesh.data, plan, [table])))
+    for part in _parts(config, mesh, plan):
+        over = mesh.data // mesh.e if part.experts else mesh.data
+        own = _of_part(config, over, plan, part.elements)
+        sent.append((of_experts if part.experts else axis, mesh.columns * own))
     return sent
 
 
-def _of_part(config: ModelConfig, n: int, plan: Plan, elements: list[int]) -> Fraction:
+def _of_part(config: ModelConfig, n: int, plan: Plan, elements: Sequence[int]) -> Fraction:
     """A rank's bytes for parameters that n ranks hold; ZeRO-3: root and blocks, else one."""
     if plan.zero == 0:
         return dp.wire_bytes(sum(elements) * config.dtype.itemsize, n)
@@ -183,11 +183,29 @@ def _of_part(config: ModelConfig, n: int, plan: Plan, elements: list[int]) -> Fr
     )
 
 
-def _stages(config: ModelConfig, mesh: _Mesh, plan: Plan) -> list[tuple[list[int], int]]:
-    """Of each stage: elements at its ends and in each block, of a rank of tp; and of experts."""
+@dataclass(frozen=True)
+class PartSize:
+    """Elements that a rank of ``stage`` holds of a part: at the stage's ends and in each block.
+
+    A tied embedding that two stages use is a part of its own, on each rank that has one of them.
+    """
+
+    stage: int
+    elements: tuple[int, ...]
+    experts: bool = False
+
+
+def part_sizes(config: ModelConfig, sizes: Mapping[str, int], plan: Plan) -> list[PartSize]:
+    """The parts of all stages, of one rank of tp, ep and the data axes, before ZeRO cuts them."""
+    return _parts(config, _Mesh.of(sizes), plan)
+
+
+def _parts(config: ModelConfig, mesh: _Mesh, plan: Plan) -> list[PartSize]:
+    placement: tuple[int, ...] = (0,)
     layers = [config.layers]
     if mesh.p > 1:
-        layers = pp.partition(config.layers, plan.schedule_for(mesh.p).stages)
+        placement = plan.schedule_for(mesh.p).placement
+        layers = pp.partition(config.layers, len(placement))
     one, two = (
         tp_formulas.parameters_per_rank(replace(config, layers=count), mesh.t) for count in (1, 2)
     )
@@ -195,23 +213,18 @@ def _stages(config: ModelConfig, mesh: _Mesh, plan: Plan) -> list[tuple[list[int
     if plan.experts is not None:
         router, experts = _experts_of_layer(config, plan.experts, mesh.e)
         block += router - mlp_parameters(replace(config, ffn=config.ffn // mesh.t))
-    gpt = config.family == "gpt"
-    table = padded_rows(config.vocab, mesh.t) * config.hidden
-    tables = [0 if _tied_apart_from_stages(config, mesh) else table, table]
-    first = tables[0] + (config.max_seq_len * config.hidden if gpt else 0)
-    last = (2 if gpt else 1) * config.hidden + (0 if config.tied else tables[1])
-    return [
-        (
-            [first * (number == 0) + last * (number + 1 == len(layers)), *[block] * count],
-            experts * count,
-        )
-        for number, count in enumerate(layers)
-    ]
-
-
-def _tied_apart_from_stages(config: ModelConfig, mesh: _Mesh) -> bool:
-    """Whether two stages use one embedding, which then is a part of its own."""
-    return config.tied and mesh.p > 1
+    gpt, table = config.family == "gpt", padded_rows(config.vocab, mesh.t) * config.hidden
+    apart = config.tied and mesh.p > 1  # two stages use it
+    ends = [0] * len(layers)
+    ends[0] += (0 if apart else table) + (config.max_seq_len * config.hidden if gpt else 0)
+    ends[-1] += (2 if gpt else 1) * config.hidden + (0 if config.tied else table)
+    found = [PartSize(stage, (ends[stage], *[block] * count)) for stage, count in enumerate(layers)]
+    if experts:
+        found += [PartSize(s, (experts * count,), True) for s, count in enumerate(layers)]
+    if apart:
+        holders = {placement[0]: 0, placement[-1]: len(layers) - 1}
+        found += [PartSize(stage, (table,)) for stage in holders.values()]
+    return found
 
 
 def _experts_of_layer(config: ModelConfig, experts: Experts, e: int) -> tuple[int, int]:

@@ -172,14 +172,15 @@ class Trainer:
 
     def save(self, path: str | PathLike[str]) -> None:
         """Write weights and optimizer state, to be loaded under any mesh. Call it on every rank."""
-        checkpoint.save(path, self.stages, self._optimizers, self.mesh)
+        checkpoint.save(path, self.stages, self.optimizers, self.mesh)
 
     def load(self, path: str | PathLike[str]) -> None:
         """Read them back; steps taken and loss scale are the caller's. Call it on every rank."""
-        checkpoint.load(path, self.stages, self._optimizers, self.mesh)
+        checkpoint.load(path, self.stages, self.optimizers, self.mesh)
 
     @property
-    def _optimizers(self) -> list[checkpoint.Optimizer]:
+    def optimizers(self) -> list[checkpoint.Optimizer]:
+        """One for each part of the parameters."""
         return [part.optimizer for part in self.gradients.parts]
 
 

@@ -1,0 +1,340 @@
+"""The tour's rows of composition: one model under three, four and five axes at once."""
+
+from __future__ import annotations
+
+from fractions import Fraction
+from functools import cache
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+
+from course_lib import compose, cp, ep, sp, zero
+from course_lib.compose import Experts, Plan
+from course_lib.mesh import make_mesh
+from course_lib.model import Decoder, parameter_sizes
+from course_lib.recompute import kept_at_ends
+from course_lib.tour.technique import COUNT_BYTES, COUNTER_BYTES, Job, Report, Technique, adam
+from course_lib.tour.techniques.ep import (
+    CHOICES,
+    COEFFICIENT,
+    EXPERTS,
+    exact,
+    experts_model,
+    experts_state_bytes,
+    kept_beside_experts,
+)
+from course_lib.tour.techniques.pp import slices
+from course_lib.tp import formulas
+from course_lib.trace.memory import SavedActivations, StateBytes, state_bytes
+
+MICRO_BATCHES = 4
+TWIN = "serial-moe-4"
+Sizes = dict[str, Any]  # of the axes
+THREE = {"tp": 2, "dp": 2, "pp": 2}
+FOUR = {"tp": 2, "cp": 2, "dp": 2, "pp": 2}
+FIVE = {**FOUR, "ep": 2}
+PLAN_3D = Plan(region=sp.REGION, micro_batches=MICRO_BATCHES)
+PLAN_4D = Plan(region=sp.REGION, zero=1, micro_batches=MICRO_BATCHES)
+PLAN_5D = Plan(
+    region=sp.REGION,
+    micro_batches=MICRO_BATCHES,
+    experts=Experts(EXPERTS, CHOICES, coefficient=COEFFICIENT),
+)
+
+
+def train_composed(job: Job, sizes: Sizes, plan: Plan) -> Report:
+    """One call cuts the model, another trains it."""
+    mesh = make_mesh(**sizes)
+    model = experts_model(job) if plan.experts else job.model()
+    trainer = compose.parallelize(model, mesh, plan, adam)
+    losses = []
+    for step in range(job.steps):
+        tokens, targets = job.rows(step, mesh.dp)
+        mesh.ledger.clear()
+        with SavedActivations(*trainer.stages.values()) as saved:
+            losses.append(float(trainer.step(tokens, targets).loss))
+    return Report(losses, state_of(trainer), saved.peak)
+
+
+def state_of(trainer: compose.Trainer) -> StateBytes:
+    """Of all optimizers together."""
+    inner = [o.optimizer if isinstance(o, zero.Sharded) else o for o in trainer.optimizers]
+    everything = SimpleNamespace(
+        state={parameter: state for o in inner for parameter, state in o.state.items()},
+        param_groups=[group for o in inner for group in o.param_groups],
+    )
+    return state_bytes(trainer.stages.values(), everything)
+
+
+# --- formulas ------------------------------------------------------------------------------------
+
+
+def sent(job: Job, sizes: Sizes, plan: Plan) -> dict[str, Fraction]:
+    """All ranks together, one step."""
+    leaving = sum(map(pairs_leaving, every_load(job))) if plan.experts else None
+    if plan.experts:
+        job = exact(job)
+    rows = job.sequences // sizes["dp"]
+    return compose.wire_bytes(job.config, sizes, plan, rows, job.seq_len, leaving=leaving)
+
+
+def state(job: Job, sizes: Sizes, plan: Plan) -> int:
+    """Of the rank whose stage holds the most. A part is one flat under ZeRO; else every tensor of
+    it has a counter in Adam."""
+    job = exact(job) if plan.experts else job
+    n = sizes.get("cp", 1) * sizes["dp"]
+    found = [0] * sizes["pp"]
+    for part in compose.part_sizes(job.config, sizes, plan):
+        held = sum(part.elements)
+        if plan.zero:
+            gradient = zero.padded(held, n) // n * zero.reduce_dtype(job.config.dtype).itemsize
+            held_bytes = zero.state_bytes(plan.zero, [held], n, dtype=job.config.dtype)
+            found[part.stage] += held_bytes + gradient + COUNTER_BYTES
+        else:
+            found[part.stage] += 4 * held * job.width
+    if not plan.zero:
+        for stage, tensors in enumerate(tensors_of_stages(job, sizes, plan)):
+            found[stage] += COUNTER_BYTES * tensors
+    return max(found)
+
+
+def tensors_of_stages(job: Job, sizes: Sizes, plan: Plan) -> list[int]:
+    """How many parameters each stage has. An expert has as many as an MLP, a router one."""
+    mlp = 3 if job.config.family == "llama" else 4
+    more = 1 + (plan.experts.number // sizes["ep"] - 1) * mlp if plan.experts else 0
+    ends = slices(job, plan.schedule_for(sizes["pp"]))
+    return [len(parameter_sizes(job.config, *end)) + (end[1] - end[0]) * more for end in ends]
+
+
+def peak(job: Job, sizes: Sizes, plan: Plan) -> int:
+    """Of the rank that keeps the most at the fullest moment of its row of F and B.
+
+    A stage keeps a micro-batch from its F to the end of its B: all of its blocks as under sequence
+    parallelism (a ring keeps what one process keeps of shorter sequences), and an end of the
+    model. With experts it depends on the micro-batch and on where this rank's tokens are.
+    """
+    schedule = plan.schedule_for(sizes["pp"])
+    job = exact(job) if plan.experts else job
+    layers = [range(*ends) for ends in slices(job, schedule)]
+    ends = kept_by_ends(job, sizes)
+    block = kept_by_block(job, sizes, plan)
+
+    def fullest(rank: int, place: Place) -> int:
+        kept: dict[int, int] = {}  # by micro-batch: each rank has one stage
+        most = 0
+        for action in schedule.rows[rank]:
+            if action.op == "F":
+                mb = action.mb
+                kept[mb] = ends[rank] if rank in (0, schedule.stages - 1) else 0
+                for layer in layers[rank]:
+                    kept[mb] += block
+                    if plan.experts:
+                        kept[mb] += kept_by_experts(job, sizes, layer, mb, place)
+            most = max(most, sum(kept.values()))
+            if action.op == "B":
+                del kept[action.mb]
+        return most + COUNT_BYTES * (rank + 1 == schedule.ranks)
+
+    places = every_place() if plan.experts else [(0, 0, 0)]
+    return max(fullest(rank, place) for rank in range(schedule.ranks) for place in places)
+
+
+def micro_shape(job: Job, sizes: Sizes) -> tuple[int, int]:
+    """Sequences of a micro-batch, and positions of a rank of cp."""
+    return job.sequences // sizes["dp"] // MICRO_BATCHES, job.seq_len // sizes.get("cp", 1)
+
+
+def kept_by_ends(job: Job, sizes: Sizes) -> dict[int, int]:
+    """Of a micro-batch, before the first block and after the last one, by stage."""
+    sequences, rows = micro_shape(job, sizes)
+    tokens, t = sequences * rows, sizes["tp"]
+    both = sp.kept_at_ends(job.config, sequences, rows, t)
+    both += formulas.kept_by_vocabulary(job.config, tokens, t)
+    positions = kept_at_ends(job.config, sequences, rows).positions // t
+    first = formulas.kept_by_embedding(tokens) + positions
+    return {0: first, sizes["pp"] - 1: both - first}
+
+
+def kept_by_block(job: Job, sizes: Sizes, plan: Plan) -> int:
+    """Of a micro-batch; where there are experts, beside them."""
+    sequences, rows = micro_shape(job, sizes)
+    kept = sp.kept_per_block(job.config, sequences, rows, sizes["tp"])
+    if plan.experts is None:
+        return kept
+    tokens, inner = sequences * rows, (4 if job.config.family == "llama" else 2) * job.config.ffn
+    return kept - tokens * (job.config.hidden + inner // sizes["tp"]) * job.width
+
+
+# --- what the routers want, from one process -----------------------------------------------------
+
+Place = tuple[int, int, int]  # coordinates on dp, cp and tp
+
+
+def every_place() -> list[Place]:
+    """Ranks of a stage."""
+    return [(d, c, t) for d in range(2) for c in range(2) for t in range(2)]
+
+
+def micro_batches(job: Job, step: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """Micro-batch k holds the k-th of each replica: what the ranks compute at the same time."""
+    shares = [[x.chunk(MICRO_BATCHES) for x in job.rows_of(step, d, 2)] for d in range(2)]
+    return [
+        (torch.cat([share[0][k] for share in shares]), torch.cat([share[1][k] for share in shares]))
+        for k in range(MICRO_BATCHES)
+    ]
+
+
+def train_twin(job: Job) -> Report:
+    """One process, all experts, and a plain loop over micro-batches."""
+    return train_serially(experts_model(job), job, job.steps)
+
+
+def train_serially(model: Decoder, job: Job, steps: int) -> Report:
+    """``steps`` optimizer steps; the auxiliary loss of each micro-batch is its own."""
+    optimizer = adam(model.parameters())
+    loss_sum, losses = ep.loss_sum(model, COEFFICIENT), []
+    for step in range(steps):
+        optimizer.zero_grad()
+        batches, loss = micro_batches(job, step), 0.0
+        count = sum((targets != -100).sum() for _, targets in batches)
+        with SavedActivations(model) as saved:
+            for tokens, targets in batches:
+                share = loss_sum(tokens, targets)[0] / count
+                share.backward()
+                loss += float(share.detach())
+        optimizer.step()
+        losses.append(loss)
+    return Report(losses, state_bytes(model, optimizer), saved.peak)
+
+
+@cache
+def choices(job: Job) -> list[list[torch.Tensor]]:
+    """Experts that each token of the last step wants, [micro-batch][layer] (C, B, S)."""
+    model = experts_model(job)
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)  # as in a rank: several, for so little, wait for each other
+    train_serially(model, job, job.steps - 1)
+    torch.set_num_threads(threads)
+    found: list[list[torch.Tensor]] = []
+    for layer in ep.moe_layers(model):
+        layer.register_forward_pre_hook(
+            lambda layer, args: found[-1].append(
+                layer.route(args[0].flatten(0, 1)).experts_CT.unflatten(1, args[0].shape[:2])
+            )
+        )
+    for tokens, _ in micro_batches(job, job.steps - 1):
+        found.append([])
+        with torch.no_grad():
+            model(tokens)
+    return found
+
+
+@cache
+def load_at(job: Job, mb: int, layer: int, d: int, t: int) -> ep.Load:
+    """Of a layer, for the two ranks of cp that share all experts."""
+    wanted = choices(job)[mb][layer].chunk(2, 1)[d]
+    counts = []
+    for c in range(2):
+        chunks = wanted.chunk(4, -1)
+        rows = torch.cat([chunks[number] for number in cp.ZIGZAG.chunks(c, 2)], -1)
+        own = rows.chunk(2, -1)[t]
+        counts.append(tuple(own.flatten().bincount(minlength=EXPERTS).tolist()))
+    return ep.Load((), tuple(counts))
+
+
+def every_load(job: Job) -> list[ep.Load]:
+    """Of a step."""
+    return [
+        load_at(job, mb, layer, d, t)
+        for mb in range(MICRO_BATCHES)
+        for layer in range(job.config.layers)
+        for d in range(2)
+        for t in range(2)
+    ]
+
+
+def pairs_leaving(load: ep.Load) -> int:
+    """Pairs whose expert is on another rank."""
+    own = EXPERTS // len(load.kept)
+    return sum(
+        count
+        for rank, row in enumerate(load.kept)
+        for expert, count in enumerate(row)
+        if expert // own != rank
+    )
+
+
+def kept_by_experts(job: Job, sizes: Sizes, layer: int, mb: int, place: Place) -> int:
+    """Of a layer's router and experts."""
+    d, c, t = place
+    sequences, rows = micro_shape(job, sizes)
+    tokens = sequences * rows // sizes["tp"]
+    load = load_at(job, mb, layer, d, t)
+    return ep.kept_by_layer(job.config, some_layer(job), tokens, load, c)
+
+
+@cache
+def some_layer(job: Job) -> ep.MoE:
+    """All are alike."""
+    return ep.moe_layers(experts_model(job))[0]
+
+
+def twin_peak(job: Job) -> int:
+    """Of one micro-batch."""
+    config, tokens = exact(job).config, job.sequences // MICRO_BATCHES * job.seq_len
+    of_layers = config.layers * ep.kept_by_serial_layer(config, some_layer(job), tokens)
+    return kept_beside_experts(job, MICRO_BATCHES) + of_layers
+
+
+def composed(name: str, sentence: str, sizes: Sizes, plan: Plan, twin: str = "serial") -> Technique:
+    """A row of lesson 12."""
+    return Technique(
+        name=name,
+        lesson="12",
+        sentence=sentence,
+        mesh=sizes,
+        train=lambda job: train_composed(job, sizes, plan),
+        formula=lambda job: sent(job, sizes, plan),
+        state_formula=lambda job: state(job, sizes, plan),
+        peak_activation_formula=lambda job: peak(job, sizes, plan),
+        twin=twin,
+    )
+
+
+COMPOSED = [
+    composed(
+        "3d",
+        "Eight ranks: half of every layer, half of the layers, half of the batch in four "
+        "micro-batches; most bytes stay between the two ranks of tp.",
+        THREE,
+        PLAN_3D,
+    ),
+    composed(
+        "4d",
+        "Sixteen ranks: half of every sequence too, and optimizer state in quarters over the ranks "
+        "of other data.",
+        FOUR,
+        PLAN_4D,
+    ),
+    Technique(
+        name=TWIN,
+        lesson="12",
+        sentence="One process, a model with 8 experts a layer, and four micro-batches a step, each "
+        "balanced by itself: the twin of the next row, in float64.",
+        mesh={},
+        train=train_twin,
+        formula=lambda job: {},
+        state_formula=lambda job: experts_state_bytes(job, 1),
+        peak_activation_formula=twin_peak,
+        twin=TWIN,
+    ),
+    composed(
+        "5d",
+        "The same sixteen ranks, where the two of cp share 8 experts: tokens travel between them, "
+        "gradients of experts between the two of dp.",
+        FIVE,
+        PLAN_5D,
+        TWIN,
+    ),
+]
