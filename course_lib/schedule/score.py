@@ -8,6 +8,7 @@ from typing import Any
 from course_lib.schedule.data import Schedule
 from course_lib.schedule.named import make, placement
 from course_lib.schedule.simulate import Costs, Simulation, first_pass, simulate
+from course_lib.schedule.validate import validate
 
 BESIDE = ("1f1b", "zb-h1", "zb-v")
 
@@ -19,8 +20,10 @@ def score(schedule: Schedule, costs: Costs) -> dict[str, Any]:
     the most that a rank keeps in flight, in micro-batches of all its stages (so that stages of
     half the size count half), ``lower_bound`` of the makespan and ``efficiency``, the bound's
     share of it. ``beside`` has the same of 1F1B, ZB-H1 and ZB-V, in which every rank has the same
-    work, evenly cut into its stages. Raises ScheduleError on a deadlock.
+    work, evenly cut into its stages. Raises ScheduleError, with the reason, when ``schedule`` is
+    not legal.
     """
+    validate(schedule)
     result = _measured(simulate(schedule, costs))
     p, m = schedule.ranks, schedule.microbatches
     result["beside"] = {}

@@ -46,8 +46,8 @@ def zb_h2(ranks: int, microbatches: int, chunks: int = 1, costs: Costs = EQUAL) 
 def zb_v(ranks: int, microbatches: int, chunks: int = 2, costs: Costs = EQUAL) -> Schedule:
     """There and back: no bubble at equal costs with 2p half stages in flight, 1F1B's memory.
 
-    A micro-batch that has gone there and back is on rank 0 again, which so has its loss, and can
-    begin the backward, as early as the last rank has in a looped placement.
+    A micro-batch ends where it began, on rank 0, which begins the backward; and every rank has an
+    early stage and a late one, so that all keep the same number of micro-batches for as long.
     """
     _check("zb-v", ranks, microbatches, chunks, 2)
     return fastest("zb-v", [there_and_back(ranks, microbatches)], costs, 2 * ranks)

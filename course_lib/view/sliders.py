@@ -12,6 +12,7 @@ from typing import Any
 from ipywidgets import HTML, Checkbox, Dropdown, FloatSlider, GridBox, Image, IntSlider, VBox
 
 from course_lib.schedule import SCHEDULES, Costs, make, simulate
+from course_lib.schedule.named import CHUNKS
 from course_lib.view.schedules import schedule_picture
 
 Settings = tuple[tuple[str, int, int, int], Costs]  # name, p, m, chunks
@@ -30,7 +31,7 @@ def schedule_sliders(
     name: str = "1f1b",
     ranks: int = 4,
     microbatches: int = 8,
-    chunks: int = 1,
+    chunks: int | None = None,
     *,
     f: float = 1.0,
     b: float = 2.0,
@@ -38,8 +39,9 @@ def schedule_sliders(
 ) -> ScheduleSliders:
     """Controls for schedule, p, m, chunks, F, B (or I and W) and the delay of a hop.
 
-    What the sliders make impossible is told in a sentence in place of the picture. Return the
-    result from a cell. Raises ValueError when already the first values are impossible.
+    Another schedule begins with the chunks that are usual for it. What the sliders make
+    impossible is told in a sentence in place of the picture. Return the result from a cell.
+    Raises ValueError when already the first values are impossible.
     """
     simulate(make(name, ranks, microbatches, chunks), Costs.make(f, b, comm=comm))
     return ScheduleSliders(
@@ -49,7 +51,7 @@ def schedule_sliders(
             ),
             "p": _whole("ranks p", ranks, 16),
             "m": _whole("micro-batches m", microbatches, 64),
-            "chunks": _whole("chunks a rank", chunks, 4),
+            "chunks": _whole("chunks a rank", CHUNKS.get(name, 1) if chunks is None else chunks, 4),
             "comm": _cost("hop", comm, 4.0),
             "split": Checkbox(value=False, description="give I and W", layout=LAYOUT),
             "f": _cost("F", f, 4.0),
@@ -75,6 +77,7 @@ class ScheduleSliders(VBox):
         self.drawn: Settings | None = None
         self.sentence = ""
         controls["split"].observe(self._keep_b, names="value")
+        controls["schedule"].observe(self._usual_chunks, names="value")
         for control in controls.values():
             control.observe(self._changed, names="value")
         self._changed()
@@ -90,6 +93,9 @@ class ScheduleSliders(VBox):
             i.value = w.value = b.value / 2
         else:
             b.value = i.value + w.value
+
+    def _usual_chunks(self, change: object) -> None:
+        self.controls["chunks"].value = CHUNKS.get(self.controls["schedule"].value, 1)
 
     def _changed(self, change: object = None) -> None:
         """Show the costs that count, then the picture or the reason why there is none."""

@@ -13,6 +13,7 @@ from course_lib.schedule import (
     SCHEDULES,
     Costs,
     Schedule,
+    ScheduleError,
     from_rows,
     looped,
     lower_bound,
@@ -314,6 +315,12 @@ def test_score_compares_ranks_with_the_same_work():
     ]
     assert works == [6, 6, 18, 6]
     assert score(mine, costs)["beside"]["1f1b"]["makespan"] == simulate(mine, costs).makespan
+
+
+def test_what_is_not_legal_has_no_score():
+    stuck = from_rows([["0F0", "0B0", "0F1", "0B1"], ["1F0", "1F1", "1B0", "1B1"]])
+    with pytest.raises(ScheduleError, match="deadlock: nobody can go on; rank 0 is at cell 1"):
+        score(stuck, Costs())
 
 
 @pytest.mark.parametrize("name", SCHEDULES)

@@ -168,6 +168,10 @@ def test_what_is_impossible_is_told_in_place_of_the_picture():
     sliders.controls["schedule"].value = "naive"
     assert "Not possible" not in sliders.message.value
     assert shown(sliders)
+    for name, chunks in (("zb-v", 2), ("1f1b", 1), ("interleaved", 2)):  # the usual ones
+        sliders.controls["schedule"].value = name
+        assert sliders.controls["chunks"].value == chunks
+        assert shown(sliders)
     sliders.controls["f"].value = sliders.controls["b"].value = 0
     assert "there is no work to schedule" in sliders.message.value
     assert not shown(sliders)
