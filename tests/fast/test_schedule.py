@@ -163,6 +163,27 @@ def test_interleaved_is_what_torch_draws(p, m, chunks):
     assert (drawn.rows, drawn.placement) == (ours.rows, ours.placement)
 
 
+@pytest.mark.parametrize(("p", "m", "v"), [(1, 3, 2), (2, 4, 2), (4, 8, 2), (4, 8, 3), (3, 9, 4)])
+def test_interleaved_is_megatrons_where_ranks_divide_the_micro_batches(p, m, v):
+    """Megatron-LM numbers the forwards of a rank k = 0..mv-1: which chunk and micro-batch is k?"""
+
+    def cell(op: str, rank: int, k: int) -> Action:
+        chunk = k % (p * v) // p
+        mb = k // (p * v) * p + k % p
+        return Action(op, rank + p * (chunk if op == "F" else v - 1 - chunk), mb)
+
+    for rank, row in enumerate(make("interleaved", p, m, v).rows):
+        warm_up = min(m * v, 2 * (p - rank - 1) + (v - 1) * p)
+        steady = [
+            cell(op, rank, k if op == "B" else warm_up + k)
+            for k in range(m * v - warm_up)
+            for op in "FB"
+        ]
+        forwards = [cell("F", rank, k) for k in range(warm_up)]
+        backwards = [cell("B", rank, k) for k in range(m * v - warm_up, m * v)]
+        assert list(row) == forwards + steady + backwards
+
+
 def test_torch_draws_another_1f1b_than_it_runs():
     """Its table begins with F1 on the last stage; the other ranks agree. validate refuses it."""
     drawn = torch_drawn("Schedule1F1B", 4, 8)
