@@ -24,7 +24,7 @@ from course_lib.comm.order import Position, channel, watch_of
 from course_lib.mesh import Axis
 
 _HEADER_BYTES = 512  # for a collective 24 more for each rank: the counts of an uneven all_to_all
-_LONGEST = 150  # characters of each part of a header
+_LONGEST = 140  # bytes of each text in a header
 _TAGS = {"send": 1, "recv": 2}  # of the headers; the messages themselves have 0
 _CALLS = (
     "Every rank of an axis must make the same calls in the same order, each with the same shape "
@@ -68,11 +68,12 @@ def compare_calls(axis: Axis, call: Call, where: str) -> None:
 def _gather(axis: Axis, mine: _Said) -> list[_Said]:
     """What every rank of the axis says, waited for under the eyes of the watch."""
     size = _HEADER_BYTES + 24 * axis.size
-    short = mine._replace(what=mine.what[:_LONGEST], where=mine.where[:_LONGEST])
+    said = [_short(part) if isinstance(part, str) else part for part in mine]
     on_cpu = "gloo" in str(dist.get_backend_config(axis.group))
     rows = torch.zeros(axis.size, size, dtype=torch.uint8)
     rows = rows if on_cpu else rows.to(axis.context.device)
-    header = rows.new_tensor(list(json.dumps(short).encode().ljust(size, b"\0")))
+    text = json.dumps(said, ensure_ascii=False).encode()
+    header = rows.new_tensor(list(text.ljust(size, b"\0")))
     watch = watch_of(axis.context)
     name = channel(axis)
     number = watch.count(name)
@@ -85,6 +86,10 @@ def _gather(axis: Axis, mine: _Said) -> list[_Said]:
     watch.until(over.wait, lambda: Position(what, mine.where, others, dict(watch.made)))
     work.wait()
     return [_Said(*json.loads(bytes(row).rstrip(b"\0"))) for row in rows.tolist()]
+
+
+def _short(text: str) -> str:
+    return text.encode()[:_LONGEST].decode(errors="ignore")
 
 
 def _wrong_group(axis: Axis, said: list[_Said]) -> str:

@@ -8,17 +8,17 @@ call as made once every rank of its axis has started it, and so reports an order
 carries started calls side by side, might have let pass.
 
 How it is found: a rank that has waited for PATIENCE seconds says in the store of the process group
-at which call it stands, which ranks that call needs, and how many calls it has made on each group;
-it takes this back before it goes on. Whoever waits follows these positions from rank to rank. A
-rank that has returned will make no more calls, and a rank is stuck when it waits for a call that
-a stuck rank has not made (a wait-for graph in which a rank needs *all* it waits for: Chandy, Misra
-and Haas 1983, doi:10.1145/357360.357365).
+at which call it stands, which ranks that call needs, and how many calls it has made on each group.
+Whoever waits follows these positions from rank to rank. A rank that has returned will make no more
+calls, and a rank is stuck when it waits for a call that a stuck rank has not made (a wait-for graph
+in which a rank needs *all* it waits for: Chandy, Misra and Haas 1983, doi:10.1145/357360.357365).
 
-No legal program is accused, though the positions are not read at one moment: a rank takes back what
-it said before it makes another call. If a ring of ranks, each read at a time of its own, were not
-stuck, one of them went on first; for that the next of the ring had to make a call after it was
-read, and thus to go on even earlier. One thread of a rank may communicate, as everywhere in comm.
-A rank that computes is not judged: the deadline's report says where it was.
+No legal program is accused, though a position may be old. If a rank of a ring has gone on since,
+the next one has made the call that it waited for; by its position it had not, so it has gone on
+too, and before. So around the ring each would have gone on before the one behind it, and the first
+before itself: none has. (A chain that ends at a rank that has returned is never old: that rank
+makes no call.) One thread of a rank may communicate, as everywhere in comm. A rank that computes is
+not judged: the deadline's report says where it was.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ class Position(NamedTuple):
     made: Mapping[str, int]
 
 
-Positions = Mapping[int, Position | None]  # None: the rank is not known to wait
+Positions = Mapping[int, Position | None]  # None: the rank has said nothing yet
 
 
 def channel(axis: Axis, op: str = "", source: int | None = None, to: int | None = None) -> str:
@@ -91,13 +91,12 @@ class Watch:
         self._say(position())
         while not over(PATIENCE):
             self._look()
-        self._say(None)
 
     def returned(self) -> None:
         """This rank makes no more calls."""
         self._say(Position("", "", {}, dict(self.made)))
 
-    def _say(self, position: Position | None) -> None:
+    def _say(self, position: Position) -> None:
         self.store.set(str(self.rank), pickle.dumps(position))  # type: ignore[arg-type]
 
     def _read(self, rank: int) -> Position | None:

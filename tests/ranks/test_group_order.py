@@ -12,7 +12,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from course_lib import comm
-from course_lib.comm.order import PATIENCE, DeadlockError, Position, follow, stuck, verdict
+from course_lib.comm import order
+from course_lib.comm.order import DeadlockError, Position, follow, stuck, verdict
 from course_lib.launch import World
 from course_lib.launch.faults import RankDeadline, RankError
 from course_lib.layout import make_layout
@@ -230,10 +231,11 @@ def test_a_rank_that_calls_on_another_axis(worlds):
 
 def late_ranks():
     """Everyone waits for longer than PATIENCE, one behind the other, and goes on."""
+    order.PATIENCE = 0.1
     mesh = make_mesh(tp=2)
     for _ in range(2):
         if mesh.rank == 0:
-            time.sleep(3 * PATIENCE)
+            time.sleep(3 * order.PATIENCE)
         comm.all_reduce(torch.ones(1), mesh.tp)
         comm.all_reduce(torch.ones(1), mesh.dp)
         comm.exchange(torch.ones(1), mesh.world, mesh.world.next, mesh.world.previous)
@@ -242,6 +244,14 @@ def late_ranks():
 
 def test_waiting_long_is_no_fault(worlds):
     assert any(worlds(4).run(late_ranks, checked=True)), "some rank must have said where it waits"
+
+
+def test_long_names_of_many_bytes_are_cut_and_go_through(worlds):
+    def long_names():
+        axis = sub_axis(make_mesh().dp, 2, "軸" * 300)
+        return comm.all_reduce(torch.ones([1] * 60), axis).sum().item()
+
+    assert worlds(2).run(long_names, checked=True) == [2.0, 2.0]
 
 
 def test_unchecked_runs_have_no_watch(worlds):
@@ -256,7 +266,11 @@ Step = tuple[str, int, str]  # axis, which of its groups, "call", "start" or "me
 
 
 def perform(sizes, programs):
-    """This rank's program, calls that are only started waited for at the end; what came of it."""
+    """This rank's program, calls that are only started waited for at the end; what came of it.
+
+    Ranks say all the time where they wait, so that every race between saying and going on is run.
+    """
+    order.PATIENCE = 1e-4
     mesh, one = make_mesh(**sizes), torch.tensor([1.0])
     handles = []
     for name, _, kind in programs[mesh.rank]:
@@ -268,7 +282,9 @@ def perform(sizes, programs):
             handles.append(comm.start_all_reduce(one, axis))
         if kind != "start":
             handles[-1].wait()
-    return [None if (value := handle.wait()) is None else value.item() for handle in handles]
+    values = [handle.wait() for handle in handles]
+    order.PATIENCE = 0.1  # these ranks are kept
+    return [None if value is None else value.item() for value in values]
 
 
 def expected(rank, sizes, programs):
