@@ -15,7 +15,7 @@ from course_lib.pp.cut import cut, hops, parameters, partition, wire_bytes
 from course_lib.pp.engine import Batch, Loss, Outcome, StageDone, run, train_step
 from course_lib.pp.mail import Message, messages
 from course_lib.pp.measured import measured_rows, pace_of, stage_traces
-from course_lib.pp.split import WeightsLater
+from course_lib.pp.split import WeightsLater, kept_for_weights
 
 __all__ = [
     "Batch",
@@ -26,6 +26,7 @@ __all__ = [
     "WeightsLater",
     "cut",
     "hops",
+    "kept_for_weights",
     "measured_rows",
     "messages",
     "pace_of",

@@ -36,6 +36,7 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.overrides import TorchFunctionMode
 
 from course_lib.comm.operators import apply_weight
+from course_lib.model import ModelConfig
 
 # For each linear the graph of x and the weight, and a node that holds the gradient dy for it.
 PutOff = list[tuple[GradientEdge, Any]]
@@ -112,3 +113,19 @@ class WeightsLater(TorchFunctionMode):
         while self.put_off:
             graph, held = self.put_off.pop(0)
             torch.autograd.backward(graph, *held.saved_tensors)
+
+
+def kept_for_weights(
+    config: ModelConfig, sequences: int, seq_len: int, first: int = 0, end: int | None = None
+) -> int:
+    """Bytes kept between I and W by the slice ``first``..``end - 1`` of the model, from shapes.
+
+    x and dy of every linear; q, k and v have one x, and so have gate and up. The head's dy is as
+    large as all logits.
+    """
+    end = config.layers if end is None else end
+    kv_features = config.kv_heads * config.head_dim
+    inner = 3 if config.family == "llama" else 2  # of the MLP: x of its last linear, dy of others
+    block = 6 * config.hidden + 2 * kv_features + inner * config.ffn
+    head = config.hidden + config.vocab if end == config.layers else 0
+    return sequences * seq_len * ((end - first) * block + head) * config.dtype.itemsize

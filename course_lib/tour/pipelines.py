@@ -1,7 +1,7 @@
 """The tour's pipelines: one step on paced ranks, its bubble predicted, simulated and measured.
 
 Three numbers from three sources: a textbook formula, the simulation of the rows, and the same
-rows done by real ranks whose forward and backward are padded by sleep.
+rows done by real ranks whose forward and backward (or its halves) are padded by sleep.
 """
 
 from __future__ import annotations
@@ -21,9 +21,10 @@ from course_lib.schedule.simulate import Simulation
 from course_lib.tour.technique import JOB
 from course_lib.trace import overshoot
 
-NAMES = ("gpipe", "1f1b")
+NAMES = ("gpipe", "1f1b", "zb-h1")
 RANKS, MICRO_BATCHES = 4, 8
-PACE = {"F": 0.020, "B": 0.040}  # seconds: shorter ones drown in the noise of a small machine
+# Seconds: shorter ones drown in the noise of a small machine. B is I and W.
+PACE = {"F": 0.020, "B": 0.040, "I": 0.020, "W": 0.020}
 
 
 @dataclass(frozen=True)
@@ -37,6 +38,11 @@ class PacedPipeline:
     def schedule(self) -> Schedule:
         """The rows that both of them followed."""
         return self.simulation.schedule
+
+    @property
+    def pace(self) -> dict[str, float]:
+        """Seconds of each operation that there is."""
+        return pace_of(self.schedule)
 
     @property
     def measured_bubble(self) -> float:
@@ -74,6 +80,12 @@ class PacedPipeline:
         }
 
 
+def pace_of(schedule: Schedule) -> dict[str, float]:
+    """:data:`PACE`, of the operations in ``schedule``."""
+    ops = {action.op for row in schedule.rows for action in row}
+    return {op: seconds for op, seconds in PACE.items() if op in ops}
+
+
 def paced_step(schedule: Schedule) -> None:
     """Two steps; the first one warms up, the second one stays in the trace."""
     mesh = make_mesh(pp=schedule.ranks)
@@ -97,7 +109,7 @@ def measure_pipelines(say: Callable[[str], None]) -> list[PacedPipeline]:
     for name in NAMES:
         schedule = make(name, RANKS, MICRO_BATCHES)
         say(f"pipeline {name}: {RANKS} paced ranks, {MICRO_BATCHES} micro-batches")
-        results = run(paced_step, schedule, n=RANKS, pace=PACE, timeout=120)
-        costs = Costs.make(f=PACE["F"], b=PACE["B"])
+        results = run(paced_step, schedule, n=RANKS, pace=pace_of(schedule), timeout=120)
+        costs = Costs.make(f=PACE["F"], i=PACE["I"], w=PACE["W"])
         measured.append(PacedPipeline(simulate(schedule, costs), results))
     return measured

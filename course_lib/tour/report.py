@@ -16,7 +16,6 @@ from course_lib.launch import Results
 from course_lib.mesh import Conditions
 from course_lib.pp import measured_rows
 from course_lib.tour.measure import Row, Skipped
-from course_lib.tour.pipelines import PACE as PIPELINE_PACE
 from course_lib.tour.pipelines import PacedPipeline
 from course_lib.tour.timelines import LINKS, PACE
 from course_lib.trace import TOO_BUSY
@@ -37,6 +36,7 @@ HEADS = (
 OVERLAY_TITLES = {
     "gpipe": "GPipe, all forwards and then all backwards",
     "1f1b": "1F1B, every backward as early as it can",
+    "zb-h1": "ZB-H1, gradients of weights where a rank would wait",
 }
 FILES = {"overlapped": "timeline.png", "bucketed": "timeline-no-overlap.png"}
 
@@ -79,7 +79,7 @@ def write_overlays(pipelines: Sequence[PacedPipeline], out: Path) -> list[str]:
             compute,
             title=f"{OVERLAY_TITLES[name]}: simulated above, measured below",
             overlay=pipeline.simulation.spans,
-            conditions=Conditions(PIPELINE_PACE),
+            conditions=Conditions(pipeline.pace),
             note=f"Sleeps overshot by {pipeline.overshoot:.1%}.",
         )
         picture.savefig(out / f"pipeline-{name}.png", dpi=150)

@@ -155,14 +155,6 @@ def stage_by_hand(config, sequences=2):
     return stage, x.requires_grad_(), dy
 
 
-def between_the_halves(config, sequences):
-    """Bytes of x and dy of every linear of a block; q, k and v share x, and so do gate and up."""
-    kv = config.kv_heads * config.head_dim
-    inputs = 3 * config.hidden + config.ffn
-    outputs = 3 * config.hidden + 2 * kv + config.ffn * (2 if config.family == "llama" else 1)
-    return sequences * SEQ * (inputs + outputs) * config.dtype.itemsize
-
-
 @pytest.mark.parametrize("config", [F64, GPT], ids=["llama", "gpt"])
 def test_only_what_w_needs_is_kept_between_the_halves(config):
     stage, x, dy = stage_by_hand(config)
@@ -179,7 +171,7 @@ def test_only_what_w_needs_is_kept_between_the_halves(config):
         with later:
             y.backward(dy)
         del y
-        assert halves.now == 2 * between_the_halves(config, len(x))
+        assert halves.now == pp.kept_for_weights(config, len(x), SEQ, 1, 3)
         own = sum(p.grad.nbytes for p in stage.parameters() if p.grad is not None)
         assert live.now < halves.now + own + x.nbytes + 2000, "nothing else is alive"
         assert torch.equal(x.grad, dx), "I alone gives the gradient of the input"
@@ -200,7 +192,7 @@ def test_torch_keeps_everything_between_the_halves():
         del y
         assert groups
         assert saved.now == saved.peak
-        assert saved.now > between_the_halves(F64, len(x))
+        assert saved.now > pp.kept_for_weights(F64, len(x), SEQ, 1, 3)
 
 
 def test_hooks_on_parameters_hear_of_w():
@@ -279,7 +271,7 @@ def test_weights_that_wait_for_the_end_are_caught_by_the_meter(worlds):
         return [peaks([stashed(m)], m)[0][1] for m in (10, 20)]
 
     for few, many in worlds(4).run(rank):
-        assert many > few + 8 * between_the_halves(F64, 2)
+        assert many > few + 8 * pp.kept_for_weights(F64, 2, SEQ, 0, 1)
 
 
 # --- when a stage is done -------------------------------------------------------------------

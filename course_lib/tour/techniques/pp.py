@@ -62,39 +62,46 @@ def pipeline_state_bytes(job: Job, schedule: Schedule) -> int:
 
 
 def pipeline_peak_bytes(job: Job, schedule: Schedule) -> int:
-    """Of the rank that keeps the most at the fullest moment of its row of F and B.
+    """Of the rank that keeps the most at the fullest moment of its row.
 
-    A stage keeps what one process would of a micro-batch, from its F to the end of its B. The
-    first stage keeps tokens too and the last one targets, those of the whole batch at once.
+    A stage keeps what one process would of a micro-batch, from its F to the end of its B or I,
+    and from I to W what :func:`pp.kept_for_weights` says. The first thing that I leaves to W, the
+    gradient of the stage's output, is kept before anything is freed (of the last stage logits are
+    freed first). The first stage keeps tokens too and the last one targets, those of the whole
+    batch at once.
     """
     sequences = job.sequences // schedule.microbatches
-    kept = [
-        kept_by_stage(job.config, sequences, job.seq_len, *ends) for ends in slices(job, schedule)
-    ]
+    of_a_slice = (job.config, sequences, job.seq_len)
+    kept = [kept_by_stage(*of_a_slice, *ends) for ends in slices(job, schedule)]
+    halved = [pp.kept_for_weights(*of_a_slice, *ends) for ends in slices(job, schedule)]
+    x_bytes = sequences * job.seq_len * job.config.hidden * job.width
     ids = ID_BYTES * job.sequences * job.seq_len
     ends = {0, schedule.stages - 1}
 
     def fullest(rank: int) -> int:
-        in_flight: Counter[int] = Counter()  # micro-batches by stage
+        whole: Counter[int] = Counter()  # micro-batches by stage, before B or I
+        later: Counter[int] = Counter()  # and those that wait for W
         peak = 0
-        for action in schedule.rows[rank]:
-            in_flight[action.stage] += action.op == "F"
-            now = sum(kept[stage] * count for stage, count in in_flight.items())
-            peak = max(peak, now + ids * sum(in_flight[stage] > 0 for stage in ends))
-            in_flight[action.stage] -= action.op == "B"
+        for op, stage, _ in schedule.rows[rank]:
+            whole[stage] += op == "F"
+            now = sum(kept[at] * whole[at] + halved[at] * later[at] for at in list(whole))
+            now += ids * sum(whole[at] > 0 for at in ends)
+            peak = max(peak, now + x_bytes * (op == "I" and stage + 1 < schedule.stages))
+            whole[stage] -= op in "BI"
+            later[stage] += (op == "I") - (op == "W")
         return peak
 
     return max(map(fullest, range(schedule.ranks)))
 
 
-def pipeline(name: str, sentence: str) -> Technique:
-    """A row of lesson 07, on four ranks."""
-    schedule = make(name, RANKS, MICRO_BATCHES)
+def pipeline(name: str, lesson: str, sentence: str, ranks: int = RANKS) -> Technique:
+    """A row on ``ranks`` ranks."""
+    schedule = make(name, ranks, MICRO_BATCHES)
     return Technique(
         name=f"pp-{name}",
-        lesson="07",
+        lesson=lesson,
         sentence=sentence,
-        mesh={"pp": RANKS},
+        mesh={"pp": ranks},
         train=lambda job: train_pipeline(job, schedule),
         formula=lambda job: pipeline_bytes(job, schedule),
         state_formula=lambda job: pipeline_state_bytes(job, schedule),
@@ -105,12 +112,34 @@ def pipeline(name: str, sentence: str) -> Technique:
 PIPELINES = [
     pipeline(
         "gpipe",
+        "07",
         "Every rank holds one layer in four; four micro-batches go forward through all, then "
         "back, and only activations travel.",
     ),
     pipeline(
         "1f1b",
+        "07",
         "The same messages, but each backward comes as early as it can, so that later ranks keep "
         "fewer activations.",
+    ),
+    pipeline(
+        "interleaved",
+        "08",
+        "Two ranks that hold every second layer each: a micro-batch goes round twice, over three "
+        "hops instead of one, and ranks wait half as long.",
+        ranks=2,
+    ),
+    pipeline(
+        "zb-h1",
+        "08",
+        "Backward in two halves: the gradients of weights, for which nobody waits, are made where "
+        "a rank would be idle.",
+    ),
+    pipeline(
+        "zb-v",
+        "08",
+        "The same with two stages on each of two ranks, there and back: the rank of the first "
+        "stage has the last one too, and the turn sends nothing.",
+        ranks=2,
     ),
 ]
