@@ -111,7 +111,7 @@ SCHEDULES: dict[str, Callable[..., Schedule]] = {
     "dualpipe-v": dualpipe_v,
 }
 CHUNKS = {"interleaved": 2, "zb-v": 2, "dualpipe-v": 2}  # unless said; 1 for the others
-PLANNED = ("zb-h1", "zb-h2", "zb-v")  # their rows depend on the costs
+PLANNED = ("zb-h1", "zb-h2", "zb-v", "dualpipe-v")  # their rows depend on the costs
 IN_A_V = ("zb-v", "dualpipe-v")
 
 

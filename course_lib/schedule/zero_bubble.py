@@ -53,17 +53,21 @@ def zb_v(ranks: int, microbatches: int, chunks: int = 2, costs: Costs = EQUAL) -
     return fastest("zb-v", [there_and_back(ranks, microbatches)], costs, 2 * ranks)
 
 
-def dualpipe_v(ranks: int, microbatches: int, chunks: int = 2) -> Schedule:
+def dualpipe_v(ranks: int, microbatches: int, chunks: int = 2, costs: Costs = EQUAL) -> Schedule:
     """A V whose steady state pairs one forward with one whole backward, to overlap their messages.
 
     Halves of the backward are used only where ranks begin and end; 2p+1 half stages in flight.
     Source: DeepSeek's DualPipeV, the half with one copy of the parameters of DualPipe
-    (DeepSeek-V3, arXiv:2412.19437, 3.2.1). It wants m >= 2p; here a smaller m is that of 2p with
-    the others left out.
+    (DeepSeek-V3, arXiv:2412.19437, 3.2.1). That is for m >= 2p; with fewer micro-batches ranks do
+    nothing but begin and end, and so all backwards are halves.
     """
     _check("dualpipe-v", ranks, microbatches, chunks, 2)
     rows = [_pairs(ranks, rank, microbatches) for rank in range(ranks)]
-    return _numbered("dualpipe-v", rows, microbatches)
+    if microbatches >= 2 * ranks:
+        return _numbered("dualpipe-v", rows, microbatches)
+    halves = [[("I" if op == "B" else op, at) for op, at in row if op != "W"] for row in rows]
+    skeleton = _numbered("skeleton", halves, microbatches)
+    return fastest("dualpipe-v", [skeleton], costs, 2 * ranks + 1)
 
 
 def _check(name: str, ranks: int, microbatches: int, chunks: int, wanted: int) -> None:
@@ -118,7 +122,7 @@ def there_and_back(p: int, m: int) -> Schedule:
 
 
 def _pairs(p: int, rank: int, m: int) -> list[Move]:
-    """One rank of DualPipe-V; W is that of the oldest I."""
+    """One rank of DualPipe-V; W is that of the oldest I. Fewer than 2p are played as 2p."""
     m, after = max(m, 2 * p), p - 1 - rank
     f0, f1, b0, b1 = ("F", 0), ("F", 1), ("B", 0), ("B", 1)
     i0, i1, w = ("I", 0), ("I", 1), ("W", 0)

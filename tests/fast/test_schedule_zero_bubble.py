@@ -132,6 +132,14 @@ def test_dualpipe_v_is_what_torch_draws(p, m):
     assert torch_table("ScheduleDualPipeV", p, m).rows == make("dualpipe-v", p, m).rows
 
 
+@pytest.mark.parametrize(("p", "m"), [(2, 1), (2, 3), (4, 1), (4, 4), (4, 7), (8, 6), (8, 15)])
+def test_dualpipe_v_of_few_micro_batches(p, m):
+    """torch and DeepSeek want 2p; fewer are done as fast as by ZB-V."""
+    result = run("dualpipe-v", p, m)
+    assert not any(action.op == "B" for row in result.schedule.rows for action in row)
+    assert result.makespan == run("zb-v", p, m).makespan
+
+
 @pytest.mark.parametrize(("p", "m"), [(2, 4), (3, 3), (4, 3), (4, 8), (4, 10), (8, 16)])
 def test_zb_h1_is_no_worse_than_torch(p, m):
     rounds = max(1, m // p)
