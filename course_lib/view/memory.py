@@ -72,12 +72,15 @@ def live_plot(
     *,
     title: str = "Live bytes over one step",
     note: str = "",
+    stretched: bool = False,
     width: float = WIDTH,
 ) -> Picture:
     """Bytes alive over time in ms, a line for each name, its peak marked and numbered.
 
     Values are :class:`PeakLiveBytes` meters or their timelines: (seconds, bytes from then on).
-    Each starts at 0. Raises ValueError when there are no lines, an empty one, or more than four.
+    Each starts at 0. ``stretched`` lines all end at 100 %, which compares what takes different
+    times, or was measured on a busy machine. Raises ValueError when there are no lines, an empty
+    one, or more than four.
     """
     lines = {
         name: value.timeline if isinstance(value, PeakLiveBytes) else list(value)
@@ -88,18 +91,20 @@ def live_plot(
         raise ValueError(f"there is nothing to draw: no points for {empty or 'any line'}")
     if len(lines) > len(COLOURS):
         raise ValueError(f"{len(lines)} lines: more than {len(COLOURS)} cannot be told apart")
+    if stretched:
+        lines = {name: _stretched(line) for name, line in lines.items()}
     peaks = {name: max(size for _, size in line) for name, line in lines.items()}
     said = ", ".join(f"{name} {size_text(peak)}" for name, peak in peaks.items())
     caption = (
-        f"Peak of what was made during the step and is alive: {said}; the meter itself takes time."
-        f" {note}"
+        f"Peak of what was made during the step and is alive: {said}; "
+        f"{'every line has its own time' if stretched else 'the meter itself takes time'}. {note}"
     ).strip()
     picture = frame(width, HEIGHT + LEGEND + BELOW, title, caption)
     factor, unit = unit_of(max(peaks.values()) or 1)
     longest = max((line[-1][0] - line[0][0]) * 1e3 for line in lines.values()) or 1.0
     ax = byte_axes(picture, HEIGHT, longest)
     ax.set_ylim(0, max(peaks.values()) / factor * 1.15 or 1.0)
-    ax.set_xlabel("time (ms)", size=NORMAL, labelpad=2)
+    ax.set_xlabel("part of the step (%)" if stretched else "time (ms)", size=NORMAL, labelpad=2)
     _show_bytes_upwards(ax, unit)
     entries = [
         _draw_line(ax, name, line, factor, look)
@@ -109,6 +114,12 @@ def live_plot(
     ]
     style.legend(picture, entries, LEFT, BELOW + HEIGHT)
     return picture
+
+
+def _stretched(line: Sequence[tuple[float, int]]) -> list[tuple[float, int]]:
+    """The same line, 0.1 s long: its ms are then percent."""
+    begin, length = line[0][0], line[-1][0] - line[0][0] or 1.0
+    return [(0.1 * (when - begin) / length, size) for when, size in line]
 
 
 def _show_bytes_upwards(ax: Axes, unit: str) -> None:

@@ -441,6 +441,12 @@ def test_live_plot_marks_each_peak():
     assert texts(picture, "peak") == ["20 kB", "11 kB"]
     assert "serial 20 kB, recompute 11 kB" in picture.caption
     assert picture.axes[0].get_xlim() == pytest.approx((0, 200))
+    stretched = live_plot(lines, stretched=True)
+    assert stretched.axes[0].get_xlim() == pytest.approx((0, 100))
+    assert stretched.axes[0].get_xlabel() == "part of the step (%)"
+    ends = [line.get_xdata()[-1] for line in stretched.axes[0].lines[::2]]
+    assert ends == pytest.approx([100, 100])
+    assert texts(stretched, "peak") == ["20 kB", "11 kB"]
 
 
 def test_live_plot_refuses_what_it_cannot_show():
