@@ -14,7 +14,8 @@ OVERSHOOTS = (0.0, 0.25, 0.5, 0.75, 1.0)
 
 def fastest(name: str, skeletons: Iterable[Schedule], costs: Costs, limit: int) -> Schedule:
     """The shortest of all ``skeletons`` filled in all ways, under the name ``name``."""
-    filled = (fill(s, costs, limit, over) for s in set(skeletons) for over in OVERSHOOTS)
+    different = dict.fromkeys(skeletons)  # in order: every rank must make the same rows
+    filled = (fill(s, costs, limit, over) for s in different for over in OVERSHOOTS)
     best = shortest(filled, costs)
     return Schedule(name, best.rows, best.placement)
 

@@ -37,13 +37,14 @@ def searched(
     if limit < most:
         raise ValueError(f"limit={limit}: a rank has {most} stages; {most} or more are wanted")
     played = [Play(placement, microbatches, costs, limit, *rule).run() for rule in RULES]
-    skeletons = {_without_w(schedule) for schedule in played}
+    skeletons = [_without_w(schedule) for schedule in played]
     p = max(placement) + 1
     if placement == tuple(range(p)):
-        skeletons |= set(one_by_one(p, microbatches, costs, limit))
+        skeletons += one_by_one(p, microbatches, costs, limit)
     if placement == v_shape(p):
-        skeletons.add(there_and_back(p, microbatches))
-    filled = [fill(s, costs, limit, over) for s in skeletons for over in OVERSHOOTS]
+        skeletons.append(there_and_back(p, microbatches))
+    different = dict.fromkeys(skeletons)  # in order: every rank must make the same rows
+    filled = [fill(s, costs, limit, over) for s in different for over in OVERSHOOTS]
     kept = [s for s in played + filled if max(s.peak_in_flight()) <= limit]
     best = shortest(kept, costs)
     return Schedule("searched", best.rows, placement)

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -70,6 +74,23 @@ def test_what_is_left_out_is_the_memory_of_1f1b():
     assert max(searched(looped(4), 8).peak_in_flight()) == 4
     assert max(searched(v_shape(4), 8).peak_in_flight()) == 8
     assert searched(v_shape(3), 5) == searched(v_shape(3), 5)
+
+
+def test_every_process_makes_the_same_rows():
+    """Ranks make their schedule each for itself: strings hash differently in each of them."""
+    script = (
+        "from course_lib.schedule import *; c = Costs(10, 19, 7, 1);"
+        "print([write_csv(make(n, 4, 7, costs=c)) for n in SCHEDULES]);"
+        "print(write_csv(searched(v_shape(3), 6, c, 5)), write_csv(searched(looped(3), 6, c, 4)))"
+    )
+    made = set()
+    for seed in "123":
+        process = subprocess.run(
+            [sys.executable, "-c", script], env=os.environ | {"PYTHONHASHSEED": seed},
+            capture_output=True, text=True, timeout=60, check=True,
+        )  # fmt: skip
+        made.add(process.stdout)
+    assert len(made) == 1
 
 
 def test_a_slow_rank():
