@@ -84,7 +84,7 @@ def test_every_process_makes_the_same_rows():
         "print(write_csv(searched(v_shape(3), 6, c, 5)), write_csv(searched(looped(3), 6, c, 4)))"
     )
     made = set()
-    for seed in "123":
+    for seed in "124":  # a set instead of a list is seen at 4
         process = subprocess.run(
             [sys.executable, "-c", script], env=os.environ | {"PYTHONHASHSEED": seed},
             capture_output=True, text=True, timeout=60, check=True,
