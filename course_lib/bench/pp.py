@@ -1,9 +1,10 @@
-"""`course bench pp`: our GPipe and 1F1B beside torch's, and paced steps beside simulated ones.
+"""`course bench pp`: our schedules beside torch's, and paced steps beside simulated ones.
 
-All contestants live in the same four processes and train their own copy of one model of 4.7 M
+All contestants live in the same four processes and train their own copy of one model of 5.0 M
 parameters (vocabulary of 4 hidden sizes; large models have 8) on the same batches. ``torch 1f1b
 again`` is a second one: its ratio to the first is the noise. By default torch's last stage keeps
-the logits of all micro-batches to return them; ``torch 1f1b, lean`` is told not to.
+the logits of all micro-batches to return them; ``torch 1f1b, lean`` is told not to. Torch's ZB-H1
+is its interleaved zero bubble with one stage a rank.
 
 Real arithmetic of four ranks on two cores hides bubbles: the paced steps, where ranks sleep
 instead of competing, show those.
@@ -11,12 +12,15 @@ instead of competing, show those.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from dataclasses import replace
 from functools import partial
 from statistics import median
+from typing import Any
 
 import torch
-from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe
+from torch import nn
+from torch.distributed.pipelining import PipelineStage, schedules
 
 from course_lib import comm, pp
 from course_lib.bench.rounds import interleave, ratios, slowest_rank, timed
@@ -24,29 +28,40 @@ from course_lib.data import batch
 from course_lib.launch import World
 from course_lib.mesh import Mesh, make_mesh
 from course_lib.model import ModelConfig, build_model
-from course_lib.schedule import Costs, bubble, make, makespan, simulate
+from course_lib.schedule import Costs, Schedule, bubble, make, makespan, simulate
+from course_lib.schedule.text import spoken
 from course_lib.trace import TOO_BUSY, PeakLiveBytes, overshoot
 
-CONFIG = ModelConfig(
-    layers=4, hidden=256, heads=8, kv_heads=8, ffn=1024, vocab=1024, max_seq_len=64
-)
-PACED_CONFIG = ModelConfig(layers=4)  # small: its arithmetic must fit into the pace
+CONFIG = ModelConfig(layers=8, hidden=192, heads=8, kv_heads=8, ffn=768, vocab=768, max_seq_len=64)
+PACED_CONFIG = ModelConfig(layers=8)  # small: its arithmetic must fit into the pace
 RANKS, MICRO_BATCHES, PACED_MICRO_BATCHES = 4, 16, 8
-PACE = {"F": 0.02, "B": 0.04}
-PACED = ("naive", "gpipe", "1f1b")
+COSTS = Costs.make(f=0.02, i=0.02, w=0.02)  # seconds of an action on one stage
+SLOW = replace(COSTS, per_stage=(1.0, 2.0, 1.0, 1.0))  # an older generation in the second stage
+PACED = {
+    name: (name, COSTS)
+    for name in ("naive", "gpipe", "1f1b", "interleaved", "zb-h1", "zb-h2", "zb-v", "dualpipe-v")
+}
+PACED |= {f"{name}, one slow": (name, SLOW) for name in ("1f1b", "zb-h1")}
 PACED_STEPS = 3
 ALARM = 1.25
-TORCH = {"gpipe": ScheduleGPipe, "1f1b": Schedule1F1B}
+TORCH = {
+    "gpipe": schedules.ScheduleGPipe,
+    "1f1b": schedules.Schedule1F1B,
+    "interleaved": schedules.ScheduleInterleaved1F1B,
+    "zb-h1": schedules.ScheduleInterleavedZeroBubble,
+    "zb-v": schedules.ScheduleZBVZeroBubble,
+    "dualpipe-v": schedules.ScheduleDualPipeV,
+}
 Step = Callable[[int], None]
 
 
 def measure(rounds: int = 20) -> dict:
     """Medians of milliseconds a step, ratios to torch, last-stage peaks, paced / simulated."""
     with World(RANKS) as world:
-        by_rank = world.run(_time_ranks, rounds, timeout=120 + 10 * rounds)
+        by_rank = world.run(_time_ranks, rounds, timeout=300 + 60 * rounds)
         paced = [_paced(world, name) for name in PACED]
     times = slowest_rank([seconds for seconds, _ in by_rank])
-    peaks = by_rank[-1][1]
+    peaks = {name: by_rank[_schedule(name).placement[-1]][1][name] for name in times}
     return {
         "ranks": RANKS,
         "micro_batches": MICRO_BATCHES,
@@ -66,7 +81,13 @@ def measure(rounds: int = 20) -> dict:
 
 def _peer(name: str) -> str:
     """Torch's contestant for the same schedule."""
-    return "torch gpipe" if "gpipe" in name else "torch 1f1b"
+    return f"torch {_schedule(name).name}"
+
+
+def _schedule(contestant: str) -> Schedule:
+    """The schedule that is a word of its name."""
+    found = next(name for name in TORCH if name in contestant.replace(",", "").split())
+    return make(found, RANKS, MICRO_BATCHES)
 
 
 def text(result: dict) -> str:
@@ -98,8 +119,8 @@ def _beside_torch(result: dict) -> list[str]:
 
 def _beside_simulation(paced: list[dict]) -> list[str]:
     lines = [
-        f"Paced, {PACED_MICRO_BATCHES} micro-batches, F {PACE['F'] * 1e3:.0f} ms and B "
-        f"{PACE['B'] * 1e3:.0f} ms, median of {PACED_STEPS} steps",
+        f"Paced, {PACED_MICRO_BATCHES} micro-batches, on each stage {spoken(COSTS, 'FBIW')}, "
+        f"twice as long where one is slow; median of {PACED_STEPS} steps",
         f"{'':<18}{'ms simulated':>14}{'ms measured':>13}{'ratio':>8}{'bubble simulated':>18}"
         f"{'measured':>10}{'overshoot':>11}",
     ]
@@ -130,7 +151,7 @@ def _time_ranks(rounds: int) -> tuple[dict[str, list[float]], dict[str, int]]:
     return times, peaks
 
 
-def _inputs(step: int) -> pp.Batch:
+def _inputs(step: int) -> tuple[torch.Tensor, torch.Tensor]:
     return batch(step % 4, seed=0, batch_size=MICRO_BATCHES, seq_len=CONFIG.max_seq_len)
 
 
@@ -149,18 +170,26 @@ def _ours(name: str, mesh: Mesh) -> Step:
     return step
 
 
+def torchs_schedule(name: str, stages: Mapping[int, nn.Module], microbatches: int, **options):
+    """Torch's schedule of this name over ``stages``, which :func:`pp.cut` made for ours."""
+    last = make(name, RANKS, microbatches).stages
+    parts = [PipelineStage(stages[at], at, last, torch.device("cpu")) for at in stages]
+    kind: Any = TORCH[name]
+    one_stage = issubclass(kind, schedules.PipelineScheduleSingle)
+    return kind(parts[0] if one_stage else parts, microbatches, **options)
+
+
 def _torchs(name: str, mesh: Mesh, return_outputs: bool = True) -> Step:
     ours = make(name, RANKS, MICRO_BATCHES)
-    module = pp.cut(build_model(CONFIG), ours, mesh.pp.rank)[mesh.pp.rank]
-    stage = PipelineStage(module, mesh.pp.rank, RANKS, mesh.device)
-    schedule = TORCH[name](stage, MICRO_BATCHES, loss_fn=_mean_loss)
-    optimizer = torch.optim.SGD(module.parameters(), lr=1e-3)
+    stages = pp.cut(build_model(CONFIG), ours, mesh.pp.rank)
+    schedule = torchs_schedule(name, stages, MICRO_BATCHES, loss_fn=_mean_loss)
+    optimizer = torch.optim.SGD(pp.parameters(stages), lr=1e-3)
 
     def step(number: int) -> None:
         tokens, targets = _inputs(number)
         optimizer.zero_grad(set_to_none=False)
-        given = [tokens] if mesh.pp.rank == 0 else []
-        target = targets if mesh.pp.rank == RANKS - 1 else None
+        given = [tokens] if 0 in stages else []
+        target = targets if ours.stages - 1 in stages else None
         schedule.step(*given, target=target, return_outputs=return_outputs)
         optimizer.step()
 
@@ -172,10 +201,11 @@ def _mean_loss(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
 
 
 _CONTESTANTS: dict[str, Callable[[Mesh], Step]] = {
-    "torch gpipe": partial(_torchs, "gpipe"),
-    "gpipe": partial(_ours, "gpipe"),
-    "torch 1f1b": partial(_torchs, "1f1b"),
-    "1f1b": partial(_ours, "1f1b"),
+    **{
+        f"{whose}{name}": partial(train, name)
+        for name in TORCH
+        for whose, train in (("torch ", _torchs), ("", _ours))
+    },
     "torch 1f1b again": partial(_torchs, "1f1b"),
     "torch 1f1b, lean": partial(_torchs, "1f1b", return_outputs=False),
 }
@@ -186,11 +216,11 @@ _CONTESTANTS: dict[str, Callable[[Mesh], Step]] = {
 
 def _paced(world: World, name: str) -> dict:
     """Paced steps of one schedule beside its simulation, medians; times in ms."""
-    schedule = make(name, RANKS, PACED_MICRO_BATCHES)
-    expected = simulate(schedule, Costs.make(f=PACE["F"], b=PACE["B"]))
+    schedule, costs = paced_schedule(name)
+    expected = simulate(schedule, costs)
     steps = []
     for _ in range(PACED_STEPS):
-        traces = world.run(paced_step, name, pace=PACE).traces
+        traces = world.run(paced_step, schedule, pace=pp.pace_of(costs, schedule)).traces
         rows = pp.measured_rows(traces)
         steps.append((makespan(rows), bubble(rows)[0], overshoot(traces)))
     seconds, share, late = (median(values) for values in zip(*steps, strict=True))
@@ -205,10 +235,15 @@ def _paced(world: World, name: str) -> dict:
     }
 
 
-def paced_step(name: str) -> None:
+def paced_schedule(name: str) -> tuple[Schedule, Costs]:
+    """A row of :data:`PACED`: its schedule, made for its costs, and these."""
+    schedule, costs = PACED[name]
+    return make(schedule, RANKS, PACED_MICRO_BATCHES, costs=costs), costs
+
+
+def paced_step(schedule: Schedule) -> None:
     """What a rank does: one step to warm up, then one that its trace holds alone."""
     mesh = make_mesh(pp=RANKS)
-    schedule = make(name, RANKS, PACED_MICRO_BATCHES)
     stages = pp.cut(build_model(PACED_CONFIG), schedule, mesh.pp.rank)
     optimizer = torch.optim.SGD(pp.parameters(stages), lr=1e-3)
     whole = batch(0, seed=0, batch_size=PACED_MICRO_BATCHES, seq_len=32)

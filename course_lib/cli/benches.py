@@ -19,7 +19,7 @@ BENCHES = {
     "dp": "A step of data parallelism beside torch's DDP.",
     "zero": "ZeRO beside torch's ZeroRedundancyOptimizer and FSDP2: time, bytes and peak memory.",
     "tp": "Tensor and sequence parallelism beside torch's DTensor: time, bytes; rings on a link.",
-    "pp": "GPipe and 1F1B beside torch's, and paced steps beside simulated ones.",
+    "pp": "Pipeline schedules beside torch's, and paced steps beside simulated ones.",
     "cp": "Our context-parallel attentions beside torch's ring, zig-zag beside contiguous.",
     "ep": "A layer with experts by all-to-all, beside gathering all tokens, and all experts.",
     "inference": "Layouts of eight paced ranks that decode: throughput and latency by requests.",

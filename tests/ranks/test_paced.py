@@ -6,25 +6,25 @@ import pytest
 
 from course_lib import pp, view
 from course_lib.bench import pp as bench
-from course_lib.schedule import Costs, bubble, make, makespan, simulate
+from course_lib.schedule import Action, bubble, makespan, simulate
 from course_lib.trace import TOO_BUSY, overshoot
 
-PACE = bench.PACE
 NEAR = 1.15  # on an idle machine 1.02-1.05
 
 
-def simulated(name):
-    schedule = make(name, bench.RANKS, bench.PACED_MICRO_BATCHES)
-    return simulate(schedule, Costs.make(f=PACE["F"], b=PACE["B"]))
+def planned(name):
+    schedule, costs = bench.paced_schedule(name)
+    return simulate(schedule, costs), pp.pace_of(costs, schedule)
 
 
 def paced(worlds, name):
-    return worlds(bench.RANKS).run(bench.paced_step, name, pace=PACE).traces
+    expected, pace = planned(name)
+    return worlds(bench.RANKS).run(bench.paced_step, expected.schedule, pace=pace).traces
 
 
 @pytest.mark.parametrize("name", bench.PACED)
 def test_a_paced_step_takes_as_long_as_simulated(worlds, name):
-    expected = simulated(name)
+    expected, _ = planned(name)
     for attempt in (1, 2):
         traces = paced(worlds, name)
         rows = pp.measured_rows(traces)
@@ -36,21 +36,31 @@ def test_a_paced_step_takes_as_long_as_simulated(worlds, name):
         assert attempt == 1, f"{name}: {ratio:.3f} times the simulated step"
     assert ratio > 0.99, "a paced step cannot be faster than its simulation"
     # What keeps the step longer than simulated is waiting, so that the bubble follows from it.
-    work = bench.PACED_MICRO_BATCHES * (PACE["F"] + PACE["B"])
-    assert bubble(rows)[0] <= 1 - work / makespan(rows) + 1e-9
+    assert bubble(rows)[0] <= 1 - expected.work / makespan(rows) + 1e-9
 
 
 def test_paced_rows_are_those_of_the_schedule_and_lie_over_the_simulation(worlds):
-    expected, traces = simulated("1f1b"), paced(worlds, "1f1b")
+    (expected, pace), traces = planned("1f1b"), paced(worlds, "1f1b")
     rows = pp.measured_rows(traces)
-    for measured, planned in zip(rows, expected.rows, strict=True):
-        assert [(s.op, s.stage, s.mb) for s in measured] == [(s.op, s.stage, s.mb) for s in planned]
-        assert all(span.duration >= PACE[span.op] for span in measured)
-        for one, late in zip(planned, measured, strict=True):
+    for measured, row in zip(rows, expected.rows, strict=True):
+        assert [(s.op, s.stage, s.mb) for s in measured] == [(s.op, s.stage, s.mb) for s in row]
+        assert all(span.duration >= pace[span.op, span.stage] for span in measured)
+        for one, late in zip(row, measured, strict=True):
             assert late.start > one.start - 1e-3, "nothing starts before it can"
     picture = view.timeline(pp.stage_traces(traces), overlay=expected.spans)
     assert "measured on real ranks" in picture.caption
     assert "outlines simulated: 660 ms" in picture.caption
+
+
+def test_each_stage_has_its_own_pace(worlds):
+    """A slow generation of GPUs in one stage: every action there takes twice as long."""
+    expected, pace = planned("zb-h1, one slow")
+    assert pace["I", 0] == pace["W", 0] == 0.02
+    assert pace["I", 1] == pace["F", 1] == 0.04
+    for measured in pp.measured_rows(paced(worlds, "zb-h1, one slow")):
+        for span in measured:
+            assert span.duration >= expected.costs.of(Action(span.op, span.stage, span.mb))
+    assert expected.makespan > simulate(expected.schedule, bench.COSTS).makespan
 
 
 def test_the_table_of_the_bench():
