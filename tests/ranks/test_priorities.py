@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import inspect
 from contextlib import nullcontext, suppress
+from dataclasses import replace
+from functools import partial
 from itertools import pairwise
 
 import pytest
@@ -15,7 +17,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from course_lib import comm, dp, tp, view
+from course_lib import comm, compose, dp, sp, tp, view
 from course_lib.bench import groups as bench
 from course_lib.comm.call import Call
 from course_lib.comm.links import occupy
@@ -221,6 +223,32 @@ def train(held):
 @pytest.mark.parametrize("checked", [False, True])
 def test_training_is_the_same_bit_for_bit(worlds, checked):
     plain, held = worlds(4).run(train, False), worlds(4).run(train, True, checked=checked)
+    for (weights, few), (same, many) in zip(plain, held, strict=True):
+        assert all(map(torch.equal, weights, same))
+        assert many > few, "buckets travelled in pieces"
+
+
+def three_axes(held):
+    """Three steps of a pipeline of two stages whose replicas' buckets overlap with it."""
+    mesh = make_mesh(tp=2, pp=2)
+    plan = compose.Plan(
+        region=sp.REGION, schedule="1f1b", micro_batches=4, overlap=True, bucket_bytes=4096
+    )
+    model = build_model(replace(CONFIG, layers=4), seed=0).double()
+    trainer = compose.parallelize(model, mesh, plan, partial(torch.optim.AdamW, lr=1e-2))
+    for step in range(3):
+        rows = batch(step, seed=0, batch_size=8, seq_len=8, dp_rank=mesh.dp.rank, dp_size=2)
+        priorities = comm.Priorities(mesh.tp, mesh.pp, mesh.dp, piece_bytes=1024)
+        with priorities if held else nullcontext():
+            trainer.step(*rows)
+    weights = [weight for stage in trainer.stages.values() for weight in stage.parameters()]
+    return [weight.detach() for weight in weights], mesh.ledger.calls("dp")
+
+
+@pytest.mark.parametrize("checked", [False, True])
+def test_a_pipeline_of_replicas_trains_the_same_bit_for_bit(worlds, checked):
+    plain = worlds(8).run(three_axes, False)
+    held = worlds(8).run(three_axes, True, checked=checked)
     for (weights, few), (same, many) in zip(plain, held, strict=True):
         assert all(map(torch.equal, weights, same))
         assert many > few, "buckets travelled in pieces"
