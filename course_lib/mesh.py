@@ -66,7 +66,6 @@ class Links:
 
 # Seconds by operation ("F") or by operation and stage of a pipeline (("F", 2)), which comes first.
 Pace = Mapping[Any, float]
-KINDS = ([str], [str, int])
 
 
 @dataclass(frozen=True)
@@ -86,8 +85,8 @@ class Conditions:
 
     def __post_init__(self) -> None:
         for op, seconds in self.pace.items():
-            kinds = (op,) if isinstance(op, str) else op
-            if not isinstance(kinds, tuple) or [type(part) for part in kinds] not in KINDS:
+            of_stage = isinstance(op, tuple) and [type(part) for part in op] == [str, int]
+            if not (isinstance(op, str) or of_stage):
                 raise ValueError(f"pace of {op!r}: an operation or (operation, stage) is wanted")
             if isinstance(seconds, bool) or not isinstance(seconds, Real) or not seconds >= 0:
                 raise ValueError(f"pace of {op!r} is {seconds!r}: seconds are wanted, 0 or more")

@@ -5,6 +5,7 @@ forward sends its activations x_bSD (b sequences of the micro-batch) to the next
 backward sends the gradient of its input to the previous one. Between two actions the engine posts
 one batch: send this result, receive what is needed next. It waits for what it needs and for
 nothing else; what was sent is let go when the other rank's answer shows that it has arrived.
+A backward may be in two halves, of which only the first is waited for (:class:`WeightsLater`).
 
 Bytes, all ranks of the axis together, per step: ``2 B S D`` elements for each hop (pair of
 neighbouring stages on different ranks), activations forward and gradients back; with a tied

@@ -55,8 +55,9 @@ def hops(schedule: Schedule) -> int:
 def wire_bytes(schedule: Schedule, activation_bytes: int, tied_bytes: int = 0) -> int:
     """Bytes that all ranks of the axis together send in a step.
 
-    ``activation_bytes`` is B S D times the element size, of all micro-batches together;
-    ``tied_bytes`` the size of the tied embedding, 0 if it is not tied.
+    ``activation_bytes`` is B S D times the element size, of all micro-batches together, and of
+    the rows that a rank has between stages (S/t under sequence, S/c under context parallelism);
+    ``tied_bytes`` the size of the tied embedding, or of a rank's part of it, 0 if it is not tied.
     """
     ends_apart = schedule.placement[0] != schedule.placement[-1]
     return 2 * hops(schedule) * activation_bytes + 2 * tied_bytes * ends_apart

@@ -6,6 +6,7 @@ import pytest
 
 from course_lib import pp, view
 from course_lib.bench import pp as bench
+from course_lib.mesh import Conditions
 from course_lib.schedule import Action, bubble, makespan, simulate
 from course_lib.trace import TOO_BUSY, overshoot
 
@@ -61,6 +62,20 @@ def test_each_stage_has_its_own_pace(worlds):
         for span in measured:
             assert span.duration >= expected.costs.of(Action(span.op, span.stage, span.mb))
     assert expected.makespan > simulate(expected.schedule, bench.COSTS).makespan
+
+
+@pytest.mark.parametrize("wrong", [("F",), ("F", "1"), 3, ("F", 1, 2), (1, "F")])
+def test_a_pace_of_something_else_is_refused(wrong):
+    with pytest.raises(ValueError, match=r"pace of .*: an operation or \(operation, stage\)"):
+        Conditions({wrong: 0.02})
+
+
+def test_the_pace_of_a_stage_comes_first():
+    conditions = Conditions({"F": 0.02, ("F", 1): 0.04})
+    assert conditions.pace_of("F", 1) == 0.04
+    assert conditions.pace_of("F", 0) == conditions.pace_of("F") == 0.02
+    assert conditions.pace_of("W", 1) == 0
+    assert "F of stage 1 40 ms" in view.summary.spoken(conditions)
 
 
 def test_the_table_of_the_bench():

@@ -213,7 +213,8 @@ def received_first(exchange, axis, sends, receives):
     return comm.Exchange(exchange(axis, sends, []).sends, received.receives)
 
 
-ON_TWO = [one_f_one_b(2, 4), gpipe(2, 3), V_BY_HAND, UNEVEN, gpipe(2, 3, chunks=2)]
+HALVED = [make(name, 2, 4) for name in ("zb-h1", "zb-v", "dualpipe-v")]
+ON_TWO = [one_f_one_b(2, 4), gpipe(2, 3), V_BY_HAND, UNEVEN, gpipe(2, 3, chunks=2), *HALVED]
 
 
 def with_exchange(replacement, schedules):
@@ -235,6 +236,7 @@ def test_messages_that_block_their_rank_do_not_hang(worlds):
 
 @pytest.mark.parametrize("seed", range(3))
 def test_nor_does_any_legal_schedule(worlds, seed):
+    """Some of their backwards are in halves."""
     schedule = random_schedule(seed, v_shape(4), 5)
     results = worlds(4).run(with_exchange, in_order, [schedule], timeout=30)
     check([ranks[0] for ranks in results], serial(F64, 5, steps=1), 1e-13)
