@@ -89,30 +89,33 @@ def _over_tp(
     config: ModelConfig, mesh: _Mesh, plan: Plan, sequences: int, seq_len: int
 ) -> dict[str, Fraction]:
     """Activations and loss; then the sums of gradients of which a rank of tp has a part."""
-    t, rows, held = mesh.t, seq_len // mesh.c, _held_itemsize(config, plan)
-    shards = mesh.data if plan.zero else 1
-    wide = replace(config, dtype=zero.reduce_dtype(config.dtype)) if plan.zero else config
-    shared = tp_formulas.shared_head_bytes(wide, t, shards=shards)
-    if not plan.by_rows:
-        moves = tp_formulas.wire_bytes(config, sequences, rows, t, forwards=plan.block_forwards)
+    t, rows, forwards = mesh.t, seq_len // mesh.c, plan.block_forwards
+    if plan.by_rows:
+        again, regions = plan.gathers_again, 1 if plan.experts else 2
+        moves = sp.wire_bytes(
+            config, sequences, rows, t, again=again, forwards=forwards, regions=regions
+        )
+        moves -= wire("all_reduce", sp.whole_parameters(config) * config.dtype.itemsize, t)
+        moves += tp_formulas.loss_bytes(config, sequences * rows, t) + _of_rows(config, mesh, plan)
+    else:
+        moves = tp_formulas.wire_bytes(config, sequences, rows, t, forwards=forwards)
         moves -= tp_formulas.shared_head_bytes(config, t)
-        return {"tp": mesh.columns * moves, "tp_kv": mesh.columns * shared}
-    again, forwards = plan.gathers_again, plan.block_forwards
-    regions = 1 if plan.experts else 2
-    moves = sp.wire_bytes(
-        config, sequences, rows, t, again=again, forwards=forwards, regions=regions
-    )
-    dense = sp.whole_parameters(config)
-    moves -= wire("all_reduce", dense * config.dtype.itemsize, t)
-    moves += tp_formulas.loss_bytes(config, sequences * rows, t)
-    sums = wire("all_reduce", dense * held, t) / shards
+    held = replace(config, dtype=zero.reduce_dtype(config.dtype)) if plan.zero else config
+    shared = tp_formulas.shared_head_bytes(held, t, shards=mesh.data if plan.zero else 1)
+    return {"tp": mesh.columns * moves, "tp_kv": mesh.columns * shared}
+
+
+def _of_rows(config: ModelConfig, mesh: _Mesh, plan: Plan) -> Fraction:
+    """The sum of gradients of what is not cut, where ranks share rows; under ZeRO of shards, the
+    average over the ranks that hold them."""
+    whole, experts = sp.whole_parameters(config), 0
     if plan.experts is not None:
         router, experts = _experts_of_layer(config, plan.experts, mesh.e)
         bias = config.hidden if config.family == "gpt" else 0  # of the MLP that is not there
-        copies = mesh.data // mesh.e if plan.zero else 1
-        sums += config.layers * wire("all_reduce", (router - bias) * held, t) / shards
-        sums += config.layers * wire("all_reduce", experts * held, t) / copies
-    return {"tp": mesh.columns * (moves + sums), "tp_kv": mesh.columns * shared}
+        whole += config.layers * (router - bias)
+    shards, copies = (mesh.data, mesh.data // mesh.e) if plan.zero else (1, 1)
+    held = Fraction(whole, shards) + Fraction(config.layers * experts, copies)
+    return held * wire("all_reduce", _held_itemsize(config, plan), mesh.t)
 
 
 def _over_cp(

@@ -16,6 +16,7 @@ from composed import (
     adam,
     build,
     check,
+    check_bytes,
     check_way,
     joined,
     rows,
@@ -36,7 +37,6 @@ pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")  # what is discou
 PIPELINE = {"micro_batches": 4}
 # What each asks of the mesh and of the plan.
 TECHNIQUES = {
-    "dp": ({"dp": 2}, {"zero": 0, "overlap": False}),
     "overlap": ({"dp": 2}, {"zero": 0, "overlap": True}),
     "zero-1": ({"dp": 2}, {"zero": 1}),
     "zero-2": ({"dp": 2}, {"zero": 2}),
@@ -48,7 +48,6 @@ TECHNIQUES = {
     "gather": ({"cp": 2}, {"core": compose.GATHER}),
     "ulysses": ({"cp": 2}, {"core": compose.ULYSSES, "layout": cp.CONTIGUOUS}),
     "1f1b": ({"pp": 2}, {"schedule": "1f1b", **PIPELINE}),
-    "interleaved": ({"pp": 2}, {"schedule": "interleaved", **PIPELINE}),
     "zb-h1": ({"pp": 2}, {"schedule": "zb-h1", **PIPELINE}),
     "experts": ({"dp": 2, "ep": 2}, {"experts": MOE}),
     "selective": ({}, {"recompute": recompute.selective}),
@@ -126,7 +125,13 @@ THREE = {
     ),
     "experts tp": (
         {"tp": 2, "dp": 2, "pp": 2, "ep": 2},
-        Plan(region=sp.REGION, experts=MOE, recompute=recompute.full, schedule="zb-h1", **PIPELINE),
+        Plan(
+            region=sp.REGION,
+            experts=replace(MOE, shared=True),
+            recompute=recompute.full,
+            schedule="zb-h1",
+            **PIPELINE,
+        ),
         replace(TIED, tied=False),
     ),
 }
@@ -272,6 +277,16 @@ def test_a_stage_is_summed_while_others_go_on(worlds):
     late = worlds(4).run(dp_sums_and_messages, sizes, replace(plan, overlap=False), F64)
     for sums, messages in late:
         assert sums[0] > messages[-1]
+
+
+def test_bytes_where_gradients_are_wider_than_weights(worlds):
+    """bfloat16 under ZeRO: what is summed after the scatter has four bytes."""
+    config = replace(TIED, dtype=torch.bfloat16, kv_heads=1)
+    for sizes, plan in (
+        ({"tp": 2, "dp": 2, "pp": 2}, Plan(region=sp.REGION, zero=1, **PIPELINE)),
+        ({"tp": 2, "cp": 2, "dp": 2}, Plan(zero=2, micro_batches=2)),
+    ):
+        check_bytes(worlds(8).run(trained, sizes, plan, config, None, 2), sizes, plan, config)
 
 
 def masks(sizes, plan, config):

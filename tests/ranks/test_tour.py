@@ -28,9 +28,11 @@ ON_TWO = ["pp-interleaved", "pp-zb-v"]
 CP_NAMES = ["cp-ring", "cp-gather", "cp-ulysses", "cp-ulysses-ring"]
 EP_NAMES = ["ep-4", "ep-2"]
 DECODE_NAMES = ["serial-decode", "inference"]  # their losses are differences of logits
-TWINS = ["serial", "serial-moe", "serial-decode"]
+COMPOSED = {"3d": {"tp": 2, "dp": 2, "pp": 2}, "4d": {"tp": 2, "cp": 2, "dp": 2, "pp": 2}}
+COMPOSED["5d"] = {**COMPOSED["4d"], "ep": 2}
+TWINS = ["serial", "serial-moe", "serial-moe-4", "serial-decode"]
 ALONE = ["serial", *DP_NAMES, *ZERO_NAMES, *TP_NAMES, *PP_NAMES, *CP_NAMES]
-NAMES = [*ALONE, "serial-moe", *EP_NAMES, *DECODE_NAMES]
+NAMES = [*ALONE, "serial-moe", *EP_NAMES, "3d", "4d", "serial-moe-4", "5d", *DECODE_NAMES]
 
 
 @pytest.fixture(scope="module")
@@ -70,6 +72,8 @@ def test_every_row_equals_serial_and_its_formulas(tour):
             assert row["mesh"] == {"dp": 4, "ep": int(name[-1])}
         elif name == "inference":
             assert row["mesh"] == {"tp": 2, "pp": 2}
+        elif name in COMPOSED:
+            assert row["mesh"] == COMPOSED[name]
         else:
             axis = "dp" if name in ZERO_NAMES else "tp" if name in TP_NAMES else name[:2]
             assert row["mesh"] == ({} if name in TWINS else {axis: 2 if name in ON_TWO else 4})
@@ -178,6 +182,26 @@ def test_the_numbers_of_expert_parallelism(tour):
         tensors = config.layers * (9 + 1 - 3 + 3 * experts // ranks) + 3
         assert rows[name]["state_bytes"] == 4 * 8 * (rest + held) + 4 * tensors
     assert rows["ep-4"]["losses"] != rows["serial"]["losses"], "another model, another twin"
+
+
+def test_the_numbers_of_composition(tour):
+    """What sixteen ranks hold, and which axes carry what."""
+    rows = {row["technique"]: row for row in json.loads(tour[0].stdout)["rows"]}
+    job, three, four, five = technique.JOB, *(rows[name] for name in COMPOSED)
+    sent = {name: {axis: both["counted"] for axis, both in rows[name]["bytes"].items()}
+            for name in COMPOSED}  # fmt: skip
+    # all four (tp, dp) pairs together: every activation once there and once back, of half the rows
+    hop = 2 * job.sequences * job.seq_len * job.config.hidden * 4
+    assert sent["3d"]["pp"] == sent["4d"]["pp"] == hop
+    assert sent["5d"]["pp"] == 2 * hop, "8 bytes a number"
+    assert sent["3d"]["tp"] > sent["3d"]["dp"] > sent["3d"]["pp"]
+    # 4 ranks instead of 2 sum what half of tp x pp holds: twice 3/4 of it each instead of 1/2
+    assert sent["4d"]["dp_cp"] == 3 * sent["3d"]["dp"]
+    assert set(sent["5d"]) == {"tp", "cp", "pp", "dp_cp", "ep", "edp"}
+    # weights, gradients and moments of a quarter; in 4d the latter three in quarters
+    assert 0.25 < three["state_bytes"] / rows["serial"]["state_bytes"] < 0.3
+    assert four["state_bytes"] == pytest.approx(three["state_bytes"] * (1 + 3 / 4) / 4, rel=1e-3)
+    assert five["losses"] != four["losses"]
 
 
 def test_pipelines_are_predicted_simulated_and_measured(tour):
@@ -409,8 +433,10 @@ def test_torchrun_with_four_ranks(tmp_path):
     )
     assert done.returncode == 0, done.stderr
     data = json.loads(done.stdout)  # rank 0 alone has printed
-    assert [row["technique"] for row in data["rows"]] == NAMES
-    assert data["skipped"] == []
+    assert [row["technique"] for row in data["rows"]] == [n for n in NAMES if n not in COMPOSED]
+    assert {entry["technique"]: entry["needs"] for entry in data["skipped"]} == {
+        name: 8 if name == "3d" else 16 for name in COMPOSED
+    }
     assert max(row["max_loss_difference"] for row in data["rows"]) < 1e-4
     assert (tmp_path / "timeline.png").exists()
 
@@ -422,10 +448,9 @@ def test_torchrun_with_two_ranks_skips_what_wants_four(tmp_path):
     )
     assert done.returncode == 0, done.stderr
     data = json.loads(done.stdout)
-    assert [row["technique"] for row in data["rows"]] == TWINS
-    assert [entry["technique"] for entry in data["skipped"]] == [
-        name for name in NAMES if name not in TWINS
-    ]
+    fit = {*TWINS, *ON_TWO}
+    assert [row["technique"] for row in data["rows"]] == [n for n in NAMES if n in fit]
+    assert [entry["technique"] for entry in data["skipped"]] == [n for n in NAMES if n not in fit]
     assert data["pipelines"] == []
     assert data["skipped"][0]["needs"] == 4
     assert data["skipped"][0]["reason"] == "needs 4 ranks, and this world has 2."
@@ -458,7 +483,7 @@ def test_two_nodes_of_two_ranks_over_loopback(tmp_path):
     assert [node.returncode for node in nodes] == [0, 0], said
     data = json.loads(said[0][0])
     assert said[1][0] == "", "rank 0 alone prints"
-    assert [row["technique"] for row in data["rows"]] == NAMES
+    assert [row["technique"] for row in data["rows"]] == [n for n in NAMES if n not in COMPOSED]
     assert max(row["max_loss_difference"] for row in data["rows"]) < 1e-4
 
 

@@ -5,6 +5,7 @@ A technique joins the tour with a file of its own in this folder and its entries
 """
 
 from course_lib.tour.technique import Technique
+from course_lib.tour.techniques.compose import COMPOSED
 from course_lib.tour.techniques.cp import CONTEXT_PARALLEL
 from course_lib.tour.techniques.dp import DATA_PARALLEL
 from course_lib.tour.techniques.ep import EXPERT_PARALLEL
@@ -22,5 +23,6 @@ TECHNIQUES: list[Technique] = [
     *PIPELINES,
     *CONTEXT_PARALLEL,
     *EXPERT_PARALLEL,
+    *COMPOSED,
     *INFERENCE,
 ]
