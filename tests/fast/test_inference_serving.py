@@ -24,16 +24,16 @@ def speed(layout, batch, links=LINKS):
 
 def test_replicas_take_what_one_gpu_takes():
     throughput, seconds = speed(DP8, 32)
-    assert seconds == pytest.approx(0.160 + 4 * 0.008)
-    assert throughput == pytest.approx(32 / 0.192)
+    assert seconds == pytest.approx(0.320 + 4 * 0.016)
+    assert throughput == pytest.approx(32 / 0.384)
     assert bench.token_bytes(CONFIG, DP8) == {}
 
 
 def test_one_model_cut_in_eight_by_hand():
-    """Nine all-reduces of 14 messages, one all-gather of 7, and their bytes at 4 MB/s."""
+    """Nine all-reduces of 14 messages, one all-gather of 7, and their bytes at 2 MB/s."""
     row, pair = 8 * 64 * 4, 8 * 2 * 4
-    messages = (9 * 14 + 7) * 0.5e-3 + (9 * 2 * 7 / 8 * row + 7 * pair) / 4e6
-    assert speed(TP8, 8)[1] == pytest.approx((0.160 + 8 * 0.008) / 8 + messages)
+    messages = (9 * 14 + 7) * 1e-3 + (9 * 2 * 7 / 8 * row + 7 * pair) / 2e6
+    assert speed(TP8, 8)[1] == pytest.approx((0.320 + 8 * 0.016) / 8 + messages)
     assert bench.token_bytes(CONFIG, TP8) == {"tp": 8 * (9 * 2 * 7 / 8 * 64 * 4 + 7 * 2 * 4)}
 
 
@@ -44,8 +44,8 @@ def test_a_pipeline_of_two_by_hand():
         "pp": 4 * (64 * 4 + 8),
     }
     row = 4 * 64 * 4  # half the requests of 8
-    reduces = 5 * (6 * 0.5e-3 + 1.5 * row / 4e6)  # four of two layers, and the embedding's
-    tick = (0.160 + 4 * 0.008) / 8 + reduces + 0.5e-3 + row / 4e6
+    reduces = 5 * (6 * 1e-3 + 1.5 * row / 2e6)  # four of two layers, and the embedding's
+    tick = (0.320 + 4 * 0.016) / 8 + reduces + 1e-3 + row / 2e6
     assert speed(BOTH, 8)[1] == pytest.approx(2 * tick)
     assert speed(BOTH, 8, APART)[1] > speed(BOTH, 8)[1], "the hop leaves the node"
 
@@ -121,8 +121,8 @@ def test_the_bench_as_text_and_as_a_picture():
     assert "too busy" in bench.text(fake_result(0.2))
     picture = bench.picture(fake_result(), "one node of 8")
     assert picture.caption.startswith(
-        "Points measured, lines by the model. Most throughput: tp4+pp2 at 8 (86 tokens a second), "
-        "tp4+pp2 at 128 (429"
+        "Points measured, lines by the model. Most throughput: tp4+pp2 at 8 (43 tokens a second), "
+        "tp4+pp2 at 128 (214"
     )
     assert "too busy" in bench.picture(fake_result(0.2), "two nodes of 4").caption
     left, right = picture.get_axes()
@@ -130,7 +130,7 @@ def test_the_bench_as_text_and_as_a_picture():
     assert right.get_ylabel() == "ms from token to token"
     assert [len(ax.lines) for ax in (left, right)] == [6, 6]  # points and a line of three layouts
     latencies = right.lines[0].get_ydata()
-    assert list(latencies) == pytest.approx([1.1 * 168, 1.1 * 192, 1.1 * 288])
+    assert list(latencies) == pytest.approx([1.1 * 336, 1.1 * 384, 1.1 * 576])
 
 
 @pytest.mark.parametrize(
