@@ -231,7 +231,7 @@ def peaks(schedules, m):
 def test_what_each_schedule_keeps(worlds):
     """ZB-H1 what 1F1B's first rank keeps, ZB-H2 nearly twice as much; a V spreads it evenly."""
     schedules = [make(name, 4, 8) for name in ("1f1b", *NAMES)]
-    by_rank = worlds(4).run(peaks, schedules, 8)
+    by_rank = worlds(4).run(peaks, schedules, 8, timeout=150)
     for rank, found in enumerate(by_rank):
         for schedule, (in_flight, _, _) in zip(schedules, found, strict=True):
             assert in_flight == schedule.peak_in_flight()[rank]
@@ -250,9 +250,9 @@ def test_what_each_schedule_keeps(worlds):
 
 def test_memory_does_not_grow_with_the_number_of_micro_batches(worlds):
     def rank():
-        return [[peaks([make(name, 4, m)], m)[0][1:] for m in (10, 20)] for name in NAMES[1:]]
+        return [[peaks([make(name, 4, m)], m)[0][1:] for m in (9, 15)] for name in NAMES[1:]]
 
-    for found in worlds(4).run(rank):
+    for found in worlds(4).run(rank, timeout=150):
         for name, (few, many) in zip(NAMES[1:], found, strict=True):
             assert many[0] == few[0], f"{name} saves more"
             assert many[1] < few[1] + 2 * SEQ * F64.hidden * 8, f"{name} has more alive"
@@ -268,7 +268,7 @@ def test_weights_that_wait_for_the_end_are_caught_by_the_meter(worlds):
         return replace(schedule, rows=tuple(rows))
 
     def rank():
-        return [peaks([stashed(m)], m)[0][1] for m in (10, 20)]
+        return [peaks([stashed(m)], m)[0][1] for m in (9, 19)]
 
     for few, many in worlds(4).run(rank):
         assert many > few + 8 * pp.kept_for_weights(F64, 2, SEQ, 0, 1)
