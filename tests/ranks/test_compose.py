@@ -34,13 +34,13 @@ from course_lib.mesh import make_mesh
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")  # what is discouraged
 
-PIPELINE = {"micro_batches": 4}
+PIPELINE = {"micro_batches": 4}  # what a pipeline wants, and others can have
 # What each asks of the mesh and of the plan.
 TECHNIQUES = {
-    "overlap": ({"dp": 2}, {"zero": 0, "overlap": True}),
+    "overlap": ({"dp": 2}, {"zero": 0, "overlap": True, **PIPELINE}),
     "zero-1": ({"dp": 2}, {"zero": 1}),
-    "zero-2": ({"dp": 2}, {"zero": 2}),
-    "zero-3": ({"dp": 2}, {"zero": 3}),
+    "zero-2": ({"dp": 2}, {"zero": 2, **PIPELINE}),
+    "zero-3": ({"dp": 2}, {"zero": 3, **PIPELINE}),
     "tp": ({"tp": 2}, {}),
     "sp": ({"tp": 2}, {"region": sp.REGION}),
     "sp-again": ({"tp": 2}, {"region": sp.GATHER_AGAIN}),
