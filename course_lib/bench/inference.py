@@ -1,10 +1,11 @@
 """`course bench inference`: layouts of eight ranks that decode, by formula and on paced ranks.
 
-A common note on serving says of a model that fits one GPU that eight replicas (DP8) have three
-times the throughput of one model cut in eight (TP8: 55 samples a second at 58 ms, DP8 160 at 50
-ms), and of one that does not, that TP belongs inside a node. Here that is run, scaled down: a decode step of the whole model takes ``PACE["F"]`` to read the weights,
-whatever the batch, and ``PACE["token"]`` for each token in it; links are emulated. Time of
-arithmetic is paced, messages and waiting are real. A rank of tp or pp has its share of both.
+A common note on serving says of a model that fits one GPU that eight replicas (DP8: 160 samples a
+second, 50 ms each) have three times the throughput of one model cut in eight (TP8: 55, 58 ms), and
+of one that does not, that TP belongs inside a node. Here that is run, scaled: a decode step of the
+whole model takes ``PACE["F"]`` to read the weights, whatever the batch, and ``PACE["token"]`` for
+each token in it; links are emulated. Time of arithmetic is paced, messages and waiting are real.
+A rank of tp or pp has its share of both.
 
 What comes out, and the note does not say: it depends on the batch. One token comes sooner from TP8
 (each rank reads an eighth of the weights; the note's 58 ms for TP8 leave the 50 ms of one GPU
