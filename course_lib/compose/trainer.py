@@ -28,7 +28,8 @@ class Step:
     """What a step says, alike on all ranks.
 
     ``loss``: the mean over all tokens, auxiliary losses included; ``norm``: that of the whole
-    gradient, before clipping; ``updated``: False where the loss scale was too large.
+    gradient, before clipping; ``updated``: False where the loss scale was too large (and the loss
+    itself may be infinite).
     """
 
     loss: Tensor
@@ -75,6 +76,7 @@ class Trainer:
         self.scale = Scale(plan.loss_scale)
         self.balance = BalanceLoss(stages, mesh, plan)
         self.steps = 0
+        self._cut_before: set[torch.Size] = set()  # shapes that can be cut
 
     def step(self, tokens_BS: Tensor, targets_BS: Tensor) -> Step:
         """One optimizer step on the rows of this rank's dp replica.
@@ -108,9 +110,11 @@ class Trainer:
 
     def _cut(self, tokens_BS: Tensor, targets_BS: Tensor) -> list[Batch]:
         """Micro-batches (tokens, targets, positions) of this rank's positions."""
-        sizes = {**self.mesh.layout.sizes, "ep": self.mesh.layout.ep}
-        rows, seq_len = tokens_BS.shape
-        refuse(refusals(self.config, sizes, self.plan, sequences=rows, seq_len=seq_len))
+        if tokens_BS.shape not in self._cut_before:
+            rows, seq_len = tokens_BS.shape
+            sizes = {**self.mesh.layout.sizes, "ep": self.mesh.layout.ep}
+            refuse(refusals(self.config, sizes, self.plan, sequences=rows, seq_len=seq_len))
+            self._cut_before.add(tokens_BS.shape)
         layout = self.plan.layout if self.mesh.cp.size > 1 else cp.CONTIGUOUS
         tokens, targets, positions = cp.shard(tokens_BS, targets_BS, self.mesh.cp, layout)
         m = self.plan.micro_batches
@@ -122,8 +126,12 @@ class Trainer:
         model, total = self.stages[0], torch.zeros_like(self.balance.total)
         for index, (x, targets, positions) in enumerate(batches):
             last = index + 1 == len(batches)
-            with nullcontext() if last else self.gradients.accumulate():
+            with self.mesh.compute("F", stage=0, mb=index):
                 loss = model.cross_entropy(model(x, positions), targets)[0] / tokens
+            with (
+                nullcontext() if last else self.gradients.accumulate(),
+                self.mesh.compute("B", stage=0, mb=index),
+            ):
                 loss.backward()
             total += loss.detach()
         return total
