@@ -6,6 +6,7 @@ all ranks. The file ``.metadata`` is written last: a folder without it is no che
 
 from __future__ import annotations
 
+import logging
 import warnings
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
@@ -187,9 +188,11 @@ def _among(world: Axis) -> dict[str, Any]:
 
 @contextmanager
 def _plainly(reading: Place | None = None) -> Iterator[None]:
-    """What went wrong on some rank is raised as it was there, on every rank."""
+    """What went wrong on some rank is raised as it was there, on every rank, and not logged too."""
+    root = logging.getLogger()
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="torch.distributed is disabled")  # on one rank
+        root.addFilter(_not_of_the_loader)
         try:
             yield
         except CheckpointException as error:
@@ -197,6 +200,13 @@ def _plainly(reading: Place | None = None) -> Iterator[None]:
             if isinstance(cause, ValueError) or reading is None:
                 raise cause from None
             raise ValueError(_unreadable(reading, rank, cause)) from cause
+        finally:
+            root.removeFilter(_not_of_the_loader)
+
+
+def _not_of_the_loader(record: logging.LogRecord) -> bool:
+    """torch's loader logs two tracebacks a rank for a file that is not there, then raises."""
+    return record.module != "state_dict_loader"
 
 
 def _unreadable(path: Place, rank: int, cause: BaseException) -> str:

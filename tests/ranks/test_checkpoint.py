@@ -555,10 +555,12 @@ def test_a_broken_checkpoint(worlds, saved, how, said):
         assert re.search(said, heard, re.DOTALL)
 
 
-def test_no_folder(tmp_path):
+def test_no_folder(tmp_path, caplog):
     model, optimizer = serial_job()
     with pytest.raises(ValueError, match="there is no folder .*nowhere"):
         load_here(tmp_path / "nowhere", model, optimizer)
+    logged = [record for record in caplog.records if record.name == "root"]
+    assert not logged, "the error is enough"
 
 
 def test_nothing_is_written_over(worlds, saved):
