@@ -181,15 +181,11 @@ def _costly(config: ModelConfig, sizes: Sizes, plan: Plan) -> Iterator[str]:
             f"the {plan.layout.name} layout with core {plan.core.name}: under a causal mask the "
             "last rank computes nearly cp times as much as the first; zig-zag is even"
         )
-    if plan.zero == 2 and plan.micro_batches > 1:
+    if plan.zero in (2, 3) and plan.micro_batches > 1:
+        what = "a reduce-scatter" if plan.zero == 2 else "gathers and a reduce-scatter"
         yield (
-            f"zero=2 with {plan.micro_batches} micro-batches: a reduce-scatter for each, where "
-            "zero=1 has one a step"
-        )
-    if plan.zero == 3 and plan.micro_batches > 1:
-        yield (
-            f"zero=3 with {plan.micro_batches} micro-batches: all parameters are gathered twice "
-            "for each"
+            f"zero={plan.zero} with {plan.micro_batches} micro-batches: {what} of everything for "
+            "each, where zero=1 has one of each a step"
         )
     if p > 1 and plan.micro_batches < p:
         yield (
