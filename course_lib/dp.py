@@ -231,12 +231,14 @@ def clip_gradients(parameters: Iterable[nn.Parameter], max_norm: float) -> Tenso
     Returns the norm before scaling. Call it after ``finish()``: then every rank holds the same
     full gradients, the norm needs no communication, and all ranks scale alike. Clipping each
     rank's own part first would be another (and a wrong) gradient. Parameters that tensor
-    parallelism has cut are refused: their norm is ``tp.clip_gradients``'s.
+    parallelism has cut are refused: their norm is ``tp.clip_gradients``'s. So are those without a
+    gradient, as under ZeRO: its ``clip`` knows where they are.
     """
     if max_norm <= 0:
         raise ValueError(f"max_norm={max_norm}: a norm above 0 is wanted")
     wanted = trainable(parameters)
     comm.refuse_cut(wanted)
+    comm.held_gradients(wanted)  # or a ValueError: a norm of nothing is 0, and clips nothing
     return nn.utils.clip_grad_norm_(wanted, max_norm)
 
 

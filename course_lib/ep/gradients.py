@@ -6,7 +6,6 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import Protocol
 
-import torch
 from torch import Tensor, nn
 
 from course_lib import comm
@@ -74,10 +73,12 @@ class ExpertSync:
 def gradient_norm(model: nn.Module, ep: Axis) -> Tensor:
     """Norm of the whole model's gradient, after the sums: experts of all ranks, the rest once.
 
-    One number travels, as control.
+    One number travels, as control. Raises ValueError where gradients are not here, as under ZeRO,
+    and where a parameter is cut over tp: see comm.squared_norm for the axes to count over then.
     """
-    experts = comm.all_reduce(_square(expert_parameters(model)), ep, control=True)
-    return (experts + _square(shared_parameters(model))).sqrt()
+    comm.refuse_cut(model.parameters())
+    experts = comm.squared_norm(comm.held_gradients(expert_parameters(model)), [ep])
+    return (experts + comm.squared_norm(comm.held_gradients(shared_parameters(model)))).sqrt()
 
 
 def clip_gradients(model: nn.Module, ep: Axis, max_norm: float) -> Tensor:
@@ -90,12 +91,3 @@ def clip_gradients(model: nn.Module, ep: Axis, max_norm: float) -> Tensor:
     norm = gradient_norm(model, ep)
     nn.utils.clip_grads_with_norm_(model.parameters(), max_norm, norm)
     return norm
-
-
-def _square(parameters: Iterable[nn.Parameter]) -> Tensor:
-    """Sum of the squares of all gradients, in float32 at least."""
-    total = torch.zeros(())
-    for gradient in (p.grad for p in parameters if p.grad is not None):
-        wide = torch.promote_types(gradient.dtype, torch.float32)
-        total = torch.linalg.vector_norm(gradient, dtype=wide) ** 2 + total
-    return total

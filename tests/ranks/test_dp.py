@@ -318,6 +318,8 @@ def test_bad_input_is_named():
         dp.trainable([torch.nn.Parameter(torch.ones(1), requires_grad=False)])
     with pytest.raises(ValueError, match="max_norm=0"):
         dp.clip_gradients(build_model(F64).parameters(), 0)
+    with pytest.raises(ValueError, match="have no gradient .*under ZeRO ask"):
+        dp.clip_gradients(build_model(F64).parameters(), 1.0)
     mesh = make_mesh()
     with pytest.raises(ValueError, match="bucket of 0 bytes"):
         dp.Bucketed(build_model(F64).parameters(), mesh.dp, 0)

@@ -12,7 +12,7 @@ from equality import assert_bitwise, assert_equal, projection, worst_error
 from hypothesis import given
 from hypothesis import strategies as st
 
-from course_lib import comm, dp, ep
+from course_lib import comm, dp, ep, tp, zero
 from course_lib.data import batch
 from course_lib.ep import moe as serial_moe
 from course_lib.ep import parallel as parallel_moe
@@ -485,6 +485,29 @@ def test_equals_a_layer_of_torch_s_own_pieces(worlds):
 
 
 # --- what does not fit -----------------------------------------------------------------------
+
+
+def test_a_norm_of_gradients_that_are_not_here_is_refused(worlds):
+    """Under ZeRO they are in shards: a norm of 0 would clip nothing. Under tp they are parts."""
+
+    def rank():
+        mesh = make_mesh(ep=2)
+        model = ep.parallelize(build(), mesh.ep, mesh.dp_cp)
+
+        def shards(parameters, axis):
+            return zero.Zero2(parameters, axis, torch.optim.AdamW)
+
+        sync = ep.ExpertSync(model, shards, ep=mesh.ep, edp=mesh.edp, data=mesh.dp_cp)
+        ep.loss_sum(model, COEFFICIENT)(*share(0, even(4), mesh.rank))[0].backward()
+        sync.finish()
+        with pytest.raises(ValueError, match=r"have no gradient .*under ZeRO ask"):
+            sync.clip(0.1)
+        model = build()
+        tp.parallelize(model, mesh.dp, plan={"blocks.*.attn.q": tp.plan.column})
+        with pytest.raises(ValueError, match="that is cut over tp"):
+            ep.gradient_norm(model, mesh.ep)
+
+    worlds(4).run(rank)
 
 
 def test_what_does_not_fit_is_named(worlds):
