@@ -20,6 +20,7 @@ from torch import Size, Tensor
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import (
     ChunkStorageMetadata,
+    Metadata,
     MetadataIndex,
     TensorProperties,
 )
@@ -52,7 +53,7 @@ def write(path: Place, own: Callable[[], list[Box]], world: Axis) -> None:
         return own()
 
     with _plainly():
-        dcp.save({}, checkpoint_id=path, planner=_Saves(new), **_among(world))
+        dcp.save({}, checkpoint_id=path, planner=_Saves(new, path), **_among(world))
 
 
 def read(
@@ -77,16 +78,28 @@ def _chunk(box: Box) -> ChunkStorageMetadata:
 class _Saves(dcp.DefaultSavePlanner):
     """Writes boxes; torch's own planner drops what several ranks hold."""
 
-    def __init__(self, own: Callable[[], list[Box]]) -> None:
+    def __init__(self, own: Callable[[], list[Box]], path: Place) -> None:
         super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
-        self._own = own
+        self._own, self._path = own, str(Path(path).absolute())
         self._boxes: dict[MetadataIndex, Box] = {}
 
     def create_local_plan(self) -> SavePlan:
         """One item for each box."""
         self._boxes = {_index(box): box for box in self._own()}
-        self.plan = SavePlan([_write(box) for box in self._boxes.values()])
+        items = [_write(box) for box in self._boxes.values()]
+        self.plan = SavePlan(items, planner_data=self._path)
         return self.plan
+
+    def create_global_plan(self, all_plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
+        """On one rank, which knows all plans: files in two folders would be no checkpoint."""
+        first, *others = (plan.planner_data for plan in all_plans)
+        for rank, place in enumerate(others, start=1):
+            if place != first:
+                raise ValueError(
+                    f"rank {rank} saves to {place} and rank 0 to {first}: give all ranks the same "
+                    "folder, on a disk that all of them see"
+                )
+        return super().create_global_plan(all_plans)
 
     def lookup_object(self, index: MetadataIndex) -> Tensor:
         """The values of a box."""

@@ -15,6 +15,8 @@ def wire_bytes(load: Load, rank: int, row_bytes: int) -> Fraction:
     Dispatch and the backward of combine send the rows of its own pairs whose expert is elsewhere;
     combine and the backward of dispatch send back the rows of other ranks' pairs. Over all ranks
     it is four times the pairs whose expert is elsewhere, times D b.
+    Something before the layer is trained: where its input needs no gradient, dispatch has no
+    backward, and less is sent.
     """
     own = len(load.kept[0]) // len(load.kept)
     mine = range(rank * own, (rank + 1) * own)

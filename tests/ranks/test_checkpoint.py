@@ -575,6 +575,20 @@ def test_nothing_is_written_over(worlds, saved):
         assert "holds a checkpoint" in said
 
 
+def test_a_folder_for_each_rank_is_refused(worlds, files):
+    def save(path):
+        mesh, model, z = zero_job(1, twin.F64)
+        try:
+            checkpoint.save(path + str(mesh.rank), model, z, mesh)
+        except ValueError as error:
+            return str(error)
+
+    path = files()
+    for said in worlds(2).run(save, path):
+        assert f"rank 1 saves to {path}1 and rank 0 to {path}0: give all ranks the same" in said
+    assert not list(Path(path).parent.glob(f"{Path(path).name}?/*"))
+
+
 def test_state_that_cannot_be_cut_is_refused(tmp_path):
     for value, said in [(torch.ones(4), r"is shape \[4\]"), ("much", "is 'much'")]:
         model, optimizer = serial_job()

@@ -78,7 +78,7 @@ def accumulated(config, size, steps=STEPS):
     model = build(config)
     parameters = dict(model.named_parameters())
     masters = {
-        name: torch.nn.Parameter(p.detach().to(zero.reduce_dtype(p.dtype)))
+        name: torch.nn.Parameter(p.detach().to(torch.promote_types(p.dtype, torch.float32)))
         for name, p in parameters.items()
     }
     optimizer, first = adam(masters.values()), {}
