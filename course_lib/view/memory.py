@@ -153,6 +153,7 @@ def _draw_line(
         size=SMALL,
         color=colour,
         weight="bold",
+        bbox={"facecolor": "white", "edgecolor": "none", "pad": 0.5, "alpha": 0.8},
         gid="peak",
     )
     return drawn

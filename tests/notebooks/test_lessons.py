@@ -151,6 +151,36 @@ def lesson_03_shows_one_gradient(notebook):
     assert len(pictures(notebook)) >= 2
 
 
+def lesson_04_shows_shards(notebook):
+    text = outputs(notebook)
+    for line in (
+        "   64     31.41     16.64      1.88",
+        "rank 1: {'own': [2222.0], 'gathered': [1111.0, 2222.0, 3333.0, 4444.0], 'bytes': (24,",
+        "rank 2: 11 elements, padded to 12; mine: 0.bias[0:2], 1.weight[0:1]",
+        "1                   1.00     1.00     1.00     1.40   ",
+        "4                   1.00     1.00     2.50     5.59",
+        "state kept by ranks, bytes: [8133164, 8133164, 8009288, 8008260]",
+        "0 of 5 right",
+        "stage 2         15.3        234.3   4.25",
+    ):
+        assert line.rstrip() in text
+    for way, sent, state in (
+        ("dp", "8,070,912", "16,142,052"),
+        ("zero 1", "8,070,912", "8,070,940"),
+        ("zero 3", "11,269,632", "4,035,512"),
+    ):
+        assert re.search(rf"^{way} +[\d.]+ +{sent} +{sent} +[\d.]+ +{state} ", text, re.MULTILINE)
+    table = re.findall(r"^(?:dp|zero \d) +([\d,]+) +\d\.\d\d(?: +[\d,]+)?$", text, re.MULTILINE)
+    peaks = [int(found.replace(",", "")) for found in table]
+    assert len(peaks) == 4
+    assert peaks == sorted(peaks, reverse=True), "each stage has a lower peak"
+    went_on = re.search(r"never stopped: (.*)", text)[1].strip()
+    assert text.count(went_on) == 3, "a checkpoint goes on where it was, on other ranks"
+    for ranks in ("....", "xxxx", ".x..", "xx.x"):
+        assert f"rank 2: {ranks}" in text
+    assert len(pictures(notebook)) == 3
+
+
 def lesson_07_shows_pipelines(notebook):
     text = outputs(notebook)
     for line in (
@@ -170,6 +200,7 @@ SHOWS = {  # what a lesson must show
     "notebooks/00_start_here": lesson_00_shows_what_ranks_did,
     "notebooks/02_collectives": lesson_02_shows_collectives,
     "notebooks/03_data_parallelism": lesson_03_shows_one_gradient,
+    "notebooks/04_zero": lesson_04_shows_shards,
     "notebooks/07_pipelines_1": lesson_07_shows_pipelines,
 }
 
