@@ -181,6 +181,32 @@ def lesson_04_shows_shards(notebook):
     assert len(pictures(notebook)) == 3
 
 
+def lesson_05_shows_a_pair(notebook):
+    text = outputs(notebook)
+    for line in (
+        "rank 1: {'h': [5.0], 'part': [10.0, 5.0], 'y': [14.0, 5.0], 'own dx': [-3.0, 9.0],",
+        "f and g:  {'y': [14.0, 5.0], 'dx': [-1.0, 10.0]} {'y': [14.0, 5.0], 'dx': [-1.0, 10.0]}",
+        "g alone:  {'y': [14.0, 5.0], 'dx': [2.0, 1.0]} {'y': [14.0, 5.0], 'dx': [-3.0, 9.0]}",
+        "equal; calls forward, backward: (1, 1)",
+        "heads=6 is not divisible by the 4 ranks of axis tp",
+        "4 all-reduces a block",
+        "    4     929,792     929,792    0.44",
+        "    192   294,912   299,904",
+        "8 all-reduces of 256 bytes, 2 in each of 4 layers; a rank sends 3,072;",
+        "0 of 5 right",
+    ):
+        assert line in text
+    for n, sent in ((2, "2,097,152"), (4, "3,145,728")):
+        assert re.search(rf"^ +{n} +[\d.]+ +8 \+ 8 +{sent} +{sent} ", text, re.MULTILINE)
+    for where in ("one", "two"):
+        assert re.search(rf"^TP, {where} nodes? +\d+ +\d+ +0 ", text, re.MULTILINE), "none hides"
+    assert re.search(r"^DTensor, x enters once +16 calls, 3,145,728 bytes; ", text, re.MULTILINE)
+    assert re.search(r"^rings +1,572,864 bytes a rank: 48 recv, 48 send$", text, re.MULTILINE)
+    calls = sorted(re.findall(r"^[A-E]  (\d \+ \d) ", text, re.MULTILINE))
+    assert calls == ["7 + 8", "8 + 4", "8 + 8", "8 + 8", "8 + 8"], "two ledgers show the illness"
+    assert len(pictures(notebook)) == 3
+
+
 def lesson_07_shows_pipelines(notebook):
     text = outputs(notebook)
     for line in (
@@ -201,6 +227,7 @@ SHOWS = {  # what a lesson must show
     "notebooks/02_collectives": lesson_02_shows_collectives,
     "notebooks/03_data_parallelism": lesson_03_shows_one_gradient,
     "notebooks/04_zero": lesson_04_shows_shards,
+    "notebooks/05_tensor_parallelism": lesson_05_shows_a_pair,
     "notebooks/07_pipelines_1": lesson_07_shows_pipelines,
 }
 

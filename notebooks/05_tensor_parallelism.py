@@ -1,0 +1,1153 @@
+# ---
+# jupyter:
+#   jupytext:
+#     text_representation:
+#       extension: .py
+#       format_name: percent
+#   kernelspec:
+#     display_name: Python 3 (ipykernel)
+#     language: python
+#     name: python3
+#   course:
+#     lesson: '05'
+# ---
+
+# %% [markdown]
+# # 05 Tensor parallelism: one layer, cut over ranks
+#
+# *50 minutes to read and run, 60 to build.* Until now every rank computed whole layers. Here a single matrix is cut: each
+# rank multiplies its share, and one sum makes the result whole. You derive the pair of operators behind it, count what a
+# layer sends, see why its messages cannot hide, and break it. You need lessons 00 and 03.
+#
+# Vote first: write `"true"`, `"false"` or `"only if ..."`. The claims are settled at the end.
+#
+# 1. *Tensor parallelism over n ranks divides a rank's memory by n.*
+# 2. *Tensor parallelism communicates often, but that can be overlapped with computation.*
+
+# %%
+vote_1 = None
+vote_2 = None
+
+# %% [markdown]
+# ## The question
+# An MLP is two matrices with a nonlinearity between: y = GELU(x A) B. Two ranks are to share the work on the *same* rows
+# x. Megatron's answer: A by columns, B by rows.
+#
+# ```
+#                 A = [ A0 | A1 ]            B = [ B0 ]
+#                                                [ B1 ]
+#  rank 0   x --> x A0 --> GELU --> h0 --> h0 B0 --+
+#                                                  +--> all-reduce --> y on both
+#  rank 1   x --> x A1 --> GELU --> h1 --> h1 B1 --+
+# ```
+#
+# h0 and h1 are different features. Nobody needs the other's, because row k of B meets feature k alone. So nothing travels
+# between the two matrices, and the results are partial sums. What travels in backward?
+
+# %% [markdown]
+# ## Predict
+# The model of this lesson is a GPT: LayerNorm, biases, an MLP with GELU. Its blocks run on four ranks. Fill in what you can.
+
+# %%
+from course_lib.model import build_model, tiny_config
+
+RANKS, BATCH, SEQ, STEPS = 4, 8, 64, 4
+CONFIG = tiny_config(family="gpt", hidden=64, heads=8, kv_heads=8, ffn=256, max_seq_len=SEQ)
+X_BYTES = BATCH * SEQ * CONFIG.hidden * 4  # an activation x_BSD in float32
+
+print(f"{CONFIG.layers} blocks, hidden {CONFIG.hidden}; x has {X_BYTES:,} bytes")
+
+# %%
+predicted_calls = None  # all-reduces of one block, forward and backward together
+predicted_bytes = None  # bytes that a rank sends for all blocks in a step
+predicted_kept = None  # activations that a rank keeps of a block, as a share of one process's
+predicted_hidden = None  # share of the communication that hides behind computation, 0 to 1
+predicted_serving = None  # all-reduces of all blocks for one token served
+
+# %% [markdown]
+# ## A pair by hand
+# Two ranks, x = [1, 2], no nonlinearity yet:
+#
+# $$A = \begin{pmatrix} 2 & -1 \\ 1 & 3 \end{pmatrix} \qquad B = \begin{pmatrix} 1 & 0 \\ 2 & 1 \end{pmatrix} \qquad xA = [4, 5] \qquad y = xAB = [14, 5]$$
+#
+# Rank 0 has column [2, 1] and row [1, 0]: its h is 4 and its part of y is [4, 0]. Rank 1: 5, and [10, 5]. The sum is
+# [14, 5].
+#
+# Backward from dy = [1, 1]. Every rank needs dy, and has it. Rank 0: dh = dy · [1, 0] = 1, and dx = 1 · [2, 1]. Rank 1:
+# dh = 3, dx = 3 · [-1, 3]. But x went to *both*, so its gradient is the sum: [2, 1] + [-3, 9] = [-1, 10]. That is the
+# second message. The gradients of A's columns and B's rows need none: each rank's own are complete.
+
+# %%
+import torch
+
+from course_lib import comm
+from course_lib.launch import run
+from course_lib.mesh import make_mesh
+
+A = torch.tensor([[2.0, -1.0], [1.0, 3.0]])
+B = torch.tensor([[1.0, 0.0], [2.0, 1.0]])
+
+
+def by_hand():
+    axis = make_mesh(tp=2).tp
+    column, row = A[:, [axis.rank]], B[[axis.rank]]
+    x, dy = torch.tensor([[1.0, 2.0]]), torch.tensor([[1.0, 1.0]])
+    h = x @ column
+    y = comm.all_reduce(h @ row, axis)
+    own_dx = dy @ row.T @ column.T
+    dx = comm.all_reduce(own_dx, axis)
+    told = {"h": h, "part": h @ row, "y": y, "own dx": own_dx, "dx": dx}
+    return {name: tensor.flatten().tolist() for name, tensor in told.items()}
+
+
+for rank, told in enumerate(run(by_hand, n=2)):
+    print(f"rank {rank}: {told}")
+
+# %% [markdown]
+# ## The pair of operators, f and g
+# For autograd the two messages must be part of the graph. Each stands in one direction only:
+#
+# | | forward | backward | where |
+# |---|---|---|---|
+# | f, `comm.copy` | identity | all-reduce | x enters the region in which ranks divide the work |
+# | g, `comm.reduce` | all-reduce | identity | partial sums leave it |
+#
+# g's backward sends nothing: y is the sum of the parts, so dy is the gradient of *each* part. f is the transpose of g.
+
+# %%
+from course_lib.view import show_source
+
+show_source(comm.copy, comm.reduce)
+
+
+def by_autograd(enters):
+    axis = make_mesh(tp=2).tp
+    x = torch.tensor([[1.0, 2.0]], requires_grad=True)
+    entered = comm.copy(x, axis) if enters else x
+    h = entered @ A[:, [axis.rank]]
+    y = comm.reduce(h @ B[[axis.rank]], axis)
+    y.sum().backward()
+    return {"y": y.flatten().tolist(), "dx": x.grad.flatten().tolist()}
+
+
+print()
+for enters in (True, False):
+    print(f"{'f and g:' if enters else 'g alone:':9}", *run(by_autograd, enters, n=2))
+
+x = torch.tensor([[1.0, 2.0]], requires_grad=True)
+(x @ A @ B).sum().backward()
+assert run(by_autograd, True, n=2)[1]["dx"] == x.grad.flatten().tolist()
+
+# %% [markdown]
+# Look at `dx` of g alone: outputs are right, gradients are partial and differ from rank to rank. Nothing fails.
+#
+# ## Why columns first
+# The other order is also a correct pair for linear maps: A by rows, B by columns. Then x A is a sum over ranks, and GELU
+# stands behind it:
+
+# %%
+import torch.nn.functional as F
+
+a, b = torch.tensor([1.0, -2.0]), torch.tensor([-3.0, 4.0])
+print("gelu(a) + gelu(b):", (F.gelu(a) + F.gelu(b)).tolist())
+print("gelu(a + b):      ", F.gelu(a + b).tolist())
+
+# %% [markdown]
+# A function that is not linear must see finished numbers. By rows first, the all-reduce would have to come *before* GELU,
+# on F = 4h features instead of h, and every rank would need all of them. By columns, each feature is finished on one rank.
+#
+# ## Build it
+# Each half is made from the serial `nn.Linear`, with the same weights. Mind torch's layout: a linear keeps its weight as
+# (out, in), so "columns of A" are rows of that tensor. A lower-case letter in a name marks a dim that is divided: `W_FtD`
+# is F/t by D.
+
+# %%
+from course_lib import tp
+
+show_source(tp.ColumnLinear.forward, tp.RowLinear.forward)
+
+# %% [markdown]
+# The column's bias is cut with its features. The row's bias is whole and added *after* the sum: before it, n ranks would
+# add it n times.
+#
+# Is it the serial MLP? Output, the gradient of x, and the gradients of all shares:
+
+# %%
+from course_lib.model.layers import MLP
+
+torch.manual_seed(0)
+serial_mlp = MLP(CONFIG)
+x_BSD, dy_BSD = torch.randn(2, BATCH, SEQ, CONFIG.hidden)
+
+
+def mlp_on_ranks():
+    mesh = make_mesh(tp=RANKS)
+    up = tp.ColumnLinear(serial_mlp.fc_in, mesh.tp, enter=comm.copy)
+    down = tp.RowLinear(serial_mlp.fc_out, mesh.tp)
+    x = x_BSD.clone().requires_grad_()
+    y = down(F.gelu(up(x)))
+    forward = mesh.ledger.calls()
+    y.backward(dy_BSD)
+    return {
+        "y": y.detach(),
+        "dx": x.grad,
+        "columns": up.weight.grad,
+        "rows": down.weight.grad,
+        "calls": (forward, mesh.ledger.calls() - forward),
+    }
+
+
+x = x_BSD.clone().requires_grad_()
+y = serial_mlp(x)
+y.backward(dy_BSD)
+result = run(mlp_on_ranks, n=RANKS)
+for one in result:
+    torch.testing.assert_close(one["y"], y.detach(), atol=1e-4, rtol=1e-4)
+    torch.testing.assert_close(one["dx"], x.grad, atol=1e-4, rtol=1e-4)
+columns = torch.cat([one["columns"] for one in result], dim=0)
+rows_of_b = torch.cat([one["rows"] for one in result], dim=1)
+torch.testing.assert_close(columns, serial_mlp.fc_in.weight.grad, atol=1e-3, rtol=1e-4)
+torch.testing.assert_close(rows_of_b, serial_mlp.fc_out.weight.grad, atol=1e-3, rtol=1e-4)
+print("output and all gradients equal; calls forward, backward:", result[0]["calls"])
+print("shares of rank 0:", [list(result[0][name].shape) for name in ("columns", "rows")])
+
+# %% [markdown]
+# ## Attention by heads
+# Heads do not see each other until o mixes them. So q, k and v are cut by columns, whole heads to a rank, softmax and all
+# stay inside it, and o is cut by rows: the same pair. The cut of a whole model is a table, from module names to what takes
+# their place:
+
+# %%
+BLOCKS = {key: entry for key, entry in tp.GPT.items() if key.startswith("blocks.")}
+for key, entry in BLOCKS.items():
+    print(f"{key:20} {entry.__name__}")
+print()
+show_source(tp.plan.enters)
+
+# %% [markdown]
+# `enters` is f, once for q, k and v together: their three gradients of x are added on the rank, then sent once. A rank must
+# hold whole heads, so n must divide them:
+
+# %%
+from course_lib.launch import RankError
+
+
+def six_heads_on_four():
+    config = tiny_config(family="gpt", hidden=96, heads=6, kv_heads=6, ffn=384)
+    tp.parallelize(build_model(config), make_mesh(tp=4).tp)
+
+
+try:
+    run(six_heads_on_four, n=4)
+except RankError as error:
+    print(str(error).splitlines()[0])
+
+# %% [markdown]
+# ## Measure: train with cut blocks
+# `BLOCKS` leaves embedding and head whole; the vocabulary is lesson 06's. All ranks of a tensor-parallel group read the
+# *same* rows: the batch is not divided. Four steps, in one process and on ranks:
+
+# %%
+from fractions import Fraction
+
+from course_lib.data import batch
+from course_lib.trace import SavedActivations, state_bytes
+
+
+def train(n, steps=STEPS):
+    mesh = make_mesh(tp=n)
+    model = tp.parallelize(build_model(CONFIG, seed=0), mesh.tp, plan=BLOCKS)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
+    losses = []
+    for step in range(steps):
+        tokens, targets = batch(step, seed=0, batch_size=BATCH, seq_len=SEQ)
+        optimizer.zero_grad()
+        mesh.ledger.clear()
+        with SavedActivations(model) as saved:
+            total, count = model.loss_sum(tokens, targets)
+            forward = mesh.ledger.calls()
+            (total / count).backward()
+        optimizer.step()
+        losses.append((total / count).item())
+    cut = {name: getattr(p, "tp_dim", None) for name, p in model.named_parameters()}
+    return {
+        "losses": losses,
+        "calls": (forward, mesh.ledger.calls() - forward),
+        "weights": {name: (p.detach(), cut[name]) for name, p in model.named_parameters()},
+        "state": state_bytes(model, optimizer),
+        "activations": saved.peak,
+    }
+
+
+def whole(result):
+    """The shares of all ranks put together; what is not cut must be equal on all ranks."""
+    weights = {}
+    for name, (mine, dim) in result[0]["weights"].items():
+        shares = [one["weights"][name][0] for one in result]
+        assert dim is not None or all((share - mine).abs().max() < 1e-4 for share in shares), name
+        weights[name] = mine if dim is None else torch.cat(shares, dim)
+    return weights
+
+
+def blocks_bytes(n):
+    """8 L (n-1)/n B s h b: four all-reduces of x a layer, each of which sends 2(n-1)/n of it."""
+    return 8 * CONFIG.layers * Fraction(n - 1, n) * X_BYTES
+
+
+runs = {n: run(train, n, n=n) for n in (1, 2, 4)}
+truth = whole(runs[1])
+print(
+    f"{'ranks':5}{'last loss':>11}{'calls':>10}{'bytes a rank':>14}{'formula':>12}{'weights off by':>16}"
+)
+for n, result in runs.items():
+    own, one = result.ledgers[0], result[0]
+    ours = whole(result)
+    apart = max((ours[name] - weight).abs().max().item() for name, weight in truth.items())
+    calls = "{} + {}".format(*one["calls"])
+    sent = int(own.wire_bytes())
+    print(
+        f"{n:5}{one['losses'][-1]:11.4f}{calls:>10}{sent:14,}{int(blocks_bytes(n)):12,}{apart:16.1e}"
+    )
+    assert own.wire_bytes() == blocks_bytes(n)
+    assert abs(one["losses"][-1] - runs[1][0]["losses"][-1]) < 1e-4
+    assert apart < 1e-3
+a_block = sum(runs[4][0]["calls"]) // CONFIG.layers
+print(
+    f"\n{a_block} all-reduces a block; your predictions: {predicted_calls} calls, {predicted_bytes} bytes"
+)
+
+# %% [markdown]
+# Two forward and two backward in every layer. Norms and the row's biases are not cut, and nobody synchronises their
+# gradients: all ranks compute the same, because f has made dx whole before it reaches the norm.
+#
+# A study note gives TP's volume per layer as "4 × B × S × H". That is the *payload* in numbers; a rank sends 2(n-1)/n times
+# that.
+#
+# ## What is cut and what stays whole
+# Inside a region a rank keeps its share for backward. Outside, between g and the next f, every rank has all of x, and keeps
+# what norms and column linears need of it.
+
+# %%
+from course_lib.recompute import kept_by_block
+from course_lib.tp import formulas
+
+
+def kept_of_a_block(n):
+    mesh = make_mesh(tp=n)
+    model = tp.parallelize(build_model(CONFIG), mesh.tp, plan=BLOCKS)
+    x = x_BSD.clone().requires_grad_()
+    with SavedActivations(model) as saved:
+        y = model.blocks[0](x * 1, torch.arange(SEQ))
+        assert y.requires_grad
+    return saved.peak
+
+
+kept = kept_by_block(CONFIG, BATCH, SEQ)
+print("one process, bytes of a block:")
+print(
+    f"  whole on every rank: norms and residuals {kept.outside:,}, inputs of columns {kept.entered:,}"
+)
+print(f"  cut by n:            inside {kept.inside:,}, keys and values {kept.keys_values:,}\n")
+print(f"{'ranks':5}{'measured':>12}{'formula':>12}{'share':>8}")
+for n in (1, 2, 4):
+    measured = run(kept_of_a_block, n, n=n)[0]
+    formula = formulas.kept_per_block(CONFIG, BATCH, SEQ, n)
+    print(f"{n:5}{measured:12,}{formula:12,}{measured / kept.total:8.2f}")
+    assert measured == formula
+limit = (kept.outside + kept.entered) / kept.total
+print(f"however many ranks: more than {limit:.2f}; your prediction for 4: {predicted_kept}")
+
+# %%
+from course_lib.view import memory_plot
+
+memory_plot(
+    {f"{n} rank" + "s" * (n > 1): result[0]["state"] for n, result in runs.items()},
+    activations={f"{n} rank" + "s" * (n > 1): one[0]["activations"] for n, one in runs.items()},
+    title="What a rank keeps: weights are cut by n, activations are not",
+)
+
+# %% [markdown]
+# Look at the yellow parts: on four ranks still half of one process's, and the more ranks the closer to a floor, what is whole
+# on every rank. (Weights miss a quarter by the vocabulary, which is whole here.) Lesson 06 cuts that floor too.
+#
+# ## A first look: when does TP send more than DP?
+# For one layer, DP sends the gradients of about 12h² parameters, whatever the tokens; TP four activations of T tokens,
+# whatever the parameters. Equal at 4 T h = 12 h²: T = 3h tokens in a replica. Lesson 12 derives it for whole meshes; here
+# is one block, counted.
+
+# %%
+from course_lib import dp
+
+LONG = tiny_config(family="gpt", hidden=64, heads=8, kv_heads=8, ffn=256, max_seq_len=256, layers=1)
+
+
+def one_block(tokens, by_tensor):
+    mesh = make_mesh(tp=RANKS) if by_tensor else make_mesh()
+    model = build_model(LONG)
+    if by_tensor:
+        tp.parallelize(model, mesh.tp, plan=BLOCKS)
+    y = model.blocks[0](
+        torch.randn(1, tokens, LONG.hidden, requires_grad=True), torch.arange(tokens)
+    )
+    y.sum().backward()
+    if not by_tensor:
+        dp.Bucketed(model.blocks.parameters(), mesh.dp, 10**9).finish()
+
+
+print(f"h = {LONG.hidden}, 3h = {3 * LONG.hidden}; bytes a rank sends for one block")
+print(f"{'tokens':>7}{'TP':>10}{'DP':>10}")
+for tokens in (64, 128, 192, 256):
+    sent = [run(one_block, tokens, kind, n=RANKS).ledgers[0].wire_bytes() for kind in (True, False)]
+    print(f"{tokens:7}{int(sent[0]):10,}{int(sent[1]):10,}")
+
+# %% [markdown]
+# At 3h they are within a few percent; biases and norms are the rest. Real batches have far more tokens than 3h: there TP
+# sends more, and in every layer.
+#
+# ## See it: messages that cannot hide
+# A paced step through two blocks, first with the four ranks in one node, then in two nodes of two. Compute is slept to 10
+# ms forward and 20 ms backward for each half of a block; the links are emulated. Look between the compute boxes.
+
+# %%
+from itertools import cycle
+
+from course_lib.comm.operators import Region
+from course_lib.mesh import Conditions, Link, Links
+from course_lib.view import timeline
+from course_lib.view.summary import read, summarize
+
+PACE = {"F": 0.010, "B": 0.020}
+FAST, SLOW = Link(alpha=0.0001, beta=1e9), Link(alpha=0.0005, beta=25e6)
+NODES = {
+    "one node": Links(inside=FAST, between=SLOW, ranks_per_node=4),
+    "two nodes": Links(inside=FAST, between=SLOW, ranks_per_node=2),
+}
+SHOWN = tiny_config(
+    family="gpt", hidden=64, heads=8, kv_heads=8, ffn=256, max_seq_len=SEQ, layers=2
+)
+
+
+def timed_region(mesh):
+    """f and g, with a compute span from where x enters to where the parts leave, and back."""
+    halves, running = cycle(["attn", "mlp"]), []
+
+    def begin(op, half):
+        span = mesh.compute(op, label=half)
+        span.__enter__()
+        running.append((span, half))
+
+    def end():
+        span, half = running.pop()
+        span.__exit__(None, None, None)
+        return half
+
+    def enter(x, axis):
+        x = comm.copy(x, axis)
+        x.register_hook(lambda gradient: end() and None)  # before f's all-reduce
+        begin("F", next(halves))
+        return x
+
+    def leave(part, axis):
+        half = end()
+        y = comm.reduce(part, axis)
+        y.register_hook(lambda gradient: begin("B", half))
+        return y
+
+    return Region(enter, leave, tp.REGION.rows)
+
+
+def paced_step():
+    mesh = make_mesh(tp=RANKS)
+    model = tp.parallelize(build_model(SHOWN), mesh.tp, timed_region(mesh), BLOCKS)
+    for _ in range(2):  # the first step warms up
+        comm.barrier(mesh.tp)
+        mesh.trace.clear()
+        y = x_BSD.clone().requires_grad_()
+        for block in model.blocks:
+            y = block(y, torch.arange(SEQ))
+        y.backward(dy_BSD)
+
+
+paced = {where: run(paced_step, n=RANKS, pace=PACE, links=links) for where, links in NODES.items()}
+
+
+def paced_picture(where):
+    title = f"Tensor parallelism, four ranks in {where}: every all-reduce is waited for"
+    return timeline(paced[where].traces, title=title, conditions=Conditions(PACE, NODES[where]))
+
+
+paced_picture("one node")
+
+# %%
+paced_picture("two nodes")
+
+# %% [markdown]
+# All the grey is waiting. g stands between this half and the next: the norm needs the sum. In DP nothing but the optimizer
+# waits for a gradient, so it travels while backward goes on. The same slow link carries DP's buckets below:
+
+# %%
+from course_lib.trace.blocks import MeasuredBlocks
+
+BLOCK_PACE = {op: 2 * seconds for op, seconds in PACE.items()}  # a block has two halves
+
+
+def data_parallel_step():
+    mesh = make_mesh()
+    model = build_model(SHOWN)
+    sync = dp.Overlapped(model.blocks.parameters(), mesh.dp, 50_000)
+    with MeasuredBlocks(model.blocks, mesh.trace, mesh.conditions.pace):
+        for _ in range(2):
+            comm.barrier(mesh.dp)
+            mesh.trace.clear()
+            y = x_BSD.clone().requires_grad_()
+            for block in model.blocks:
+                y = block(y, torch.arange(SEQ))
+            y.backward(dy_BSD)
+            sync.finish()
+
+
+def expected(link):
+    """Four all-reduces a block, each 2(n-1) alphas and 2(n-1)/n of x."""
+    each = 2 * (RANKS - 1) * link.alpha + 2 * (RANKS - 1) / RANKS * X_BYTES / link.beta
+    return 4 * SHOWN.layers * each
+
+
+overlapped_dp = run(data_parallel_step, n=RANKS, pace=BLOCK_PACE, links=NODES["two nodes"])
+print(f"{'':16}{'formula':>9}{'communication':>15}{'hidden':>8}{'step':>8}   ms")
+lines = {"TP, one node": FAST, "TP, two nodes": SLOW, "DP, two nodes": None}
+exposed = {}
+for name, link in lines.items():
+    traces = (paced[name[4:]] if link else overlapped_dp).traces
+    seen = summarize(read(traces)[0])
+    formula = f"{1e3 * expected(link):9.0f}" if link else f"{'':9}"
+    hidden = seen.comm - seen.exposed
+    exposed[name] = seen.exposed
+    print(f"{name:16}{formula}{1e3 * seen.comm:15.0f}{1e3 * hidden:8.0f}{1e3 * seen.makespan:8.0f}")
+print(f"your prediction: {predicted_hidden} of TP's hides")
+
+# %% [markdown]
+# Measured is longer than the formula: gloo's own time, and the wait for the last rank; most of all on a busy machine, as this
+# table's was. Compare `hidden`, not steps: TP hides nothing, DP as much as there is backward, 80 ms. So TP stays inside a
+# node, where links are fast, and DP, which can wait, goes across.
+#
+# ## Second step: cut the product, and it can hide
+# The all-reduce waits for the whole product. Cut x into blocks of rows, and the sum of one block can travel while the next
+# is multiplied. This needs activations that lie by rows between the regions (`sp.REGION`, lesson 06): then g is a
+# reduce-scatter and f an all-gather, and both become rings between matrix products.
+
+# %%
+from course_lib import sp
+from course_lib.tp.overlap import ring_scatter
+
+show_source(ring_scatter)
+
+
+def forward_only(plan):
+    mesh = make_mesh(tp=RANKS)
+    model = tp.parallelize(build_model(CONFIG), mesh.tp, sp.REGION, plan)
+    y = x_BSD.chunk(RANKS, 1)[mesh.tp.rank]
+    for block in model.blocks:
+        y = block(y, torch.arange(SEQ))
+    return y.detach()
+
+
+print()
+found = {}
+for name, plan in {"collectives": BLOCKS, "rings": tp.overlapped(BLOCKS)}.items():
+    found[name] = result = run(forward_only, plan, n=RANKS)
+    ops = [record.op for record in result.ledgers[0].select("tp")]
+    counted = ", ".join(f"{ops.count(op)} {op}" for op in sorted(set(ops)))
+    print(f"{name:12} {int(result.ledgers[0].wire_bytes()):,} bytes a rank: {counted}")
+off = max((a - b).abs().max().item() for a, b in zip(*found.values(), strict=True))
+assert off < 1e-4
+print(f"outputs differ by {off:.0e}; plain TP forward sends {int(blocks_bytes(RANKS) / 2):,}")
+
+# %% [markdown]
+# The same bytes in smaller pieces, each beside arithmetic. (`course bench tp` times it.) Smaller still: in backward, f's
+# all-reduce can run beside the *weight* gradients, which nobody waits for; Megatron does so.
+#
+# ## Serving one token
+# Without backward, two all-reduces a layer stay. With one token each is tiny:
+
+
+# %%
+def serve_one_token():
+    mesh = make_mesh(tp=RANKS)
+    model = tp.parallelize(build_model(CONFIG), mesh.tp, plan=BLOCKS)
+    with torch.no_grad():
+        model(torch.tensor([[72]]))
+
+
+own = run(serve_one_token, n=RANKS).ledgers[0]
+row = CONFIG.hidden * 4
+each = own.wire_bytes() / own.calls()
+print(f"{own.calls()} all-reduces of {row} bytes, 2 in each of {CONFIG.layers} layers;", end=" ")
+print(f"a rank sends {int(own.wire_bytes()):,}; your prediction {predicted_serving}")
+alphas, bytes_time = 2 * (RANKS - 1) * FAST.alpha, float(each) / FAST.beta
+print(
+    f"on the fast link each takes {1e3 * alphas:.2f} ms of alphas and {1e3 * bytes_time:.4f} ms of bytes"
+)
+assert own.calls() == 2 * CONFIG.layers
+
+# %% [markdown]
+# A token's price is the *number* of messages. A note counts 192 for GPT-3's 96 layers: right. TP still makes a token come
+# sooner, because every rank reads only its share of the weights; replicas (DP) send nothing but make no token faster.
+
+# %% [markdown]
+# ## The same in PyTorch
+# `parallelize_module` turns the weights into DTensors, cut as ours are. Left alone, each of q, k and v lets x enter by
+# itself; `PrepareModuleInput` makes it one entry.
+
+# %%
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Replicate
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    PrepareModuleInput,
+    RowwiseParallel,
+    parallelize_module,
+)
+
+from course_lib.grading.wire import WireCalls  # counts below comm and DTensor alike
+
+
+def in_pytorch(enters_once):
+    dist.init_process_group("gloo")
+    devices = init_device_mesh("cpu", (dist.get_world_size(),))
+    plan = {f"attn.{name}": ColwiseParallel() for name in ("q", "k", "v")}
+    plan |= {
+        "ffn.fc_in": ColwiseParallel(),
+        "attn.o": RowwiseParallel(),
+        "ffn.fc_out": RowwiseParallel(),
+    }
+    if enters_once:
+        here, inside = Replicate(), Replicate()
+        plan["attn"] = PrepareModuleInput(
+            input_layouts=(here, None), desired_input_layouts=(inside, None)
+        )
+    model = build_model(CONFIG, seed=0)
+    for block in model.blocks:
+        parallelize_module(block, devices, plan)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
+    for step in range(STEPS):
+        tokens, targets = batch(step, seed=0, batch_size=BATCH, seq_len=SEQ)
+        optimizer.zero_grad()
+        with WireCalls() as counter:
+            F.cross_entropy(model(tokens).flatten(0, 1), targets.flatten()).backward()
+        optimizer.step()
+    parameters = dict(model.named_parameters())
+    weights = {
+        name: (p.full_tensor() if isinstance(p, DTensor) else p).detach()
+        for name, p in parameters.items()
+    }
+    dist.destroy_process_group()
+    sent = sum(call.wire(RANKS) for call in counter.calls)
+    return weights, len(counter.calls), sent
+
+
+ours = whole(runs[4])
+for enters_once in (False, True):
+    weights, calls, sent = run(in_pytorch, enters_once, n=RANKS, init=False)[0]
+    apart = max((weights[name] - ours[name]).abs().max().item() for name in ours)
+    assert apart < 1e-3
+    name = "x enters once" if enters_once else "each linear by itself"
+    print(f"DTensor, {name:22}{calls:3} calls, {int(sent):,} bytes; weights off by {apart:.0e}")
+print(f"{'ours':31}{sum(runs[4][0]['calls']):3} calls, {int(blocks_bytes(4)):,} bytes")
+
+# %% [markdown]
+# ## Break it and diagnose
+# One run is healthy, four are ill:
+#
+# - **no sum**: a row linear's parts are not summed
+# - **no f**: x enters the MLPs without f, so that backward does not sum dx
+# - **bias**: row linears add their bias before the sum
+# - **heads**: one rank took the query heads of its neighbour
+#
+# For each, name illness, collective (`"forward"` or `"backward"` if an all-reduce is missing there, else None) and rank (a
+# number, or `"all"`; None if healthy). "Off" is against one process; "apart" is between ranks; gradients are of a norm, in
+# the first step. The last columns are sums over each rank's query weights. Another SEED, other patients.
+
+# %%
+SEED = 1
+diagnosis = {  # such as ("no sum", "forward", "all"), or ("healthy", None, None)
+    "A": (None, None, None),
+    "B": (None, None, None),
+    "C": (None, None, None),
+    "D": (None, None, None),
+    "E": (None, None, None),
+}
+
+# %% jupyter={"source_hidden": true}
+# The patients. Run this cell folded; open it after your answer.
+import random
+from dataclasses import replace
+
+drawn = random.Random(SEED)
+ILLNESSES = {
+    "healthy": (None, None),
+    "no sum": ("forward", "all"),
+    "no f": ("backward", "all"),
+    "bias": (None, "all"),
+    "heads": (None, drawn.randrange(RANKS)),
+}
+PATIENTS = dict(zip("ABCDE", drawn.sample(list(ILLNESSES), k=5), strict=True))
+ILL_LAYER = drawn.randrange(CONFIG.layers)
+
+
+class BiasBeforeSum(tp.RowLinear):
+    def forward(self, x):
+        return self.leave(F.linear(x, self.weight, self.bias), self.axis)
+
+
+def ill_plan(illness, culprit):
+    plan = dict(BLOCKS)
+    if illness == "no sum":
+        del plan["blocks.*.attn.o"]
+        for layer in range(CONFIG.layers):
+            leave = tp.REGION.rows if layer == ILL_LAYER else comm.reduce
+            plan[f"blocks.{layer}.attn.o"] = lambda linear, cut, leave=leave: tp.RowLinear(
+                linear, cut.axis, leave
+            )
+    if illness == "no f":
+        del plan["blocks.*.ffn"]
+    if illness == "bias":
+        plan["blocks.*.attn.o"] = lambda linear, cut: BiasBeforeSum(linear, cut.axis)
+        plan["blocks.*.ffn.fc_out"] = plan["blocks.*.attn.o"]
+    if illness == "heads":
+
+        def from_the_neighbour(linear, cut):
+            rank = (cut.axis.rank + culprit) % cut.axis.size
+            return tp.ColumnLinear(linear, replace(cut.axis, rank=rank))
+
+        plan["blocks.*.attn.q"] = from_the_neighbour
+    return plan
+
+
+def patient(n, illness, ill_rank):
+    mesh = make_mesh(tp=n)
+    plan = ill_plan(illness, int(mesh.rank == ill_rank))
+    model = tp.parallelize(build_model(CONFIG, seed=0), mesh.tp, plan=plan)
+    queries = model.blocks[0].attn.q.weight.sum().item()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+    losses, norms, calls = [], [], []
+    for step in range(STEPS):
+        tokens, targets = batch(step, seed=0, batch_size=BATCH, seq_len=SEQ)
+        optimizer.zero_grad()
+        mesh.ledger.clear()
+        total, count = model.loss_sum(tokens, targets)
+        calls = [mesh.ledger.calls()]
+        (total / count).backward()
+        calls.append(mesh.ledger.calls() - calls[0])
+        norms.append(model.blocks[0].ffn_norm.weight.grad.clone())
+        losses.append((total / count).item())
+        optimizer.step()
+    return {"losses": losses, "norm": norms[0], "calls": calls, "queries": queries}
+
+
+healthy = run(patient, 1, "healthy", None, n=1)[0]
+print(f"{'':11}{'loss off':^22}{'loss':>9}{'norm gradient':>20}   sums of query weights")
+print(f"{'':3}{'calls':8}{'first':>11}{'last':>11}{'apart':>9}{'off':>10}{'apart':>10}   by rank")
+for name, illness in PATIENTS.items():
+    result = run(patient, RANKS, illness, ILLNESSES[illness][1], n=RANKS)
+    off = [abs(result[0]["losses"][at] - healthy["losses"][at]) for at in (0, -1)]
+    apart = max(abs(one["losses"][0] - result[0]["losses"][0]) for one in result)
+    norm = result[0]["norm"]
+    norm_off = ((norm - healthy["norm"]).norm() / healthy["norm"].norm()).item()
+    norm_apart = max(((one["norm"] - norm).norm() / norm.norm()).item() for one in result)
+    calls = "{} + {}".format(*result[0]["calls"])
+    sums = " ".join(f"{one['queries']:6.2f}" for one in result)
+    print(f"{name:3}{calls:8}{off[0]:11.0e}{off[1]:11.0e}{apart:9.0e}", end="")
+    print(f"{norm_off:10.0e}{norm_apart:10.0e}   {sums}")
+
+# %% [markdown]
+# <details><summary>How to read it</summary>
+#
+# Below 1e-5 is rounding.
+#
+# - **A call missing forward**: *no sum*. Ranks go apart at once, in the very first loss.
+# - **Calls missing backward**: *no f*. The first loss is right, so a test of outputs passes. Gradients before the region are
+#   partial, and replicated weights drift apart.
+# - **All calls there, first loss right, last loss off**: *bias*. Biases start at 0, and n times 0 is 0: only a trained
+#   model, or a loaded checkpoint, shows it. The gradients are right too.
+# - **First loss off, ranks agree, calls right**: the sum is made, of wrong parts. Two ranks with the same sum of query
+#   weights hold the same *heads*; whose should differ is the one whose own are nowhere.
+#
+# Two checks find most of it: a logit comparison with a serial twin whose biases are *not* zero, and a checksum of replicated
+# weights over the tp ranks.
+# </details>
+
+# %%
+answers = {name: (illness, *ILLNESSES[illness]) for name, illness in PATIENTS.items()}
+right = sum(tuple(diagnosis[name]) == answer for name, answer in answers.items())
+print(f"{right} of {len(answers)} right; you gave {diagnosis}")
+
+# %% [markdown]
+# In *heads*, the ring of neighbours tells which rank: it holds what the *next* rank holds too.
+#
+# ## When not to use it
+# - **Across slow links.** Four exposed messages a layer: see two nodes above.
+# - **The layers are small.** Each rank's product shrinks with n, the message does not: matrices become too thin to keep a
+#   GPU busy.
+# - **The model fits.** With many tokens DP sends less, and hides it.
+# - **More ranks than heads**, or sizes that n does not divide.
+# - **Activations are the problem.** On four ranks more than half of what a block keeps is whole: lesson 06.
+#
+# ## The table that grows
+# State and activations are those of the training above, bytes of one step; exposed that of the paced two blocks; code is
+# lines of the library for the blocks, comm not counted.
+
+# %%
+from course_lib.view import code_lines
+
+code = code_lines(tp.ColumnLinear, tp.RowLinear, tp.parallelize, tp.plan.enters, tp.shards.own_part)
+print(
+    f"{'a rank, one step':18}{'state':>11}{'activations':>13}{'bytes sent':>12}{'exposed':>10}{'code':>6}"
+)
+for n, result in runs.items():
+    one, sent = result[0], int(result.ledgers[0].wire_bytes())
+    line = f"{one['state'].total:11,}{one['activations']:13,}{sent:12,}"
+    wait = f"{1e3 * exposed['TP, one node']:7.0f} ms{code:6}" if n == 4 else ""
+    print(f"{'one process' if n == 1 else f'tp on {n}':18}{line}{wait}")
+
+# %% [markdown]
+# ## The claims settled
+# **Claim 1: false.** Matrices are divided by n, and what is kept inside the regions. Norms, residuals and the inputs of
+# column linears are whole on every rank; and here the vocabulary.
+#
+# **Claim 2: only if the product is cut.** A note says of TP's traffic that it "can overlap". As it stands, an all-reduce
+# separates two computations that depend on it, and measured nothing hides. In pieces, between pieces of the product, it
+# can; and part of backward's beside weight gradients.
+
+# %%
+hidden = {name: run_.traces for name, run_ in paced.items()}
+shares = [
+    1 - summarize(read(traces)[0]).exposed / summarize(read(traces)[0]).comm
+    for traces in hidden.values()
+]
+print(
+    f"a rank keeps {runs[4][0]['activations'] / runs[1][0]['activations']:.2f} of the activations on 4 ranks; your vote: {vote_1}"
+)
+print(f"hidden of TP's communication: {max(shares):.2f}; your vote: {vote_2}")
+
+# %% [markdown]
+# ## Cheat-sheet
+# GPT-3's size in bfloat16, one sequence of 2,048 tokens; everything computed from the library's formulas.
+
+
+# %%
+def cheat_sheet():
+    config = tiny_config(
+        family="gpt", layers=96, hidden=12288, heads=96, kv_heads=96, ffn=49152,
+        max_seq_len=2048, vocab=50304, dtype=torch.bfloat16,
+    )  # fmt: skip
+    shape = config, 1, 2048
+    print("f enter: identity | all-reduce      columns: W[F/n, D], bias[F/n]   q, k, v, fc_in")
+    print("g leave: all-reduce | identity      rows:    W[D, F/n], bias[D]     o, fc_out")
+    print("a layer: 2 all-reduces forward, 2 backward, of B s h numbers; serving: 2 a token\n")
+    print(
+        f"{'ranks':5}{'parameters, GB':>16}{'kept a block, MB':>18}{'of one':>8}{'sent a step, GB':>17}"
+    )
+    one = formulas.kept_per_block(*shape, 1)
+    for n in (1, 2, 4, 8):
+        held = 2 * formulas.parameters_per_rank(config, n) / 1e9
+        kept = formulas.kept_per_block(*shape, n)
+        sent = float(formulas.wire_bytes(*shape, n)) / 1e9
+        print(f"{n:5}{held:16.1f}{kept / 1e6:18.0f}{kept / one:8.2f}{sent:17.1f}")
+    print(f"\nDP sends more below about 3h = {3 * config.hidden:,} tokens a replica, less above")
+
+
+cheat_sheet()
+
+# %% [markdown]
+# (With the vocabulary cut too: lesson 06.)
+#
+# ## Your turn
+# [Five exercises](../exercises/05_tensor_parallelism.ipynb), each on its own: a pair on two ranks by hand (10 minutes); and
+# on real ranks where the bias goes (5), the pair of operators (10), the MLP (20), and attention by heads in raw PyTorch
+# (15).
+
+# %% course={"role": "given"}
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import nn
+
+from course_lib import comm
+
+# %% [markdown] course={"ex": "05-1"}
+# ## 05-1 One pair on two ranks, by hand
+# Ten minutes, on paper; no code. y = ReLU(x A) B + c, where ReLU makes negative numbers 0:
+#
+# $$x = [1, 2] \qquad A = \begin{pmatrix} 1 & 2 & 3 & -1 \\ 1 & -2 & -1 & 2 \end{pmatrix} \qquad B = \begin{pmatrix} 1 & 2 \\ 5 & 1 \\ 2 & -1 \\ 1 & 0 \end{pmatrix} \qquad c = [1, 1]$$
+#
+# Rank 0 has the first two columns of A and the first two rows of B, rank 1 the others.
+#
+# - `inner`: the two numbers of x A on each rank, before ReLU: [[rank 0], [rank 1]]
+# - `partial`: each rank's part of the sum, without c
+# - `y`: the right result, with c
+# - `bias too early`: y if every rank adds c to its part before the sum
+# - `rows first`: now cut A by rows instead: rank 0 has x = 1 and the first row, rank 1 x = 2 and the second. Each takes ReLU
+#   of its own four numbers; these are added. What comes out, in place of ReLU(x A)?
+# - `dx parts`: back to columns first. From dy = [1, 1], the gradient of x that each rank gets by itself
+# - `dx`: the right gradient of x
+# - `all-reduces`: of this pair, [forward, backward]
+# - `bytes`: a GPT of 2 layers on 4 ranks; x has 10 tokens of 8 float32 numbers. What a rank sends for its blocks in a step
+
+# %% course={"ex": "05-1", "role": "answer"}
+# BEGIN SOLUTION
+pair = {
+    "inner": [[3, -2], [1, 3]],
+    "partial": [[3, 6], [5, -1]],
+    "y": [9, 6],
+    "bias too early": [10, 7],
+    "rows first": [3, 2, 3, 4],
+    "dx parts": [[3, 3], [2, 1]],
+    "dx": [5, 4],
+    "all-reduces": [1, 1],
+    "bytes": 3840,
+}
+# STUB
+# pair = {
+#     "inner": None,  # two lists of two numbers, such as [[1, 2], [3, 4]]
+#     "partial": None,
+#     "y": None,  # two numbers
+#     "bias too early": None,
+#     "rows first": None,  # four numbers
+#     "dx parts": None,
+#     "dx": None,
+#     "all-reduces": None,
+#     "bytes": None,
+# }
+# END SOLUTION
+
+# %% [markdown] course={"ex": "05-1", "role": "answer"}
+# - x A = [3, -2, 1, 3]; after ReLU [3, 0 | 1, 3]. Rank 0: 3 · [1, 2]. Rank 1: [2, -1] + 3 · [1, 0]. The sum is [8, 5].
+# - Rows first: [1, 2, 3, -1] and [2, -4, -2, 4]; after ReLU [1, 2, 3, 0] and [2, 0, 0, 4]. Right would be [3, 0, 1, 3].
+# - dy Bᵀ = [3, 6 | 1, 1]; ReLU stops the second. Rank 0: 3 · [1, 1]. Rank 1: [3, -1] + [-1, 2].
+# - x has 320 bytes: 8 · 2 · 3/4 · 320.
+
+# %% course={"ex": "05-1", "role": "check"}
+from course_lib.grading import check
+
+check("05-1", pair)
+
+# %% [markdown] course={"ex": "05-2"}
+# ## 05-2 Where the bias goes
+# A row linear: every rank has some of the inner features h, the columns of the weight that belong to them, and the whole
+# bias. Write the one line that returns the whole y = h Wᵀ + bias on every rank, through which autograd gets right gradients
+# of h, weight and bias on every rank.
+#
+# Checked are outputs and these gradients on two and four ranks, outputs on one, and that one all-reduce is made.
+# `comm.copy` and `comm.reduce` are yours to use.
+
+
+# %% course={"ex": "05-2", "role": "answer"}
+def row_linear(h_TFt, weight_DFt, bias_D, axis):
+    """y_TD on every rank.
+
+    ``h_TFt`` (tokens, F/n) are this rank's features, ``weight_DFt`` (D, F/n) its part of the
+    weight, as nn.Linear keeps it; ``bias_D`` (D) is the same on all ranks.
+    """
+    # BEGIN SOLUTION
+    return comm.reduce(F.linear(h_TFt, weight_DFt), axis) + bias_D
+    # END SOLUTION
+
+
+# %% course={"ex": "05-2", "role": "check"}
+from course_lib.grading import check
+
+check("05-2", row_linear)
+
+# %% [markdown] course={"ex": "05-3"}
+# ## 05-3 The pair of operators
+# Write f and g as `torch.autograd.Function`s, to be called as `Copy.apply(x, axis)` and `Reduce.apply(x, axis)`.
+#
+# - f, `Copy`: forward passes x on, backward sums the gradient over the ranks.
+# - g, `Reduce`: forward sums x over the ranks, backward passes the gradient on.
+#
+# Checked are all four directions on two and four ranks, two of them on three and one; that neither x nor the gradient is
+# written into; and that each operator makes one all-reduce, in the right direction. `comm.all_reduce(x, axis)` returns the
+# sum and leaves x alone; `comm.copy` and `comm.reduce` refuse.
+
+
+# %% course={"ex": "05-3", "role": "answer"}
+class Copy(torch.autograd.Function):
+    """f: a replicated x enters a region where every rank goes its own way."""
+
+    @staticmethod
+    def forward(ctx, x, axis):
+        """Returns x; keeps in ``ctx`` what backward will need."""
+        # BEGIN SOLUTION
+        ctx.axis = axis
+        return x.view_as(x)
+        # END SOLUTION
+
+    @staticmethod
+    def backward(ctx, gradient):
+        """Returns the gradient of x, and None for axis."""
+        # BEGIN SOLUTION
+        return comm.all_reduce(gradient, ctx.axis), None
+        # END SOLUTION
+
+
+class Reduce(torch.autograd.Function):
+    """g: partial sums leave that region as their sum."""
+
+    @staticmethod
+    def forward(ctx, x, axis):
+        """Returns the sum of x over the ranks."""
+        # BEGIN SOLUTION
+        return comm.all_reduce(x, axis)
+        # END SOLUTION
+
+    @staticmethod
+    def backward(ctx, gradient):
+        """Returns the gradient of x, and None for axis."""
+        # BEGIN SOLUTION
+        return gradient, None
+        # END SOLUTION
+
+
+# %% course={"ex": "05-3", "role": "check"}
+from course_lib.grading import check
+
+check("05-3", Copy, Reduce)
+
+# %% [markdown] course={"ex": "05-4"}
+# ## 05-4 The MLP on ranks
+# A class made from the serial MLP, whose output on every rank is the serial one's. `mlp.fc_in` and `mlp.fc_out` are
+# `nn.Linear`s with biases, (F, D) and (D, F); between them stands `F.gelu`.
+#
+# Your module has four parameters and no others: `weight_in` (F/n, D), `bias_in` (F/n), `weight_out` (D, F/n) and `bias_out`
+# (D). Rank 0 holds the first F/n inner features, and so on.
+#
+# Checked on two and four ranks: outputs, gradients of x and of the parameters, weights after three steps of SGD; outputs on
+# one rank; that a rank keeps no more than its share alive and leaves `mlp` as it is; and one all-reduce forward, one
+# backward, each as large as x. `comm.copy` and `comm.reduce` are yours; the library's linears refuse.
+
+
+# %% course={"ex": "05-4", "role": "answer"}
+class ParallelMLP(nn.Module):
+    """``fc_out(gelu(fc_in(x)))`` with the inner features divided over the ranks of ``axis``."""
+
+    def __init__(self, mlp, axis):
+        """``axis.rank`` of ``axis.size`` ranks takes its share of the weights of ``mlp``."""
+        super().__init__()
+        self.axis = axis
+        # BEGIN SOLUTION
+        n, rank = axis.size, axis.rank
+        self.weight_in = nn.Parameter(mlp.fc_in.weight.detach().chunk(n, 0)[rank].clone())
+        self.bias_in = nn.Parameter(mlp.fc_in.bias.detach().chunk(n, 0)[rank].clone())
+        weight_out = mlp.fc_out.weight.detach().chunk(n, 1)[rank]
+        self.weight_out = nn.Parameter(weight_out.clone(memory_format=torch.contiguous_format))
+        self.bias_out = nn.Parameter(mlp.fc_out.bias.detach().clone())
+        # END SOLUTION
+
+    def forward(self, x_BSD):
+        """x_BSD, the same on every rank, to y_BSD, the same on every rank."""
+        # BEGIN SOLUTION
+        x_BSD = comm.copy(x_BSD, self.axis)
+        h_BSFt = F.gelu(F.linear(x_BSD, self.weight_in, self.bias_in))
+        return comm.reduce(F.linear(h_BSFt, self.weight_out), self.axis) + self.bias_out
+        # END SOLUTION
+
+
+# %% course={"ex": "05-4", "role": "check"}
+from course_lib.grading import check
+
+check("05-4", ParallelMLP)
+
+# %% [markdown] course={"ex": "05-5"}
+# ## 05-5 Attention by heads in raw PyTorch
+# One forward and backward of causal attention with `torch.distributed` alone: `course_lib` refuses. The default group
+# stands; `dist.all_reduce(x)` works in place. You need no autograd function: make the part of y that this rank's heads give,
+# call `part.backward(dy)`, and send what has to be summed.
+#
+# A head takes `head_dim` neighbouring features; rank 0 computes the first heads, and so on; n divides their number.
+# `F.scaled_dot_product_attention(q, k, v, is_causal=True)` wants (batch, heads, sequence, head_dim).
+#
+# Checked are y, the gradient of x and the gradients of this rank's shares on two to four ranks, y on one; that nothing given
+# is written into; and that a rank makes two all-reduces, each as large as x.
+
+
+# %% course={"ex": "05-5", "role": "answer"}
+def attention_step(x_BSD, weights, head_dim, dy_BSD):
+    """(y_BSD, dx_BSD, gradients) on every rank.
+
+    ``weights`` has the whole q, k, v and o, (D, D) each as nn.Linear keeps them, without bias; they
+    and ``x_BSD`` are equal on all ranks and want no gradient yet. ``dy_BSD`` is the gradient that
+    comes back to y. ``gradients`` is a dict of the gradients of this rank's rows of q, k and v,
+    (D/n, D), and columns of o, (D, D/n).
+    """
+    # BEGIN SOLUTION
+    n, rank = dist.get_world_size(), dist.get_rank()
+    own = {}
+    for name, weight in weights.items():
+        share = weight.chunk(n, 1 if name == "o" else 0)[rank]
+        own[name] = share.detach().clone().requires_grad_()
+    x = x_BSD.detach().clone().requires_grad_()
+    q, k, v = (
+        F.linear(x, own[name]).unflatten(-1, (-1, head_dim)).transpose(1, 2) for name in "qkv"
+    )
+    mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(-2)
+    part = F.linear(mixed, own["o"])
+    part.backward(dy_BSD)  # g's backward: the gradient of the sum is that of every part
+    y, dx = part.detach().clone(), x.grad
+    dist.all_reduce(y)
+    dist.all_reduce(dx)
+    return y, dx, {name: weight.grad for name, weight in own.items()}
+    # END SOLUTION
+
+
+# %% course={"ex": "05-5", "role": "check"}
+from course_lib.grading import check
+
+check("05-5", attention_step)
+
+# %% [markdown]
+# ## Exit questions
+# Answer each before you unfold it.
+#
+# **1.** Why is the first matrix cut by columns?
+#
+# <details><summary>Answer</summary>
+# Its features are then finished on one rank, and GELU can be taken there. By rows it would need the sum first: one more
+# all-reduce, on four times as many features.
+# </details>
+#
+# **2.** 32 layers, hidden 4,096, 8 ranks, 8 × 2,048 tokens, 2 bytes a number. What does a rank send for its blocks in a step?
+#
+# <details><summary>Answer</summary>
+# x has 134 MB. 8 · 32 · 7/8 · 134 MB = 30 GB, in 128 all-reduces. With full recomputation forward runs twice: 6 all-reduces a
+# layer instead of 4.
+# </details>
+#
+# **3.** A layer's outputs agree with the serial ones to the last digit; training still goes wrong. What is missing?
+#
+# <details><summary>Answer</summary>
+# f: its forward is the identity, so outputs cannot show it. Compare the gradient of x, or of the norm before the region.
+# </details>
+#
+# **4.** Why do norms need no gradient synchronisation here, when under sequence parallelism (lesson 06) they will?
+#
+# <details><summary>Answer</summary>
+# Here every rank runs each norm on all rows, with a whole dx: equal gradients. There a rank has some rows only.
+# </details>
+#
+# **5.** You serve a model on 8 GPUs of one node, batch 1. What does TP send for a token, and what decides its time?
+#
+# <details><summary>Answer</summary>
+# Two all-reduces a layer of one hidden vector. Their number times latency, not their bytes.
+# </details>
+#
+# ## Sources and what next
+# - Shoeybi et al. 2019, *Megatron-LM*, [arXiv:1909.08053](https://arxiv.org/abs/1909.08053): section 3 is this lesson.
+# - Narayanan et al. 2021, [arXiv:2104.04473](https://arxiv.org/abs/2104.04473): why TP stays inside a node, measured.
+# - Korthikanti et al. 2022, [arXiv:2205.05198](https://arxiv.org/abs/2205.05198): what activations TP leaves whole.
+# - Wang et al. 2023, [doi:10.1145/3567955.3567959](https://doi.org/10.1145/3567955.3567959): communication between pieces of
+#   a product.
+# - Pope et al. 2022, [arXiv:2211.05102](https://arxiv.org/abs/2211.05102): tensor parallelism for serving.
+#
+# Next: lesson 06 cuts what stayed whole here, activations by the sequence and the vocabulary by words, and asks what dropout
+# and grouped queries make of it.
