@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 COLOURS = ("default", "cyan", "yellow", "magenta", "green", "blue", "red", "bright_black")
 MOST_PAIRS = 2**18  # of `course schedule`: seconds and some hundred MB
 MOST_PLANNED = {"zb-h1": 2**15, "zb-h2": 2**15, "zb-v": 2**15, "searched": 2**12}  # ten seconds
+MOST_SCORED = 2**14  # ZB-V, with two stages a rank, is made beside it
 MOST_RANKS = 2**20  # of `course groups`: more would fill the memory with lists
 
 Size = Annotated[int, typer.Option(min=1, help="Ranks on this axis.")]
@@ -111,6 +112,12 @@ def schedule(
     made, costs = _schedule(name, file, sizes, costs, _numbers("--speed", speed), limit)
     if limit is not None:
         validate(made, peak=[limit] * made.ranks)
+    pairs = made.ranks * made.microbatches
+    if score and pairs > MOST_SCORED:
+        raise ValueError(
+            f"--score with {made.ranks} ranks x {made.microbatches} micro-batches: the schedules "
+            f"beside it are made for {MOST_SCORED:,} pairs at most; take fewer micro-batches"
+        )
     simulation = simulate(made, costs)
     points = score_of(made, costs) if score else None
     if png is not None:

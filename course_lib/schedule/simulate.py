@@ -17,6 +17,7 @@ from course_lib.schedule.validate import before, progress, settled
 
 Factor = float | tuple[float, float, float]  # of a stage's costs: of all, or of F, I and W
 MOST = 1e12  # of a cost: far above any, and sums of them are still exact enough
+LEAST = 1e-30  # of one that is not 0: far below any, and shares of them are still numbers
 
 
 @dataclass(frozen=True)
@@ -71,8 +72,9 @@ class Costs:
         _check_costs({"f": self.f, "i": self.i, "w": self.w, "comm": self.comm})
         for stage, factor in enumerate(self.per_stage or ()):
             _check_costs({f"per_stage[{stage}]": one for one in _three(factor)})
-        if not self.f + self.i + self.w:
-            raise ValueError("f, i and w are all 0: there is no work to schedule")
+        stages = (0,) if self.per_stage is None else range(len(self.per_stage))
+        if not any(sum(self.at(stage)) for stage in stages):
+            raise ValueError("f, i and w are all 0, on every stage: there is no work to schedule")
 
     def of(self, action: Action) -> float:
         """What ``action`` costs."""
@@ -129,8 +131,11 @@ def _three(factor: Factor) -> tuple[float, float, float]:
 
 def _check_costs(costs: Mapping[str, float]) -> None:
     for name, cost in costs.items():
-        if not 0 <= cost <= MOST:
-            raise ValueError(f"{name}={cost}: a cost is a number from 0 to {MOST:g}")
+        if not (cost == 0 or LEAST <= cost <= MOST):
+            raise ValueError(
+                f"{name}={cost}: a cost is a number from 0 to {MOST:g}, and {LEAST:g} or more "
+                "unless it is 0"
+            )
 
 
 @dataclass(frozen=True)

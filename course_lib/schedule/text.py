@@ -114,7 +114,8 @@ def _ops(simulation: Simulation) -> set[str]:
 
 def _scale(simulation: Simulation, room: int) -> tuple[float, bool]:
     """Columns per unit of time, and whether every action has at least one."""
-    shortest = min(span.duration for span in simulation.spans if span.duration > 0)
+    durations = [span.duration for span in simulation.spans if span.duration > 0]
+    shortest = min(durations, default=simulation.makespan)  # none: each is lost in its start
     shortest = round(shortest, 12) or shortest
     columns = min(WIDEST, int(room / simulation.makespan * shortest + 1e-9))
     return (columns / shortest, True) if columns else (room / simulation.makespan, False)

@@ -718,6 +718,12 @@ def test_drawing_tells_halves_and_second_stages_apart():
     assert "' marks a rank's second stage." in " ".join(drawn.split())
 
 
+def test_drawing_of_actions_too_short_for_their_clock():
+    """Beside a hop of 3 a float has no room for 1e-30: no span has a length."""
+    drawn = drawing(simulate(make("1f1b", 4, 2), Costs(0, 1e-30, 0, 3, per_stage=(0, 0, 0, 1))), 60)
+    assert "Makespan 18" in drawn
+
+
 def test_drawing_says_what_it_leaves_out():
     small = drawing(simulate(gpipe(4, 8), Costs.make(1, 2)))
     assert "left out" not in small
