@@ -179,9 +179,13 @@ class Gradients:
         return copies(parameter, self.mesh.tp) * self._part_of[parameter].holders * ends
 
     def zero_grad(self) -> None:
-        """Forget the gradients of the step before."""
+        """Forget the gradients of the step before, and what one that broke off has left in ZeRO's
+        flat ones."""
         for part in self.parts:
-            part.optimizer.zero_grad()
+            if isinstance(part.optimizer, zero.Sharded):
+                part.optimizer.reset()
+            else:
+                part.optimizer.zero_grad()
 
     def update(self) -> None:
         """One step of every optimizer."""

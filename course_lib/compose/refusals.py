@@ -7,7 +7,7 @@ is left out has size 1, and ``ep`` lies inside dp and cp.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from math import lcm
+from math import inf, lcm
 
 from course_lib.compose.plan import Plan
 from course_lib.model import ModelConfig
@@ -56,10 +56,13 @@ def _numbers(plan: Plan) -> Iterator[str]:
         yield f"micro_batches={plan.micro_batches}: a step has one at least"
     if plan.bucket_bytes < 1:
         yield f"bucket_bytes={plan.bucket_bytes}: a bucket holds one byte at least"
-    if plan.max_norm is not None and plan.max_norm <= 0:
+    if plan.max_norm is not None and not plan.max_norm > 0:
         yield f"max_norm={plan.max_norm}: a norm above 0 is wanted, or None"
-    if plan.loss_scale is not None and plan.loss_scale.initial <= 0:
-        yield f"a loss scale of {plan.loss_scale.initial}: a number above 0 is wanted"
+    scale = plan.loss_scale
+    if scale is not None and not 0 < scale.initial < inf:
+        yield f"a loss scale of {scale.initial}: a finite number above 0 is wanted"
+    if scale is not None and scale.growth_interval is not None and scale.growth_interval < 1:
+        yield f"growth_interval={scale.growth_interval}: one good step at least, or None for static"
 
 
 def _model(config: ModelConfig, sizes: Sizes, plan: Plan) -> Iterator[str]:

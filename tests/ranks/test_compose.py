@@ -349,6 +349,32 @@ def test_scale_grows_after_good_steps_and_changes_nothing(worlds):
     check(worlds(4).run(trained, {"tp": 2, "dp": 2}, plan, F64), serial(F64, max_norm=0.5))
 
 
+def norm_after_a_step_that_broke_off(sizes, plan, config):
+    """A mistake in the second micro-batch, on all ranks; then a step as if nothing had been."""
+    mesh = make_mesh(**sizes)
+    trainer = compose.parallelize(build(config), mesh, plan, adam)
+    model, calls = trainer.stages[0], []
+    right = model.cross_entropy
+
+    def wrong_once(*given):
+        calls.append(given)
+        if len(calls) == 2:
+            raise ArithmeticError
+        return right(*given)
+
+    model.cross_entropy = wrong_once
+    with pytest.raises(ArithmeticError):
+        trainer.step(*rows(1, mesh.dp.rank, mesh.dp.size))
+    return float(trainer.step(*rows(0, mesh.dp.rank, mesh.dp.size)).norm)
+
+
+@pytest.mark.parametrize("zero", range(4))
+def test_a_step_that_broke_off_leaves_nothing(worlds, zero):
+    plan = Plan(zero=zero, micro_batches=3)
+    for norm in worlds(2).run(norm_after_a_step_that_broke_off, {"dp": 2}, plan, F64):
+        assert norm == pytest.approx(serial(F64).norms[0], rel=1e-12)
+
+
 # --- checkpoints ---------------------------------------------------------------------------------
 
 MESHES = [

@@ -11,7 +11,7 @@ import pytest
 from composed import BATCH, F64, MOE, SEQ, TIED, adam, build, check_way, rows
 
 from course_lib import compose, cp, recompute, sp, tp
-from course_lib.compose import Plan, discouraged, parallelize, refusals
+from course_lib.compose import LossScale, Plan, discouraged, parallelize, refusals
 from course_lib.layout import make_layout
 from course_lib.mesh import make_mesh
 from course_lib.schedule import SCHEDULES, make
@@ -111,6 +111,9 @@ FOUR = {"tp": 2, "cp": 2, "dp": 2, "pp": 2}
         ({"pp": 2}, Plan(schedule=make("1f1b", 4, 1)), F64, "is for 4 ranks, and pp=2"),
         ({"pp": 2}, Plan(schedule=make("1f1b", 2, 8)), F64, "8 micro-batches, the plan 1"),
         ({"dp": 2}, Plan(max_norm=0.0), F64, "a norm above 0"),
+        ({"dp": 2}, Plan(max_norm=float("nan")), F64, "a norm above 0"),
+        ({"dp": 2}, Plan(loss_scale=LossScale(float("inf"))), F64, "a loss scale of inf"),
+        ({"dp": 2}, Plan(loss_scale=LossScale(8.0, 0)), F64, "growth_interval=0"),
         ({"dp": 2}, Plan(micro_batches=0), F64, "a step has one at least"),
     ],
 )
