@@ -18,7 +18,7 @@ from torch import Tensor
 
 from course_lib import comm
 from course_lib.inference.book import Work
-from course_lib.model import Attention, Decoder, ModelConfig
+from course_lib.model import Attention, AttentionCore, Decoder, ModelConfig
 from course_lib.tp import RowLinear
 
 
@@ -48,7 +48,8 @@ class LayerCache:
     def __init__(self, cache: Cache, attention: Attention, rows: int) -> None:
         head_dim, weight = attention.config.head_dim, attention.k.weight
         heads = len(weight) // head_dim  # under tensor parallelism a share
-        self.cache = cache
+        self.cache, self.attention, core = cache, attention, attention.core
+        self.before: AttentionCore = core.before if isinstance(core, LayerCache) else core
         self.keys_NTGK = weight.new_zeros(cache.slots, rows, heads, head_dim).detach()
         self.values_NTGK = torch.zeros_like(self.keys_NTGK)
 
@@ -75,11 +76,12 @@ class LayerCache:
 
 
 class Cache:
-    """The caches of all layers of ``model``, a whole one or a stage, put into it.
+    """The caches of all layers of ``model``, a whole one or a stage.
 
-    ``slots`` requests at once, of up to ``room`` positions (max_seq_len if left out). The model
-    then does nothing but inference. Raises ValueError for a room that the model does not have,
-    where dropout is on, and under sequence parallelism.
+    ``slots`` requests at once, of up to ``room`` positions (max_seq_len if left out). From
+    :meth:`open` to :meth:`leave` the model does nothing but inference with this cache. Raises
+    ValueError for a room that the model does not have, where dropout is on, and under sequence
+    parallelism.
     """
 
     def __init__(self, model: Decoder, slots: int, room: int | None = None) -> None:
@@ -101,8 +103,6 @@ class Cache:
         self.slots = slots
         self.device = next(model.parameters()).device
         self.layers = [self.layer(block.attn) for block in model.blocks]  # type: ignore[arg-type]
-        for block, layer in zip(model.blocks, self.layers, strict=True):
-            block.attn.core = layer  # type: ignore[union-attr]
 
     def layer(self, attention: Attention) -> LayerCache:
         """The cache of one layer."""
@@ -120,7 +120,14 @@ class Cache:
                 f"requests {list(work.requests)} need {work.end} positions, and a slot has "
                 f"room={self.room}: build the cache with more"
             )
+        for layer in self.layers:  # each time: the model may have other caches too
+            layer.attention.core = layer
         self.end = work.end
         self.slots_B1 = torch.tensor(work.slots, dtype=torch.int64, device=self.device)[:, None]
         self.positions_BS = work.positions_BS(self.device)
         return work.tokens_BS(self.device), self.positions_BS
+
+    def leave(self) -> None:
+        """Make the model what it was before: it can be trained again. The rows stay here."""
+        for layer in self.layers:
+            layer.attention.core = layer.before

@@ -50,10 +50,11 @@ class Sampling:
     seed: int = 0
 
     def __post_init__(self) -> None:
-        if not self.temperature > 0:
+        # Else logits leave the range of float32, or the minus infinity of padding divides to NaN.
+        if not 1e-30 <= self.temperature <= 1e30:
             raise ValueError(
-                f"temperature={self.temperature}: above 0 is wanted; for the likeliest token each "
-                "time leave sampling out (greedy)"
+                f"temperature={self.temperature}: above 0 is wanted (1e-30 to 1e30); for the "
+                "likeliest token each time leave sampling out (greedy)"
             )
         if self.top_k is not None and self.top_k < 1:
             raise ValueError(f"top_k={self.top_k}: 1 or more is wanted, or None for all tokens")

@@ -110,21 +110,24 @@ def serve_pipeline(stage: Stage, book: Book) -> Served:
         raise ValueError(f"a book of {book.slots} slots, but the cache has {stage.cache.slots}")
     turns, served = Turns(book, axis.size), Served(book.tokens)
     x_BSD = None
-    for tick in count():
-        if book.done:
-            return served
-        turn = tick - axis.rank
-        work = turns.work(turn)
-        y = stage.step(work, x_BSD, turns.group(turn)) if work else None
-        # The rank before has just done the turn that is this rank's next one.
-        coming = turns.work(turn + 1) if axis.rank > 0 else NOTHING
-        over = turns.over(tick)
-        x_BSD, tokens_B = _swap(stage, y, coming, over)
-        if tokens_B is not None:
-            book.record(over, tokens_B.tolist())
-            served.stamp(over)
-        served.steps += 1
-    raise AssertionError("count() does not end")
+    try:
+        for tick in count():
+            if book.done:
+                break
+            turn = tick - axis.rank
+            work = turns.work(turn)
+            y = stage.step(work, x_BSD, turns.group(turn)) if work else None
+            # The rank before has just done the turn that is this rank's next one.
+            coming = turns.work(turn + 1) if axis.rank > 0 else NOTHING
+            over = turns.over(tick)
+            x_BSD, tokens_B = _swap(stage, y, coming, over)
+            if tokens_B is not None:
+                book.record(over, tokens_B.tolist())
+                served.stamp(over)
+            served.steps += 1
+    finally:
+        stage.cache.leave()
+    return served
 
 
 def _swap(

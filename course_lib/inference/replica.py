@@ -127,11 +127,14 @@ def serve(replica: Replica, book: Book) -> Served:
     check_fits(book.waiting, replica.model.config)
     _check_slots(book, replica.cache)
     served, others = Served(book.tokens), replica.others()
-    while _anyone_busy(book, others):
-        work = NOTHING if book.done else book.next_work()
-        book.record(work, replica.step(work).tolist())
-        served.stamp(work)
-        served.steps += 1
+    try:
+        while _anyone_busy(book, others):
+            work = NOTHING if book.done else book.next_work()
+            book.record(work, replica.step(work).tolist())
+            served.stamp(work)
+            served.steps += 1
+    finally:
+        replica.cache.leave()
     return served
 
 

@@ -122,6 +122,21 @@ def test_what_the_last_request_left_in_a_slot_is_seen_by_nobody():
     assert inference.serve(replica, Book([short], 1)).tokens[7] != fresh
 
 
+def test_a_model_has_several_caches_and_is_what_it_was_when_they_are_left():
+    config, longer = CONFIGS["llama"], Request(8, tuple(range(9)), 5)
+    model = make_model(config)
+    first, second = Replica(model, make_mesh(), 2), Replica(model, make_mesh(), 5)
+    inference.serve(second, Book([longer], 5))
+    assert inference.serve(first, Book(requests_of(), 2)).tokens == twin(config)
+    tokens_BS = torch.randint(config.vocab, (2, 7))
+    assert torch.equal(model(tokens_BS), make_model(config)(tokens_BS))
+    assert {block.attn.core for block in model.blocks} == {causal_attention}
+    first.cache.open(Work((0,), (0,), ((1,),), (0,)))
+    third = Replica(model, make_mesh(), 5)  # made while another one is in the model
+    assert inference.serve(third, Book(requests_of(), 5)).tokens == twin(config)
+    assert {block.attn.core for block in model.blocks} == {causal_attention}
+
+
 # --- batching -------------------------------------------------------------------------------
 
 
@@ -315,6 +330,8 @@ def test_parts_join_to_the_whole(cuts, groups, large):
         (lambda: run(sizes(2), Book(requests_of(), 2, groups=2), 2), "book of 2 groups"),
         (lambda: Sampling(0.0), "temperature=0.0: above 0 is wanted.*greedy"),
         (lambda: Sampling(float("nan")), "temperature=nan"),
+        (lambda: Sampling(1e-39), "temperature=1e-39"),  # all logits above 0 would be infinite
+        (lambda: Sampling(float("inf")), "temperature=inf"),  # padding would be NaN, and win
         (lambda: Sampling(top_k=0), "top_k=0"),
         (lambda: Sampling(top_p=0.0), "top_p=0.0"),
         (lambda: Sampling(top_p=1.1), "top_p=1.1"),
