@@ -44,9 +44,10 @@ class Priorities:
     ``axes`` are given from the most urgent to the least. All-reduces on axes that are held back
     travel in pieces of at most ``piece_bytes``, other collectives whole. The sums are the same bit
     for bit on two ranks; on more a backend may add the ranks in another order. An axis is held back
-    only if one above it has several ranks. Enter it on every rank, around backward and
-    ``finish()``; what is still held at its end leaves there. Do not hold back what the program
-    itself is soon to wait for, such as the all-gathers of ZeRO-3.
+    only if one above it has several ranks. Give the axes that the calls are made on: with cp above
+    one rank gradients travel on ``mesh.dp_cp``, those of experts on ``mesh.edp``. Enter it on every
+    rank, around backward and ``finish()``; what is still held at its end leaves there. Do not hold
+    back what the program itself is soon to wait for, such as the all-gathers of ZeRO-3.
 
     Raises ValueError for fewer than two axes, an axis given twice, or pieces below one byte.
     """

@@ -70,7 +70,8 @@ def wire_bytes(
 
     ``sequences`` are those of one replica. ``leaving`` counts the pairs of a token and an expert
     on another rank, in all layers; left out, they are taken to be even. Exact where a part of the
-    parameters fits into one bucket, or dp x cp divides it; ZeRO pads every other bucket.
+    parameters fits into one bucket, or dp x cp divides it; ZeRO pads every other bucket. All
+    parameters are trained: frozen ones send less than this says.
     """
     mesh = _Mesh.of(sizes)
     total: dict[str, Fraction] = defaultdict(Fraction)

@@ -82,7 +82,9 @@ class Trainer:
         """One optimizer step on the rows of this rank's dp replica.
 
         All ranks of a replica (tp, cp, pp) give the same whole sequences: positions and
-        micro-batches are cut here. Raises ValueError for a batch that cannot be cut.
+        micro-batches are cut here. Raises ValueError for a batch that cannot be cut, before
+        anything is sent. After any other exception make a new trainer and load a checkpoint:
+        messages of a pipeline and buckets under way cannot be taken back.
         """
         batches = self._cut(tokens_BS, targets_BS)
         tokens = self._tokens_of_all(targets_BS) / self.scale.value
