@@ -190,7 +190,7 @@ def rebuild(folders: dict[str, Path], *, only: str = "", run: bool = False) -> d
     stored; with ``run`` lessons and solutions are executed anew. Raises SourceError, and what
     :func:`execute` raises with the file's name in front.
     """
-    sources = sorted(folders["notebooks"].glob(f"{only or '[0-9][0-9]'}_*.py"))
+    sources = sorted(folders["notebooks"].glob(f"{only or '[0-9][0-9]*'}_*.py"))
     if not sources:
         raise ValueError(f"no lesson {only or 'NN'}_*.py in {folders['notebooks']}")
     wanted = {}
@@ -215,7 +215,7 @@ def _fill(notebook: NotebookNode, path: Path, run: bool) -> None:
 
 def strays(folders: dict[str, Path], wanted: Iterable[Path]) -> list[Path]:
     """Notebooks with a lesson's name that no source builds."""
-    found = {path for folder in folders.values() for path in folder.glob("[0-9][0-9]_*.ipynb")}
+    found = {path for folder in folders.values() for path in folder.glob("[0-9][0-9]*_*.ipynb")}
     return sorted(found - set(wanted))
 
 

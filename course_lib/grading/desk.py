@@ -28,15 +28,21 @@ def lessons(root: Path) -> list[LessonLine]:
     """All lessons that the course in ``root`` has, in order."""
     progress, found = Progress(root), []
     for file in _files(root, "notebooks", "*"):
-        ids = [exercise.id for exercise in exercises_of(root, file.name[:2])]
+        number = _number(file)
+        ids = [exercise.id for exercise in exercises_of(root, number)]
         entries = {ex: progress.of(ex) for ex in ids}
-        found.append(LessonLine(file.name[:2], _title(file), entries))
+        found.append(LessonLine(number, _title(file), entries))
     return found
 
 
 def _files(root: Path, folder: str, number: str) -> list[Path]:
-    pattern = "[0-9][0-9]_*.ipynb" if number == "*" else f"{number}_*.ipynb"
+    pattern = "[0-9][0-9]*_*.ipynb" if number == "*" else f"{number}_*.ipynb"
     return sorted((root / folder).glob(pattern))
+
+
+def _number(file: Path) -> str:
+    """The number of the lesson of a notebook: "03", "08b"."""
+    return file.stem.partition("_")[0]
 
 
 def _title(file: Path) -> str:
@@ -44,14 +50,14 @@ def _title(file: Path) -> str:
     for cell in read(file).cells:
         for line in cell.source.splitlines():
             if cell.cell_type == "markdown" and line.startswith("# "):
-                return line[2:].strip().removeprefix(file.name[:2]).strip()
-    return file.stem[3:].replace("_", " ")
+                return line[2:].strip().removeprefix(_number(file)).strip()
+    return file.stem.partition("_")[2].replace("_", " ")
 
 
 def lesson_number(root: Path, text: str) -> str:
     """``text`` as the number of a lesson ("3" is "03"). Raises ValueError that names all."""
-    number = text.zfill(2)
-    known = [file.name[:2] for file in _files(root, "notebooks", "*")]
+    number = text.zfill(2 + text[-1:].isalpha())
+    known = [_number(file) for file in _files(root, "notebooks", "*")]
     if number not in known:
         raise ValueError(f"there is no lesson {text!r}; the lessons are {', '.join(known)}")
     return number
@@ -108,7 +114,9 @@ def own_file(root: Path, number: str) -> Path:
         if (path := root / "work" / "exercises" / source.name).exists():
             return path
         raise ValueError(f"lesson {number} is not begun: course start {number} copies it to work/")
-    raise ValueError(f"lesson {number} has no exercises")
+    raise ValueError(
+        f"lesson {number} has no exercises: all of it is in its notebook (course start {number})"
+    )
 
 
 def hint(root: Path, exercise: Exercise) -> list[str]:
@@ -123,7 +131,7 @@ def hint(root: Path, exercise: Exercise) -> list[str]:
 def solution(root: Path, exercise: Exercise, yes: bool = False) -> str:
     """The solution, after one attempt or with ``yes``. Raises ValueError when it is too early."""
     if not yes and not Progress(root).of(exercise.id).attempts:
-        number = exercise.id[:2]
+        number = exercise.id.partition("-")[0]
         raise ValueError(
             f"there was no attempt at {exercise.id} yet: course check {number} {exercise.id} "
             "counts as one, and --yes shows the solution without"
@@ -132,7 +140,7 @@ def solution(root: Path, exercise: Exercise, yes: bool = False) -> str:
 
 
 def _solution_cells(root: Path, exercise: Exercise) -> Iterator[str]:
-    for file in _files(root, "solutions", exercise.id[:2]):
+    for file in _files(root, "solutions", exercise.id.partition("-")[0]):
         for cell in read(file).cells:
             if course(cell) == {"ex": exercise.id, "role": "answer"}:
                 comment = cell.cell_type != "code"

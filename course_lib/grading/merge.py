@@ -19,7 +19,7 @@ from typing import Any
 
 from course_lib.grading import registry
 
-NUMBER = re.compile(r"(\d\d)(?!\d)")
+NUMBER = re.compile(r"(\d\d(?:[a-z](?![a-z]))?)(?!\d)")  # 03, 08b
 Notebook = Any  # nbformat's NotebookNode, which is a dict with attributes
 
 
@@ -80,7 +80,7 @@ def pristine(root: Path, notebook: Notebook, path: Path) -> Path:
     Found by the notebook's metadata, else by its exercise ids, else by the file's name. Raises
     ValueError that names the lessons.
     """
-    known = {file.name[:2]: file for file in _exercise_files(root)}
+    known = {_lesson(file): file for file in _exercise_files(root)}
     for lesson in _guesses(notebook, path):
         if lesson in known:
             return known[lesson]
@@ -90,7 +90,11 @@ def pristine(root: Path, notebook: Notebook, path: Path) -> Path:
 
 
 def _exercise_files(root: Path) -> list[Path]:
-    return sorted((root / "exercises").glob("[0-9][0-9]_*.ipynb"))
+    return sorted((root / "exercises").glob("[0-9][0-9]*_*.ipynb"))
+
+
+def _lesson(file: Path) -> str:
+    return file.name.partition("_")[0]
 
 
 def _expected(root: Path) -> str:
@@ -102,7 +106,7 @@ def _guesses(notebook: Notebook, path: Path) -> Iterator[str]:
     named = course(notebook).get("lesson")
     if isinstance(named, str):
         yield named
-    ids = [str(course(cell).get("ex", ""))[:2] for cell in notebook.get("cells", [])]
+    ids = [str(course(cell).get("ex", "")).partition("-")[0] for cell in notebook.get("cells", [])]
     yield from (lesson for lesson, _ in Counter(filter(None, ids)).most_common())
     if match := NUMBER.match(path.name):
         yield match[1]
@@ -127,7 +131,7 @@ def merge(
         raise ValueError(f"{error}; {_expected(root)}") from None
     origin = pristine(root, learner, path)
     notebook = read(origin)
-    lesson = origin.name[:2]
+    lesson = _lesson(origin)
     ids = tuple(course(cell)["ex"] for cell in _cells(notebook, "check"))
     if only is not None:
         if only not in ids:

@@ -9,7 +9,7 @@ from importlib import import_module
 from course_lib.grading import lessons
 from course_lib.grading.exercise import Exercise
 
-ID = re.compile(r"(\d\d)-\w+")
+ID = re.compile(r"(\d\d[a-z]?)-\w+")
 
 
 def lesson_numbers() -> list[str]:

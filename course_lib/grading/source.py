@@ -33,8 +33,8 @@ from typing import Any
 ROLES = ("answer", "check", "given")
 IMPORT = "from course_lib.grading import check"  # the first line of a check cell
 LIBRARY = Path(__file__).resolve().parents[1]
-NAME = re.compile(r"(\d\d)_\w+")
-EXERCISE = re.compile(r"(\d\d)-\w+")
+NAME = re.compile(r"(\d\d[a-z]?)_\w+")
+EXERCISE = re.compile(r"(\d\d[a-z]?)-\w+")
 LAYOUT_KEYS = {"lines_to_next_cell", "lines_to_end_of_cell_marker"}  # jupytext's, of the text
 HEAD = re.compile(r"# ?%%")
 BEGIN, STUB, END = "# BEGIN SOLUTION", "# STUB", "# END SOLUTION"
@@ -79,8 +79,8 @@ class Lesson:
 
     @property
     def number(self) -> str:
-        """The number of the lesson, such as "03"."""
-        return self.slug[:2]
+        """The number of the lesson, such as "03" or "08b"."""
+        return self.slug.partition("_")[0]
 
     @property
     def title(self) -> str:
@@ -110,9 +110,10 @@ def read_lesson(path: Path) -> Lesson:
     except Exception as error:  # YAML, schema and format errors have no common class
         words = str(error).strip().splitlines() or [type(error).__name__]
         raise SourceError(f"{path.name}:1: the header cannot be read: {words[0]}") from error
-    if notebook.metadata.get("course", {}).get("lesson") != path.stem[:2]:
+    number = path.stem.partition("_")[0]
+    if notebook.metadata.get("course", {}).get("lesson") != number:
         raise SourceError(
-            f"{path.name}:1: the header must say course: lesson: '{path.stem[:2]}', in quotes"
+            f"{path.name}:1: the header must say course: lesson: '{number}', in quotes"
         )
     lines = text.splitlines()
     cells, line = [], _before_first_cell(lines, path)

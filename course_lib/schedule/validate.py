@@ -15,12 +15,31 @@ def validate(schedule: Schedule, peak: Sequence[int] | None = None) -> None:
 
     ``peak``, if given, is the most (stage, micro-batch) pairs that each rank may keep in flight.
     """
-    _check_cells(schedule)
-    _check_each_once(schedule)
-    _check_own_order(schedule)
-    _check_progress(schedule)
+    first = next(_problems(schedule, peak), None)
+    if first is not None:
+        raise ScheduleError(first)
+
+
+def reasons(schedule: Schedule, peak: Sequence[int] | None = None) -> list[str]:
+    """Everything that is wrong, of the first kind of which there is any; [] where it is legal.
+
+    Kinds: cells that are none, actions twice, actions missing, a wrong order within a row, a
+    deadlock, too much in flight. What is wrong of one kind makes the later ones meaningless.
+    """
+    return list(_problems(schedule, peak))
+
+
+def _problems(schedule: Schedule, peak: Sequence[int] | None) -> Iterator[str]:
+    """Kind by kind, up to the first kind that has any."""
+    for kind in (_cells, _twice, _missing, _own_order, _deadlocks):
+        found = False
+        for problem in kind(schedule):
+            found = True
+            yield problem
+        if found:
+            return
     if peak is not None:
-        _check_peak(schedule, peak)
+        yield from _peaks(schedule, peak)
 
 
 def before(action: Action, stages: int) -> Iterator[Action]:
@@ -78,86 +97,97 @@ def progress(schedule: Schedule) -> Iterator[tuple[int, int, Action]]:
         raise ScheduleError(_deadlock(schedule, stuck, done))
 
 
-def _check_cells(schedule: Schedule) -> None:
+def _cells(schedule: Schedule) -> Iterator[str]:
     """Every cell by itself: a known action, on a stage that lives on this rank."""
     for rank, row in enumerate(schedule.rows):
         if not row:
-            raise ScheduleError(f"rank {rank} has nothing to do; every rank holds a stage")
+            yield f"rank {rank} has nothing to do; every rank holds a stage"
         for place, action in enumerate(row):
             where = f"rank {rank}, cell {place}: {action}"
             if action.op not in OPS or action.mb < 0:
-                raise ScheduleError(
+                yield (
                     f"{where} is no action: the operation is one of {', '.join(OPS)}, "
                     "micro-batches are numbered from 0"
                 )
-            if not 0 <= action.stage < schedule.stages:
-                raise ScheduleError(
+            elif not 0 <= action.stage < schedule.stages:
+                yield (
                     f"{where} is on stage {action.stage}, but the stages are "
                     f"0..{schedule.stages - 1}"
                 )
-            home = schedule.placement[action.stage]
-            if home != rank:
-                raise ScheduleError(
-                    f"{where} is on stage {action.stage}, which lives on rank {home}"
-                )
+            elif schedule.placement[action.stage] != rank:
+                home = schedule.placement[action.stage]
+                yield f"{where} is on stage {action.stage}, which lives on rank {home}"
 
 
-def _check_each_once(schedule: Schedule) -> None:
-    """F once, and then either B once or I and W once, for every stage and micro-batch."""
-    seen: dict[Action, tuple[int, int]] = {}
+def _twice(schedule: Schedule) -> Iterator[str]:
+    """What is done a second time."""
+    seen: dict[Action, int] = {}
     for rank, row in enumerate(schedule.rows):
         for place, action in enumerate(row):
             if action in seen:
-                raise ScheduleError(
+                yield (
                     f"rank {rank}, cell {place}: {action} is done a second time (first in cell "
-                    f"{seen[action][1]}); its gradient would count twice"
+                    f"{seen[action]}); its gradient would count twice"
                 )
-            seen[action] = (rank, place)
+            seen.setdefault(action, place)
+
+
+def _missing(schedule: Schedule) -> Iterator[str]:
+    """F once, and then either B once or I and W once, for every stage and micro-batch."""
+    seen = {
+        action: (rank, place)
+        for rank, row in enumerate(schedule.rows)
+        for place, action in enumerate(row)
+    }
     for stage, rank in enumerate(schedule.placement):
         for mb in range(schedule.microbatches):
-            _check_complete(seen, rank, stage, mb)
+            if problem := _incomplete(seen, rank, stage, mb):
+                yield problem
 
 
-def _check_complete(seen: dict[Action, tuple[int, int]], rank: int, stage: int, mb: int) -> None:
+def _incomplete(seen: dict[Action, tuple[int, int]], rank: int, stage: int, mb: int) -> str:
     has = {op for op in "FBIW" if Action(op, stage, mb) in seen}
     if has in ({"F", "B"}, {"F", "I", "W"}):
-        return
+        return ""
     who = f"rank {rank}: micro-batch {mb} on stage {stage}"
     if not has and (other := next((a for a in seen if a.mb == mb), None)):
-        raise ScheduleError(
+        return (
             f"{who} has neither forward nor backward, but rank {seen[other][0]}, cell "
             f"{seen[other][1]}, has {other}; every stage does every micro-batch"
         )
     if "F" not in has:
-        raise ScheduleError(f"{who} has no forward ({stage}F{mb} is missing)")
+        return f"{who} has no forward ({stage}F{mb} is missing)"
     if "B" in has:
         extra = ", ".join(f"{stage}{op}{mb}" for op in "IW" if op in has)
-        raise ScheduleError(
+        return (
             f"{who} has a whole backward ({stage}B{mb}) and also {extra}: it is either B, or I "
             "and W"
         )
     missing = ", ".join(f"{stage}{op}{mb}" for op in "IW" if op not in has)
     if missing == f"{stage}I{mb}, {stage}W{mb}":
-        raise ScheduleError(f"{who} has no backward ({stage}B{mb} is missing)")
-    raise ScheduleError(f"{who} has half a backward ({missing} is missing)")
+        return f"{who} has no backward ({stage}B{mb} is missing)"
+    return f"{who} has half a backward ({missing} is missing)"
 
 
-def _check_own_order(schedule: Schedule) -> None:
+def _own_order(schedule: Schedule) -> Iterator[str]:
     """What an action needs from its own rank must stand before it: seen without simulating."""
     for rank, row in enumerate(schedule.rows):
         place_of = {fact: place for place, action in enumerate(row) for fact in settled(action)}
         for place, action in enumerate(row):
             for first in before(action, schedule.stages):
                 if place_of.get(first, -1) > place:
-                    raise ScheduleError(
+                    yield (
                         f"rank {rank}, cell {place}: {action} comes before "
                         f"{row[place_of[first]]} (cell {place_of[first]}), which it needs"
                     )
 
 
-def _check_progress(schedule: Schedule) -> None:
-    for _ in progress(schedule):
-        pass
+def _deadlocks(schedule: Schedule) -> Iterator[str]:
+    try:
+        for _ in progress(schedule):
+            pass
+    except ScheduleError as error:
+        yield str(error)
 
 
 def _deadlock(schedule: Schedule, stuck: dict[int, int], done: set[Action]) -> str:
@@ -184,13 +214,13 @@ def _where(missing: Action, owner: int, row: Sequence[Action]) -> str:
     return f"{missing}, which rank {owner} does not have in its row"
 
 
-def _check_peak(schedule: Schedule, peak: Sequence[int]) -> None:
+def _peaks(schedule: Schedule, peak: Sequence[int]) -> Iterator[str]:
     if len(peak) != schedule.ranks:
         raise ValueError(f"peak has {len(peak)} numbers, one for each of {schedule.ranks} ranks")
     for rank, (found, allowed) in enumerate(zip(schedule.peak_in_flight(), peak, strict=True)):
         if found > allowed:
             place = _first_above(schedule.rows[rank], allowed)
-            raise ScheduleError(
+            yield (
                 f"rank {rank}, cell {place}: {schedule.rows[rank][place]} makes {allowed + 1} in "
                 f"flight, {allowed} are allowed (the row's peak is {found}); do a backward before "
                 "this forward"

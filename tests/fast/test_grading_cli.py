@@ -71,6 +71,29 @@ def test_list_start_and_fresh(root, capsys):
     assert mine.with_name("00_start_here.before-2.ipynb").exists()
 
 
+def test_a_lesson_without_exercises_beside_one_that_has_some(root, capsys):
+    """08b is neither 08 nor its exercises, in whatever verb."""
+    eight, arena = (root / "notebooks" / f"{name}.ipynb" for name in ("08_pipes", "08b_arena"))
+    shutil.copyfile(root / "notebooks" / "00_start_here.ipynb", eight)
+    shutil.copyfile(eight, root / "exercises" / eight.name)
+    notebook = {"cells": [], "metadata": {"course": {"lesson": "08b"}}, "nbformat": 4}
+    arena.write_text(json.dumps(notebook | {"nbformat_minor": 5}))
+    assert "08b  arena  (no exercises)" in course(capsys, "list")[1]
+    for typed in ("08b", "8b"):
+        assert course(capsys, "start", typed, "--fresh")[1].split()[1:] == [
+            "work/notebooks/08b_arena.ipynb"
+        ]
+    assert "08b" not in course(capsys, "start", "8")[1]
+    none = "lesson 08b has no exercises: all of it is in its notebook (course start 08b)"
+    assert none in course(capsys, "check", "08b")[2]
+    assert "lesson 08b has no exercise '1'; it has none" in course(capsys, "hint", "08b", "1")[2]
+    own = root / "work" / "notebooks" / arena.name
+    assert "lesson 08b has no exercises" in course(capsys, "grade", str(own))[2]
+    notebook["metadata"] = {}
+    own.write_text(json.dumps(notebook | {"nbformat_minor": 5}))
+    assert "lesson 08b has no exercises" in course(capsys, "grade", str(own))[2], "by its name"
+
+
 def test_hints_come_rung_by_rung(root, capsys):
     counts = [course(capsys, "hint", "00", "2")[1].count("hint ") for _ in range(4)]
     assert counts == [1, 2, 3, 3]
