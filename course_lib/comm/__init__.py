@@ -50,7 +50,6 @@ from course_lib.comm.operators import (
     swap_rows,
     unshard,
 )
-from course_lib.comm.order import DeadlockError
 from course_lib.comm.p2p import (
     Exchange,
     exchange,
@@ -62,6 +61,7 @@ from course_lib.comm.p2p import (
     start_send,
 )
 from course_lib.comm.priorities import Priorities
+from course_lib.mesh.watch import DeadlockError
 
 __all__ = [
     "DeadlockError",

@@ -4,24 +4,22 @@ Without it a mismatch is silent, wrong or fatal by turns: equal byte counts of a
 summed as they are, unequal ones make gloo abort a rank. With it every rank concerned raises the
 same ValueError. The comparing messages are not written into the ledger: they belong to the mode,
 not to the program. While a rank waits for another to make its call,
-:mod:`course_lib.comm.order` looks whether it ever will.
+:mod:`course_lib.mesh.watch` looks whether it ever will.
 """
 
 from __future__ import annotations
 
 import json
-import sys
 import threading
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 
 from course_lib.comm.call import Call, Counts
-from course_lib.comm.order import Position, channel, watch_of
 from course_lib.mesh import Axis
+from course_lib.mesh.watch import SAME_GROUPS, Position, call_site, channel, watch_of
 
 _HEADER_BYTES = 512  # for a collective 24 more for each rank: the counts of an uneven all_to_all
 _LONGEST = 140  # bytes of each text in a header
@@ -30,14 +28,9 @@ _CALLS = (
     "Every rank of an axis must make the same calls in the same order, each with the same shape "
     "and dtype."
 )
-_GROUPS = (
-    "Every rank must make all groups in one order, those of others too, and call on the axis that "
-    "it got: make_mesh and sub_axis do when every rank calls them alike."
-)
 _MESSAGES = (
     "Messages arrive in the order in which they were sent; receive each with its shape and dtype."
 )
-_LIBRARY = (str(Path(__file__).resolve().parents[1]), str(Path(torch.__file__).resolve().parent))
 
 
 class _Said(NamedTuple):
@@ -98,7 +91,7 @@ def _wrong_group(axis: Axis, said: list[_Said]) -> str:
     head = f"the group of axis {axis.name} is not that of ranks {expected}; in it are:"
     if len({one.axis for one in said}) > 1:
         head = f"ranks {expected} call on the same group and take it for different axes:"
-    return "\n".join([head, *lines, _GROUPS])
+    return "\n".join([head, *lines, SAME_GROUPS])
 
 
 def _compare_counts(axis: Axis, said: list[_Said]) -> None:
@@ -203,23 +196,6 @@ def _say(axis: Axis, call: Call, where: str) -> _Said:
     how = f" ({call.how})" if call.how else ""
     what = f"{how} of {dtype} [{' x '.join(sizes) or 'scalar'}]"
     return _Said(call.op, what, where, call.counts, axis.name, axis.ranks[axis.rank])
-
-
-def call_site(cells: dict[str, str]) -> str:
-    """The learner's line that led here: the nearest frame outside this library and torch.
-
-    ``cells`` names the files that are cells of the notebook.
-    """
-    frame: Any = sys._getframe(1)
-    while frame is not None:
-        name = frame.f_code.co_filename
-        if name in cells:
-            return f"{cells[name]} line {frame.f_lineno}"
-        if not name.startswith(_LIBRARY):
-            place = "a cell" if "ipykernel_" in name else Path(name).name
-            return f"{place} line {frame.f_lineno}"
-        frame = frame.f_back
-    return "an unknown line"
 
 
 def _disagreement(axis: Axis, said: dict[int, _Said], wanted: str) -> str:

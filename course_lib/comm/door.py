@@ -13,10 +13,11 @@ from collections.abc import Callable
 from typing import Any
 
 from course_lib.comm.call import Call
-from course_lib.comm.checked import CheckedMessage, call_site, checks_messages, compare_calls
+from course_lib.comm.checked import CheckedMessage, checks_messages, compare_calls
 from course_lib.comm.links import channel_of, occupy
 from course_lib.ledger import Record
 from course_lib.mesh import Axis
+from course_lib.mesh.watch import call_site
 
 
 def issue(axis: Axis, call: Call, start: Callable[[], Any], result: Callable[[], Any]) -> Handle:

@@ -23,10 +23,10 @@ import numpy
 import torch
 import torch.distributed as dist
 
-from course_lib.comm.order import say_returned
 from course_lib.launch.task import Birth, Frame, Outcome, Raised, Task
 from course_lib.launch.travel import pack, text_of, unpack, what_cannot_return
 from course_lib.mesh import RankContext, enter_rank, rank_context
+from course_lib.mesh.watch import say_returned
 
 FOREVER = timedelta(days=1)  # the launching process holds the deadline, not the backend
 _birth: list[Birth] = []

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import inspect
+import os
+import shutil
 import time
 
 import pytest
@@ -12,12 +14,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from course_lib import comm
-from course_lib.comm import order
-from course_lib.comm.order import DeadlockError, Position, follow, stuck, verdict
 from course_lib.launch import World
 from course_lib.launch.faults import RankDeadline, RankError
 from course_lib.layout import make_layout
-from course_lib.mesh import Axis, make_mesh, rank_context, sub_axis
+from course_lib.mesh import Axis, across_axis, make_mesh, rank_context, sub_axis, watch
+from course_lib.mesh.watch import MAKING, DeadlockError, Position, follow, stuck, verdict
 
 SQUARE = {"tp": 2, "dp": 2}
 CUBE = {"tp": 2, "cp": 2, "pp": 2}
@@ -95,6 +96,29 @@ def test_positions_are_followed_from_rank_to_rank_and_each_read_once():
     read = []
     assert set(follow(0, lambda rank: read.append(rank) or known[rank])) == {0, 1, 2}
     assert sorted(read) == [0, 1, 2]
+
+
+def making(number, made, where="cell 1 line 1"):
+    needs = dict.fromkeys(range(4), (MAKING, number))
+    return Position("axis pair of groups [[0, 1]]", where, needs, {MAKING: number, **made})
+
+
+def test_groups_that_some_ranks_do_not_make_are_told_rank_by_rank():
+    positions = {0: making(2, {}), 1: RETURNED, 2: at({0: ("g", 1)}, {}), 3: None}
+    assert stuck(positions) == {0, 1, 2}
+    assert verdict(0, positions) == verdict(2, positions)
+    assert verdict(0, positions).splitlines()[:5] == [
+        "not every rank makes axis pair of groups [[0, 1]]:",
+        "  rank 0 makes axis pair of groups [[0, 1]], cell 1 line 1",
+        "  rank 1 never does: it has returned",
+        "  rank 2 does not: it waits for rank 0 in call on {0: ('g', 1)}, cell 1 line 1",
+        "  rank 3 has not come to it yet",
+    ]
+
+
+def test_groups_that_all_are_about_to_make_accuse_nobody():
+    assert stuck({0: making(1, {}), 1: making(1, {}), 2: None, 3: None}) == set()
+    assert stuck({rank: making(1, {}) for rank in range(4)}) == set()
 
 
 # --- opposite orders on ranks -------------------------------------------------------------------
@@ -231,11 +255,11 @@ def test_a_rank_that_calls_on_another_axis(worlds):
 
 def late_ranks():
     """Everyone waits for longer than PATIENCE, one behind the other, and goes on."""
-    order.PATIENCE = 0.1
+    watch.PATIENCE = 0.1
     mesh = make_mesh(tp=2)
     for _ in range(2):
         if mesh.rank == 0:
-            time.sleep(3 * order.PATIENCE)
+            time.sleep(3 * watch.PATIENCE)
         comm.all_reduce(torch.ones(1), mesh.tp)
         comm.all_reduce(torch.ones(1), mesh.dp)
         comm.exchange(torch.ones(1), mesh.world, mesh.world.next, mesh.world.previous)
@@ -270,7 +294,7 @@ def perform(sizes, programs):
 
     Ranks say all the time where they wait, so that every race between saying and going on is run.
     """
-    order.PATIENCE = 1e-4
+    watch.PATIENCE = 1e-4
     mesh, one = make_mesh(**sizes), torch.tensor([1.0])
     handles = []
     for name, _, kind in programs[mesh.rank]:
@@ -283,7 +307,7 @@ def perform(sizes, programs):
         if kind != "start":
             handles[-1].wait()
     values = [handle.wait() for handle in handles]
-    order.PATIENCE = 0.1  # these ranks are kept
+    watch.PATIENCE = 0.1  # these ranks are kept
     return [None if value is None else value.item() for value in values]
 
 
@@ -417,6 +441,84 @@ def test_other_arguments_of_make_mesh_are_named(worlds):
     said = str(failed(worlds(4), other_mesh).exception)
     assert "rank 0: axis tp of groups [[0, 1], [2, 3]]" in said
     assert "rank 1: axis dp of groups [[0, 1], [2, 3]]" in said
+
+
+def some_make(how):
+    """Three ways in which only ranks 0 and 2 make an axis: the others return, or call, or both."""
+    mesh = make_mesh(tp=2)
+    if mesh.rank in (0, 2):
+        make(mesh, how)  # 0 and 2
+    if how != "return":
+        comm.all_reduce(torch.ones(1), mesh.dp if how == "call" else mesh.world)  # all
+
+
+def make(mesh, how):
+    if how == "across":
+        across_axis(mesh.world, 2, "pair")
+    elif how == "mesh":
+        make_mesh(tp=4)
+    else:
+        sub_axis(mesh.world, 2, "pair")
+
+
+PAIR = "axis pair of groups [[0, 1], [2, 3]]"
+ACROSS = "axis pair of groups [[0, 2], [1, 3]]"
+
+
+@pytest.mark.parametrize(
+    ("how", "axis", "others"),
+    [
+        ("return", PAIR, "never does: it has returned"),
+        ("call", PAIR, "never does: it has returned"),
+        ("across", ACROSS, "does not: it waits for rank 0 and 2 in call 1 on axis world (ranks"),
+        ("mesh", "axis tp of groups [[0, 1, 2, 3]]", "does not: it waits for rank 0 and 2 in"),
+    ],
+)
+def test_groups_that_only_some_ranks_make_are_named_with_who_and_where(worlds, how, axis, others):
+    error = failed(worlds(4), some_make, how)
+    assert isinstance(error.exception, DeadlockError)
+    first, *ranks, advice = str(error.exception).splitlines()
+    assert first == f"not every rank makes {axis}:"
+    for rank in (0, 2):
+        assert ranks[rank].startswith(f"  rank {rank} makes {axis}, test_group_order.py line ")
+    for rank in (1, 3):
+        assert ranks[rank].startswith(f"  rank {rank} {others}")
+        assert how in ("return", "call") or ranks[rank].endswith(line_of(some_make, "# all"))
+    assert advice == watch.SAME_GROUPS
+
+
+def test_groups_that_some_rank_makes_late_are_made(worlds):
+    """Each rank is late in its turn, and between the axes pairs of ranks call; all say at once."""
+
+    def late():
+        watch.PATIENCE = 1e-4
+        mesh, sums = make_mesh(tp=2), []
+        for turn in range(8):
+            if mesh.rank == turn % 4:
+                time.sleep(0.02)
+            axis = sub_axis(mesh.world, 2, f"pair {turn}")
+            sums.append(comm.all_reduce(torch.ones(1), (axis, mesh.dp, mesh.tp)[turn % 3]).item())
+        watch.PATIENCE = 0.1  # these ranks are kept
+        return sums
+
+    assert worlds(4).run(late, checked=True) == [[2.0] * 8] * 4
+
+
+def ended_with_its_store(directory):
+    """The program makes its group of a store of its own, which is gone when it returns."""
+    store = dist.FileStore(f"{directory}/store", 2)
+    dist.init_process_group("gloo", store=store, rank=int(os.environ["RANK"]), world_size=2)
+    total = comm.all_reduce(torch.ones(1), make_mesh().dp).item()
+    dist.barrier()
+    shutil.rmtree(directory, ignore_errors=True)
+    return total
+
+
+def test_a_store_that_is_gone_at_the_end_does_no_harm(tmp_path):
+    directory = tmp_path / "ranks"
+    directory.mkdir()
+    with World(2, init=False, timeout=30) as world:  # the store's own patience is minutes
+        assert world.run(ended_with_its_store, str(directory), checked=True) == [2.0, 2.0]
 
 
 def test_groups_of_raw_torch_are_compared_by_their_first_call(worlds):

@@ -9,6 +9,7 @@ carries started calls side by side, might have let pass.
 
 How it is found: a rank that has waited for PATIENCE seconds says in the store of the process group
 at which call it stands, which ranks that call needs, and how many calls it has made on each group.
+Making the groups of an axis is such a call, which needs every rank of the world.
 Whoever waits follows these positions from rank to rank. A rank that has returned will make no more
 calls, and a rank is stuck when it waits for a call that a stuck rank has not made (a wait-for graph
 in which a rank needs *all* it waits for: Chandy, Misra and Haas 1983, doi:10.1145/357360.357365).
@@ -24,15 +25,22 @@ not judged: the deadline's report says where it was.
 from __future__ import annotations
 
 import pickle
+import sys
+import threading
 from collections import Counter
 from collections.abc import Callable, Mapping
+from contextlib import suppress
+from pathlib import Path
 from typing import Any, NamedTuple
 
+import torch
 import torch.distributed as dist
 
-from course_lib.mesh import Axis, RankContext
+from course_lib.mesh.axes import Axis, RankContext
 
 PATIENCE = 0.1  # seconds of waiting before a rank says so, and between its looks at the others
+GOODBYE = 2.0  # seconds that a rank which has returned tries to say so
+MAKING = "making groups"  # the channel of all ranks on which axes are made
 ADVICE = (
     "Calls on groups that overlap must be started in one order on every rank. Choose which of "
     "these comes first, and reorder the lines of the ranks that begin with another one."
@@ -41,6 +49,11 @@ NEVER = (
     "Every rank of an axis must make the same calls. Look for an if, a loop or a return that "
     "differs between these ranks, or for an axis that was confused with another."
 )
+SAME_GROUPS = (
+    "Every rank must make all groups in one order, those of others too: call make_mesh, sub_axis "
+    "and across_axis with the same arguments and in the same order on every rank."
+)
+_LIBRARY = (str(Path(__file__).resolve().parents[1]), str(Path(torch.__file__).resolve().parent))
 
 
 class DeadlockError(RuntimeError):
@@ -75,7 +88,7 @@ class Watch:
     """What one rank knows of the calls of all, in one run."""
 
     def __init__(self, context: RankContext) -> None:
-        self.rank, self.made = context.rank, Counter[str]()
+        self.rank, self.made = dist.get_rank(), Counter[str]()
         store = dist.distributed_c10d._get_default_store()
         self.store = dist.PrefixStore(f"positions/{context.run}", store)
 
@@ -88,15 +101,16 @@ class Watch:
         """Block until ``over(seconds)``, which waits that long, is true; DeadlockError if never."""
         if over(PATIENCE):
             return
-        self._say(position())
+        self.say(position())
         while not over(PATIENCE):
             self._look()
 
     def returned(self) -> None:
         """This rank makes no more calls."""
-        self._say(Position("", "", {}, dict(self.made)))
+        self.say(Position("", "", {}, dict(self.made)))
 
-    def _say(self, position: Position) -> None:
+    def say(self, position: Position) -> None:
+        """Put the position where the others look."""
         self.store.set(str(self.rank), pickle.dumps(position))  # type: ignore[arg-type]
 
     def _read(self, rank: int) -> Position | None:
@@ -122,9 +136,37 @@ def watch_of(context: RankContext) -> Watch:
 
 
 def say_returned(context: RankContext) -> None:
-    """Called by a launcher when the function of a checked run has returned."""
+    """Called by a launcher when the function of a checked run has returned.
+
+    Nothing is raised, and nothing waited for long: where the program made its group itself
+    (init=False) the store may be gone with it.
+    """
     if context.conditions.checked and dist.is_initialized():
+        thread = threading.Thread(target=_say_returned, args=(context,), daemon=True)
+        thread.start()
+        thread.join(GOODBYE)
+
+
+def _say_returned(context: RankContext) -> None:
+    with suppress(Exception):
         watch_of(context).returned()
+
+
+def call_site(cells: dict[str, str]) -> str:
+    """The learner's line that led here: the nearest frame outside this library and torch.
+
+    ``cells`` names the files that are cells of the notebook.
+    """
+    frame: Any = sys._getframe(1)
+    while frame is not None:
+        name = frame.f_code.co_filename
+        if name in cells:
+            return f"{cells[name]} line {frame.f_lineno}"
+        if not name.startswith(_LIBRARY):
+            place = "a cell" if "ipykernel_" in name else Path(name).name
+            return f"{place} line {frame.f_lineno}"
+        frame = frame.f_back
+    return "an unknown line"
 
 
 def follow(rank: int, read: Callable[[int], Position | None]) -> Positions:
@@ -174,12 +216,41 @@ def verdict(rank: int, positions: Positions) -> str:
         assert last is not None
         if not last.needs:
             return _one_returned(chain[-2], chain[-1], positions)
+        if MAKING in {name for name, _ in last.needs.values()}:
+            return _not_made(chain[-1], never, positions)
         follower = min(never.intersection(awaited(last, positions)))
         if follower in chain:
             ring = chain[chain.index(follower) :]
             first = ring.index(min(ring))
             return _ring(ring[first:] + ring[:first], positions)
         chain.append(follower)
+
+
+def _not_made(maker: int, never: set[int], positions: Positions) -> str:
+    """Who makes the groups that ``maker`` makes, and where each rank is that never comes to it."""
+    one = positions[maker]
+    assert one is not None
+    late = {rank for rank in one.needs if positions[rank] is None} | {*awaited(one, positions)}
+    lines = [
+        f"  rank {rank} " + (_absence(rank, never, positions) if rank in late else _making(other))
+        for rank, other in sorted(positions.items())
+    ]
+    return "\n".join([f"not every rank makes {one.what}:", *lines, SAME_GROUPS])
+
+
+def _making(position: Position | None) -> str:
+    assert position is not None
+    return f"makes {_standing(position)}"
+
+
+def _absence(rank: int, never: set[int], positions: Positions) -> str:
+    position = positions[rank]
+    if position is None or rank not in never:
+        return "has not come to it yet"
+    if not position.needs:
+        return "never does: it has returned"
+    waits = _listed(sorted(awaited(position, positions)))
+    return f"does not: it waits for rank {waits} in {_standing(position)}"
 
 
 def _ring(ring: list[int], positions: Positions) -> str:

@@ -1,0 +1,33 @@
+"""What a rank is, in a process: its coordinate on each axis, and the process groups behind them.
+
+:func:`make_mesh` creates the groups (the same ones in the same order on every rank) and returns a
+:class:`Mesh` whose axes go to every parallel function: ``all_reduce(x, mesh.tp)``. There is no
+global group. The only thing that a launch leaves behind in a rank is a :class:`RankContext`:
+ledger, trace and the conditions of the run.
+
+==========  ===================================================================
+conditions  pace, emulated links, checks
+axes        what one rank sees: context, axis, mesh
+groups      how the groups are made
+watch       checked mode: ranks that wait for one another for ever are found
+==========  ===================================================================
+"""
+
+from course_lib.mesh.axes import Axis, Mesh, RankContext, enter_rank, rank_context
+from course_lib.mesh.conditions import Conditions, Link, Links, Pace
+from course_lib.mesh.groups import across_axis, make_mesh, sub_axis
+
+__all__ = [
+    "Axis",
+    "Conditions",
+    "Link",
+    "Links",
+    "Mesh",
+    "Pace",
+    "RankContext",
+    "across_axis",
+    "enter_rank",
+    "make_mesh",
+    "rank_context",
+    "sub_axis",
+]

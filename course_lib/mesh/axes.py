@@ -1,0 +1,146 @@
+"""What a rank sees: its context, its coordinate on each axis, and the mesh of all axes."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from course_lib.layout import Layout
+from course_lib.ledger import Ledger
+from course_lib.mesh.conditions import Conditions
+from course_lib.trace import Trace
+
+
+@dataclass
+class RankContext:
+    """What a launch leaves behind in a rank, and reads again when the function has returned."""
+
+    rank: int = 0
+    conditions: Conditions = field(default_factory=Conditions)
+    device: torch.device = field(default_factory=lambda: torch.device("cpu"))
+    cells: dict[str, str] = field(default_factory=dict)  # file name of a cell -> "cell 14"
+    world_size: int = 1  # ranks that were launched with this one, itself included
+    ledger: Ledger = field(init=False)
+    trace: Trace = field(init=False)
+    # When each channel (axis, op of a message, peer) is free again: comm keeps it, a run ends it.
+    channel_free_at: dict[tuple[str, str, int | None], float] = field(default_factory=dict)
+    channel_lines: dict[tuple[str, str, int | None], list[Any]] = field(default_factory=dict)
+    channel_lock: threading.Lock = field(default_factory=threading.Lock)
+    priorities: Any = None  # comm's, while they are in force
+    # Checked mode: which run this is of ranks that are kept, and what this rank knows of all.
+    run: int = 0
+    last_message: dict[tuple[Any, str, int], Any] = field(default_factory=dict)
+    watch: Any = None
+
+    def __post_init__(self) -> None:
+        self.ledger = Ledger(self.rank)
+        self.trace = Trace(self.rank)
+
+
+_here: list[RankContext] = []
+
+
+def enter_rank(context: RankContext) -> None:
+    """Called by a launcher, once per run and rank: meshes made from now on use ``context``."""
+    _here[:] = [context]
+
+
+def rank_context() -> RankContext:
+    """The context of this rank; outside a launch, a fresh one that is kept."""
+    if not _here:
+        rank = dist.get_rank() if dist.is_initialized() else 0
+        enter_rank(RankContext(rank))
+    return _here[0]
+
+
+@dataclass(frozen=True)
+class Axis:
+    """One axis of the mesh as one rank sees it.
+
+    ``rank`` is the coordinate on this axis, ``ranks`` the global ranks of the group by
+    coordinate. ``group`` is None when the axis has size 1. ``all_ranks`` are the ranks of every
+    group of this axis in the world.
+    """
+
+    name: str
+    rank: int
+    size: int
+    ranks: tuple[int, ...]
+    group: Any = field(default=None, repr=False, compare=False)
+    context: RankContext = field(default_factory=RankContext, repr=False, compare=False)
+    all_ranks: list[list[int]] = field(default_factory=list, repr=False, compare=False)
+
+    @property
+    def ledger(self) -> Ledger:
+        """Where calls on this axis are written down."""
+        return self.context.ledger
+
+    @property
+    def trace(self) -> Trace:
+        """Where spans on this axis are written down."""
+        return self.context.trace
+
+    @property
+    def next(self) -> int:
+        """Coordinate of the next rank on the ring."""
+        return (self.rank + 1) % self.size
+
+    @property
+    def previous(self) -> int:
+        """Coordinate of the previous rank on the ring."""
+        return (self.rank - 1) % self.size
+
+
+@dataclass(frozen=True)
+class Mesh:
+    """All axes of one rank. ``dp_cp`` are the ranks that average the same gradients."""
+
+    layout: Layout
+    rank: int
+    tp: Axis
+    cp: Axis
+    dp: Axis
+    pp: Axis
+    dp_cp: Axis
+    ep: Axis
+    edp: Axis
+    world: Axis
+    context: RankContext = field(repr=False, compare=False)
+
+    @property
+    def device(self) -> torch.device:
+        """Where this rank's tensors live."""
+        return self.context.device
+
+    @property
+    def ledger(self) -> Ledger:
+        """What this rank sent and received."""
+        return self.context.ledger
+
+    @property
+    def trace(self) -> Trace:
+        """What this rank did and when."""
+        return self.context.trace
+
+    @property
+    def conditions(self) -> Conditions:
+        """Pace, links and checks of this run."""
+        return self.context.conditions
+
+    @property
+    def sizes(self) -> dict[str, int]:
+        """Size of each axis, those of size 1 left out."""
+        return {axis: size for axis, size in self.layout.sizes.items() if size > 1}
+
+    @contextmanager
+    def compute(self, op: str, *, stage: int | None = None, **what) -> Iterator[None]:
+        """Measure the body as a compute span; in a paced run it takes at least its pace."""
+        pace = self.conditions.pace_of(op, stage)
+        with self.trace.span(op, at_least=pace, stage=stage, **what):
+            yield

@@ -1,0 +1,143 @@
+"""The process groups behind the axes: the same ones, in the same order, on every rank."""
+
+from __future__ import annotations
+
+import time
+from functools import partial
+
+import torch.distributed as dist
+
+from course_lib.layout import DEFAULT_ORDER, make_layout
+from course_lib.mesh.axes import Axis, Mesh, RankContext, rank_context
+from course_lib.mesh.watch import MAKING, SAME_GROUPS, Position, call_site, watch_of
+
+POLL = 0.002  # seconds between looks for what the others make
+
+
+def make_mesh(
+    order: str = DEFAULT_ORDER,
+    *,
+    tp: int = 1,
+    cp: int = 1,
+    dp: int | None = None,
+    pp: int = 1,
+    ep: int = 1,
+) -> Mesh:
+    """Lay this world's ranks out on axes and create their groups. Call it on every rank.
+
+    ``dp`` left out is what remains of the world. Without a launch and without an initialised
+    process group the world is this process alone. Raises ValueError as
+    :func:`course_lib.layout.make_layout` does, and RuntimeError in one of several ranks that have
+    no process group yet.
+    """
+    context = rank_context()
+    if context.world_size > 1 and not dist.is_initialized():
+        raise RuntimeError(
+            f"this rank is one of {context.world_size}, but no process group is initialised: call "
+            "torch.distributed.init_process_group first (init=False leaves that to you)"
+        )
+    world = dist.get_world_size() if dist.is_initialized() else 1
+    rank = dist.get_rank() if dist.is_initialized() else 0
+    layout = make_layout(world, order, tp=tp, cp=cp, dp=dp, pp=pp, ep=ep)
+
+    def axis(name: str, groups: list[list[int]]) -> Axis:
+        return _make_axis(name, groups, rank, context)
+
+    axes = {name: axis(name, layout.groups(name)) for name in layout.sizes}
+    single = axis("single", [[one] for one in range(world)])
+    dp_cp = axes["dp"] if layout.sizes["cp"] == 1 else axis("dp_cp", layout.groups("dp", "cp"))
+    ep_axis, edp_axis = single, dp_cp
+    if ep > 1:
+        ep_groups, edp_groups = layout.expert_groups()
+        ep_axis, edp_axis = axis("ep", ep_groups), axis("edp", edp_groups)
+    everyone = tuple(range(world))
+    group = dist.group.WORLD if world > 1 else None
+    whole = Axis("world", rank, world, everyone, group, context, [list(everyone)])
+    return Mesh(
+        layout, rank, **axes, dp_cp=dp_cp, ep=ep_axis, edp=edp_axis, world=whole, context=context
+    )
+
+
+def _make_axis(name: str, groups: list[list[int]], rank: int, context: RankContext) -> Axis:
+    """Create every group of an axis (all ranks must, in one order) and return this rank's.
+
+    As Megatron-LM's parallel_state.initialize_model_parallel does. Each axis has groups of its
+    own, even of the same ranks as another's: one group carries its calls one after another
+    (github.com/meta-pytorch/torchrec/pull/4708).
+    """
+    if context.conditions.checked and any(len(ranks) > 1 for ranks in groups):
+        _compare_groups(name, groups, context)
+    mine: Axis | None = None
+    for ranks in groups:
+        group = dist.new_group(ranks) if len(ranks) > 1 else None
+        if rank in ranks:
+            mine = Axis(name, ranks.index(rank), len(ranks), tuple(ranks), group, context, groups)
+    assert mine is not None, f"rank {rank} is in no group of axis {name}"
+    return mine
+
+
+def _compare_groups(name: str, groups: list[list[int]], context: RankContext) -> None:
+    """Checked mode: raise ValueError, on every rank, unless all ranks are about to make the same.
+
+    DeadlockError where a rank will never make any. Unchecked, the groups of ranks that make theirs
+    in different orders are joined as they come: a hang, or sums over the wrong ranks without an
+    error (github.com/pytorch/pytorch/issues/25390).
+    """
+    said = _said_by_all(f"axis {name} of groups {groups}", context)
+    if len(set(said)) > 1:
+        lines = [f"  rank {rank}: {one}" for rank, one in enumerate(said)]
+        raise ValueError("\n".join(["the ranks do not make the same groups:", *lines, SAME_GROUPS]))
+
+
+def _said_by_all(what: str, context: RankContext) -> list[str]:
+    """What every rank is about to make, by way of the store: groups may be what is wrong."""
+    watch, where, world = watch_of(context), call_site(context.cells), range(dist.get_world_size())
+    number = watch.count(MAKING)
+    keys = [f"{MAKING} {number}, rank {rank}" for rank in world]
+    others = {rank: (MAKING, number) for rank in world if rank != watch.rank}
+    position = Position(what, where, others, dict(watch.made))
+    watch.say(position)  # at once, so that a report can tell who was here
+    watch.store.set(keys[watch.rank], what)
+    watch.until(partial(_all_there, watch.store, keys), lambda: position)
+    return [watch.store.get(key).decode() for key in keys]
+
+
+def _all_there(store: dist.Store, keys: list[str], seconds: float) -> bool:
+    """Whether all keys are in the store, ``seconds`` from now at the latest."""
+    end = time.monotonic() + seconds
+    while not store.check(keys):
+        if time.monotonic() >= end:
+            return False
+        time.sleep(POLL)
+    return True
+
+
+def sub_axis(axis: Axis, size: int, name: str) -> Axis:
+    """``axis`` cut into runs of ``size`` neighbours: the run that this rank is in, as an axis.
+
+    It makes groups, as :func:`make_mesh` does: call it on every rank of the world, once.
+    Raises ValueError when ``size`` does not divide.
+    """
+    _check_run(axis, size)
+    starts = range(0, axis.size, size)
+    runs = [ranks[start : start + size] for ranks in axis.all_ranks for start in starts]
+    return _make_axis(name, runs, axis.ranks[axis.rank], axis.context)
+
+
+def across_axis(axis: Axis, size: int, name: str) -> Axis:
+    """The ranks of ``axis`` that have this one's place in their runs of ``size`` neighbours.
+
+    With :func:`sub_axis`, to be called alike, it makes a grid of the axis: rank i ``size`` + j
+    has place j in run i.
+    """
+    _check_run(axis, size)
+    places = [ranks[place::size] for ranks in axis.all_ranks for place in range(size)]
+    return _make_axis(name, places, axis.ranks[axis.rank], axis.context)
+
+
+def _check_run(axis: Axis, size: int) -> None:
+    if size < 1 or axis.size % size:
+        raise ValueError(
+            f"runs of {size} ranks on axis {axis.name} of {axis.size}: choose a divisor of "
+            f"{axis.size}"
+        )
