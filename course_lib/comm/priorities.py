@@ -119,14 +119,22 @@ class _Held(Handle):
     def __init__(self, start: Callable[[], Handle], leave_all: Callable[[], None]) -> None:
         self._start, self._leave_all = start, leave_all
         self._started: Handle | None = None
+        self._error: Exception | None = None
 
     def leave(self) -> None:
-        """Make the call."""
-        self._started = self._start()
+        """Make the call. What goes wrong is raised here, and again where it is waited for."""
+        try:
+            self._started = self._start()
+        except Exception as error:
+            error.add_note("It was raised when a call left that priorities had held back.")
+            self._error = error
+            raise
 
     def wait(self) -> Any:
         """Have it made now, behind all that is held before it, and wait for it."""
-        if self._started is None:
+        if self._started is None and self._error is None:
             self._leave_all()
+        if self._error is not None:
+            raise self._error
         assert self._started is not None, "what is held is in the queue"
         return self._started.wait()

@@ -386,6 +386,23 @@ def test_a_held_call_that_does_not_fit_names_the_line_that_started_it(worlds):
         assert f"test_priorities.py line {at}" in said
 
 
+def test_a_held_call_that_failed_in_a_gap_says_so_again_where_it_is_waited_for(worlds):
+    def waited_for():
+        mesh = make_mesh(tp=2)
+        with comm.Priorities(mesh.tp, mesh.dp, piece_bytes=10**6):
+            wrong = comm.start_all_reduce(SMALL[: 1 + mesh.dp.rank], mesh.dp)
+            right = comm.start_all_reduce(SMALL, mesh.dp)
+            with suppress(ValueError):
+                comm.all_reduce(SMALL, mesh.tp)
+            for _ in range(2):
+                with pytest.raises(ValueError, match="do not agree") as caught:
+                    wrong.wait()
+        return caught.value.__notes__, right.wait()[0].item()
+
+    said = ["It was raised when a call left that priorities had held back."]
+    assert worlds(4).run(waited_for, checked=True) == [(said, 2.0)] * 4
+
+
 @pytest.mark.parametrize(
     ("names", "piece_bytes", "said"),
     [
