@@ -8,6 +8,7 @@ Importing this loads no torch: every pytest run of this Python imports the plugi
 """
 
 from course_lib.grading.check import check
+from course_lib.grading.lab import Lab
 from course_lib.grading.verdict import Verdict
 
-__all__ = ["Verdict", "check"]
+__all__ = ["Lab", "Verdict", "check"]

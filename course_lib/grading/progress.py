@@ -1,4 +1,4 @@
-"""A learner's progress: attempts, best marks, hints taken; in work/.course/progress.json."""
+"""A learner's progress in exercises and labs; in work/.course/progress.json."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from typing import Any
 
 @dataclass
 class Entry:
-    """What is known of one exercise."""
+    """What is known of one exercise, or of a lesson's lab (which has no hints)."""
 
     attempts: int = 0
     best: int = 0
@@ -25,6 +25,11 @@ class Entry:
         """Whether all cases passed once."""
         return self.best == self.total > 0
 
+    def attempt(self, passed: int, total: int) -> None:
+        """Note an attempt."""
+        self.attempts += 1
+        self.best, self.total = max(min(self.best, total), passed), total
+
 
 class Progress:
     """The progress file of the course in ``root``; a file that cannot be read is put aside."""
@@ -32,10 +37,12 @@ class Progress:
     def __init__(self, root: Path) -> None:
         self.path = root / "work" / ".course" / "progress.json"
         self.entries: dict[str, Entry] = {}
+        self.labs: dict[str, Entry] = {}
         if self.path.exists():
             try:
                 data = json.loads(self.path.read_text(encoding="utf-8"))
-                self.entries = {ex: _entry(found) for ex, found in data["exercises"].items()}
+                self.entries = _entries(data["exercises"])
+                self.labs = _entries(data.get("labs", {}))  # older files have none
             except (ValueError, KeyError, TypeError, AttributeError):
                 self.path.replace(self.path.with_suffix(".unreadable.json"))
 
@@ -43,20 +50,30 @@ class Progress:
         """The entry of an exercise, made when it is new."""
         return self.entries.setdefault(ex, Entry())
 
+    def lab(self, lesson: str) -> Entry:
+        """The entry of a lesson's lab, made when it is new."""
+        return self.labs.setdefault(lesson, Entry())
+
     def attempt(self, ex: str, passed: int, total: int) -> None:
-        """Note an attempt."""
-        entry = self.of(ex)
-        entry.attempts += 1
-        entry.best, entry.total = max(min(entry.best, total), passed), total
+        """Note an attempt at an exercise."""
+        self.of(ex).attempt(passed, total)
 
     def save(self) -> None:
         """Write the file, whole or not at all."""
         self.path.parent.mkdir(parents=True, exist_ok=True)
-        data = {"exercises": {ex: asdict(entry) for ex, entry in sorted(self.entries.items())}}
+        data = {"exercises": _as_data(self.entries), "labs": _as_data(self.labs)}
         handle, name = tempfile.mkstemp(dir=self.path.parent, suffix=".tmp")
         with os.fdopen(handle, "w", encoding="utf-8") as file:
             json.dump(data, file, indent=1)
         Path(name).replace(self.path)
+
+
+def _entries(found: Mapping[str, Any]) -> dict[str, Entry]:
+    return {name: _entry(one) for name, one in found.items()}
+
+
+def _as_data(entries: Mapping[str, Entry]) -> dict[str, dict[str, int]]:
+    return {name: asdict(entry) for name, entry in sorted(entries.items())}
 
 
 def _entry(found: Mapping[str, Any]) -> Entry:
