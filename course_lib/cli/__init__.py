@@ -10,7 +10,7 @@ from course_lib.cli.app import main
 
 # Not sorted: --help lists the verbs in the order in which these modules add them.
 # isort: off
-from course_lib.cli import machine, plans, learner, benches  # noqa: F401
+from course_lib.cli import machine, plans, map, learner, benches  # noqa: F401
 # isort: on
 
 __all__ = ["main"]
