@@ -10,12 +10,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from course_lib import comm, tp
 from course_lib.grading.compare import difference
 from course_lib.grading.exercise import Answer, Wrong
+from course_lib.grading.lessons.lesson_05 import mlp_answers as answers
 from course_lib.grading.ranked import RankCase, Ranked, Seen, Trial
 from course_lib.grading.wire import WireCalls
-from course_lib.mesh import Axis, Mesh
+from course_lib.mesh import Mesh
 from course_lib.model import ModelConfig
 from course_lib.model.layers import MLP
 
@@ -44,11 +44,11 @@ def _inputs(trial: Trial, rank: int, seed: int) -> tuple[Any, ...]:
     return trial, seed, x, dy
 
 
-def _act(answers: Sequence[Answer], inputs: tuple[Any, ...], mesh: Mesh) -> dict[str, Any]:
+def _act(given: Sequence[Answer], inputs: tuple[Any, ...], mesh: Mesh) -> dict[str, Any]:
     """One forward and backward, looked at closely; then steps of SGD."""
     trial, seed, x, dy = inputs
     mlp = serial_mlp(trial, seed)
-    parallel: Any = answers[0](mlp, mesh.world)
+    parallel: Any = given[0](mlp, mesh.world)
     held = {name: getattr(parallel, name, None) for name in NAMES}
     leaf = x.clone().requires_grad_()
     with WireCalls() as forward:
@@ -96,16 +96,6 @@ def _storage(parameter: Any) -> int:
     return parameter.untyped_storage().nbytes() if isinstance(parameter, Tensor) else 0
 
 
-def _cut(mlp: MLP, n: int, rank: int) -> dict[str, Tensor]:
-    """What ``rank`` is to hold."""
-    return {
-        "weight_in": mlp.fc_in.weight.chunk(n, 0)[rank],
-        "bias_in": mlp.fc_in.bias.chunk(n, 0)[rank],
-        "weight_out": mlp.fc_out.weight.chunk(n, 1)[rank],
-        "bias_out": mlp.fc_out.bias,
-    }
-
-
 @cache
 def _serial(trial: Trial, seed: int) -> dict[str, Any]:
     """What one process gets: y, dx, and by rank gradients and weights after the steps."""
@@ -125,8 +115,10 @@ def _serial(trial: Trial, seed: int) -> dict[str, Any]:
     return {
         "y": y.detach(),
         "dx": leaf.grad,
-        "gradients": [_detached(_cut(gradients, trial.n, rank)) for rank in range(trial.n)],
-        "weights": [_detached(_cut(mlp, trial.n, rank)) for rank in range(trial.n)],
+        "gradients": [
+            _detached(answers.share(gradients, trial.n, rank)) for rank in range(trial.n)
+        ],
+        "weights": [_detached(answers.share(mlp, trial.n, rank)) for rank in range(trial.n)],
     }
 
 
@@ -249,175 +241,6 @@ def _calls(seen: Seen) -> str:
     return ""
 
 
-class _Right(nn.Module):
-    """Right, and what wrong answers change."""
-
-    weight_in: Tensor
-    bias_in: Tensor
-    weight_out: Tensor
-    bias_out: Tensor
-
-    enter = staticmethod(comm.copy)
-    leave = staticmethod(comm.reduce)
-
-    def __init__(self, mlp: MLP, axis: Axis) -> None:
-        super().__init__()
-        self.axis = axis
-        for name, part in self.cut(mlp).items():
-            setattr(self, name, nn.Parameter(self.taken(part.detach())))
-
-    def cut(self, mlp: MLP) -> dict[str, Tensor]:
-        return _cut(mlp, self.axis.size, self.axis.rank)
-
-    def taken(self, part: Tensor) -> Tensor:
-        return part.clone(memory_format=torch.contiguous_format)
-
-    def inner(self, x: Tensor) -> Tensor:
-        return F.gelu(F.linear(self.enter(x, self.axis), self.weight_in, self.bias_in))
-
-    def forward(self, x: Tensor) -> Tensor:
-        part = F.linear(self.inner(x), self.weight_out)
-        return self.leave(part, self.axis) + self.bias_out
-
-
-class _RightOtherwise(nn.Module):
-    """With modules inside, whose parameters bear the wanted names as well."""
-
-    def __init__(self, mlp: MLP, axis: Axis) -> None:
-        super().__init__()
-        inner = mlp.fc_in.out_features // axis.size
-        mine = slice(axis.rank * inner, (axis.rank + 1) * inner)
-        self.axis = axis
-        with torch.no_grad():
-            self.weight_in = nn.Parameter(mlp.fc_in.weight[mine] * 1)
-            self.bias_in = nn.Parameter(mlp.fc_in.bias[mine] * 1)
-            self.weight_out = nn.Parameter(mlp.fc_out.weight[:, mine] * 1)
-            self.bias_out = nn.Parameter(mlp.fc_out.bias * 1)
-
-    def forward(self, x: Tensor) -> Tensor:
-        h = comm.copy(x, self.axis) @ self.weight_in.t() + self.bias_in
-        return self.bias_out + comm.reduce(F.gelu(h) @ self.weight_out.t(), self.axis)
-
-
-def _pass(x: Tensor, axis: Axis) -> Tensor:
-    return x
-
-
-class _NoCopy(_Right):
-    enter = staticmethod(_pass)
-
-
-class _NoReduce(_Right):
-    leave = staticmethod(_pass)
-
-
-class _Numbers(_Right):
-    enter = staticmethod(_pass)
-    leave = staticmethod(comm.all_reduce)
-
-
-class _SumsTwice(_Right):
-    """An all-reduce whose backward is one too, as torch.distributed.nn's."""
-
-    leave = staticmethod(lambda x, axis: comm.copy(comm.reduce(x, axis), axis))
-
-
-class _BiasEarly(_Right):
-    def forward(self, x: Tensor) -> Tensor:
-        return self.leave(F.linear(self.inner(x), self.weight_out, self.bias_out), self.axis)
-
-
-class _NoBias(_Right):
-    def forward(self, x: Tensor) -> Tensor:
-        return self.leave(F.linear(self.inner(x), self.weight_out), self.axis)
-
-
-class _NoGelu(_Right):
-    def inner(self, x: Tensor) -> Tensor:
-        return F.linear(self.enter(x, self.axis), self.weight_in, self.bias_in)
-
-
-class _Views(_Right):
-    def taken(self, part: Tensor) -> Tensor:
-        return part
-
-
-class _Strided(_Right):
-    """Every n-th feature of the first matrix, neighbours of the second."""
-
-    def cut(self, mlp: MLP) -> dict[str, Tensor]:
-        own = slice(self.axis.rank, None, self.axis.size)
-        theirs = {"weight_in": mlp.fc_in.weight[own], "bias_in": mlp.fc_in.bias[own]}
-        return super().cut(mlp) | theirs
-
-
-class _FirstShard(_Right):
-    def cut(self, mlp: MLP) -> dict[str, Tensor]:
-        return _cut(mlp, self.axis.size, 0)
-
-
-class _Whole(_Right):
-    """Everybody computes everything."""
-
-    enter = leave = staticmethod(_pass)
-
-    def cut(self, mlp: MLP) -> dict[str, Tensor]:
-        return _cut(mlp, 1, 0)
-
-
-class _RowsFirst(_Right):
-    """The first matrix by input features, the second by output features."""
-
-    def cut(self, mlp: MLP) -> dict[str, Tensor]:
-        n, rank = self.axis.size, self.axis.rank
-        first = mlp.fc_in.weight.chunk(n, 1)[rank]
-        return {
-            "weight_in": first,
-            "bias_in": mlp.fc_in.bias,
-            "weight_out": mlp.fc_out.weight.chunk(n, 0)[rank],
-            "bias_out": mlp.fc_out.bias.chunk(n, 0)[rank],
-        }
-
-    def forward(self, x: Tensor) -> Tensor:
-        mine = comm.shard(x, self.axis)
-        h = F.gelu(comm.reduce(F.linear(mine, self.weight_in), self.axis) + self.bias_in)
-        return comm.gather(
-            F.linear(comm.copy(h, self.axis), self.weight_out, self.bias_out), self.axis
-        )
-
-
-class _Gathers(_Right):
-    """Gathers the inner features, and cuts them again for the second matrix."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        h = comm.shard(comm.gather(self.inner(x), self.axis), self.axis)
-        return self.leave(F.linear(h, self.weight_out), self.axis) + self.bias_out
-
-
-class _TwoCopies(_Right):
-    """Enters a second time behind the first matrix, and so sums what is not partial."""
-
-    def inner(self, x: Tensor) -> Tensor:
-        return comm.copy(super().inner(x), self.axis)
-
-
-class _ByLibrary(nn.Module):
-    def __init__(self, mlp: MLP, axis: Axis) -> None:
-        super().__init__()
-        self.first = tp.ColumnLinear(mlp.fc_in, axis, comm.copy)
-        self.second = tp.RowLinear(mlp.fc_out, axis)
-        self.weight_in, self.bias_in = self.first.weight, self.first.bias
-        self.weight_out, self.bias_out = self.second.weight, self.second.bias
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.second(F.gelu(self.first(x)))
-
-
-class _Stub(nn.Module):
-    def __init__(self, mlp: MLP, axis: Axis) -> None:
-        raise NotImplementedError("write __init__")
-
-
 MLP_PAIR = Ranked(
     id="05-4",
     title="the MLP on ranks",
@@ -433,26 +256,26 @@ MLP_PAIR = Ranked(
         "comm.reduce(F.linear(h, weight_out), axis) + bias_out.",
     ),
     wrong=(
-        Wrong(_NoCopy, words="only the part of dx that went through its own features"),
-        Wrong(_NoReduce, words="the ranks' parts are not summed"),
-        Wrong(_Numbers, words="no gradient reached x"),
-        Wrong(_SumsTwice, words="times too large"),
-        Wrong(_BiasEarly, words="the outer bias is in the sum 2 times"),
-        Wrong(_NoBias, words="the outer bias is missing"),
-        Wrong(_NoGelu, words="there is no GELU"),
-        Wrong(_Views, words="a chunk is a view, which holds the whole matrix"),
-        Wrong(_Strided, words="outputs are wrong on every rank"),
-        Wrong(_FirstShard, words="outputs are wrong on every rank"),
-        Wrong(_Whole, words="one of 2 parts of the inner features"),
-        Wrong(_RowsFirst, words="one of 2 parts of the inner features"),
-        Wrong(_Gathers, words="forward: rank 0 sent all_gather"),
-        Wrong(_TwoCopies, words="gradients of x are wrong on every rank"),
-        Wrong(_ByLibrary, words=REFUSAL),
+        Wrong(answers.NoCopy, words="only the part of dx that went through its own features"),
+        Wrong(answers.NoReduce, words="the ranks' parts are not summed"),
+        Wrong(answers.Numbers, words="no gradient reached x"),
+        Wrong(answers.SumsTwice, words="times too large"),
+        Wrong(answers.BiasEarly, words="the outer bias is in the sum 2 times"),
+        Wrong(answers.NoBias, words="the outer bias is missing"),
+        Wrong(answers.NoGelu, words="there is no GELU"),
+        Wrong(answers.Views, words="a chunk is a view, which holds the whole matrix"),
+        Wrong(answers.Strided, words="outputs are wrong on every rank"),
+        Wrong(answers.FirstShard, words="outputs are wrong on every rank"),
+        Wrong(answers.Whole, words="one of 2 parts of the inner features"),
+        Wrong(answers.RowsFirst, words="one of 2 parts of the inner features"),
+        Wrong(answers.Gathers, words="forward: rank 0 sent all_gather"),
+        Wrong(answers.TwoCopies, words="gradients of x are wrong on every rank"),
+        Wrong(answers.ByLibrary, words=REFUSAL),
         Wrong(lambda mlp, axis: mlp, words="has no parameter weight_in"),
         Wrong(lambda mlp, axis: None, words="NoneType"),
     ),
-    right=(_Right, _RightOtherwise),
-    stub=_Stub,
+    right=(answers.Right, answers.RightOtherwise),
+    stub=answers.Stub,
     trials=TRIALS,
     inputs=_inputs,
     act=_act,
