@@ -222,6 +222,27 @@ def lesson_07_shows_pipelines(notebook):
     assert len(pictures(notebook)) == 6
 
 
+def lesson_09_shows_rings(notebook):
+    text = outputs(notebook)
+    for line in (
+        "merged:       out 2.25, sum 8.00",
+        "rank 2 has in turns 0 to 3 the blocks of ranks [2, 1, 0, 3]",
+        "a rank sends forward 24,576 bytes: 0.75 of all K and V",
+        "forward and backward 73,728: 2.25",
+        "contiguous: busiest over mean 1.738",
+        "zig-zag: busiest over mean 1.000",
+        "  rank 3:  904 entries, by block [136, 256, 256, 256]",
+        "  rank 1:  520 entries, by block [136, 128, 128, 128]",
+        "shifted on the rank, 7 of 64 targets are wrong or missing",
+        "positions 0..15 are not those of this rank in the zigzag layout",
+        "0 of 5 right",
+    ):
+        assert line in text
+    assert re.search(r"^[A-E] .* 0e\+00 +0 +0 +0 +0 ", text, re.MULTILINE), "one is healthy"
+    assert re.search(r"^[A-E] .* 0\.0000( |$)", text, re.MULTILINE), "one has lost dK and dV"
+    assert len(pictures(notebook)) == 4  # and the slider's, which is a widget
+
+
 SHOWS = {  # what a lesson must show
     "notebooks/00_start_here": lesson_00_shows_what_ranks_did,
     "notebooks/02_collectives": lesson_02_shows_collectives,
@@ -229,6 +250,7 @@ SHOWS = {  # what a lesson must show
     "notebooks/04_zero": lesson_04_shows_shards,
     "notebooks/05_tensor_parallelism": lesson_05_shows_a_pair,
     "notebooks/07_pipelines_1": lesson_07_shows_pipelines,
+    "notebooks/09_context_parallelism": lesson_09_shows_rings,
 }
 
 
