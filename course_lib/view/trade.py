@@ -79,7 +79,7 @@ def _axes(picture: Picture) -> Axes:
 
 
 def _draw_points(ax: Axes, points: Mapping[str, Point]) -> None:
-    """Names stand right of their points, left of them where another is near on the right."""
+    """Names stand right above their points, left below them where another is near on the right."""
     for name, (memory, share) in points.items():
         crowded = any(
             0 < other - memory < NEAR[0] and abs(height - share) < NEAR[1]
@@ -87,6 +87,7 @@ def _draw_points(ax: Axes, points: Mapping[str, Point]) -> None:
         )
         ax.plot([memory], [share], "o", color=style.BLACK, ms=7, zorder=3)
         ax.annotate(
-            name, (memory, share), xytext=(-8 if crowded else 8, 7), textcoords="offset points",
-            ha="right" if crowded else "left", size=NORMAL, weight="bold", zorder=4,
+            name, (memory, share), xytext=(-8, -15) if crowded else (8, 7),
+            textcoords="offset points", ha="right" if crowded else "left",
+            size=NORMAL, weight="bold", zorder=4,
         )  # fmt: skip

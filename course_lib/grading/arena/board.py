@@ -1,0 +1,135 @@
+"""The leaderboard: attempts that counted, in work/.course/arena.json, beside the library's."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from course_lib.grading.arena.judge import HEAD, Attempt, line, read
+from course_lib.grading.arena.levels import LEVELS, Level, level
+from course_lib.grading.progress import in_work
+from course_lib.schedule import Schedule, Simulation, simulate, write_csv
+from course_lib.view import Picture
+from course_lib.view.trade import trade_plot
+
+ROOT = Path(__file__).resolve().parents[3]
+SHOWN = 5  # attempts of one name in a level
+WRITTEN = {"level", "name", "rows"}
+
+
+def own() -> Path | None:
+    """The board of a notebook in work/; None elsewhere."""
+    here = Path.cwd() / "notebook"
+    return ROOT / "work" / ".course" / "arena.json" if in_work(here, ROOT) else None
+
+
+def note(attempt: Attempt, board: Path | None) -> None:
+    """Write an attempt that counts; the same rows once for each name."""
+    if board is None or attempt.simulation is None:
+        return
+    entry = {
+        "level": attempt.level.number,
+        "name": attempt.name,
+        "rows": write_csv(attempt.simulation.schedule),
+    }
+    entries = _entries(board)
+    if entry not in entries:
+        board.parent.mkdir(parents=True, exist_ok=True)
+        fresh = board.with_suffix(".tmp")
+        fresh.write_text(json.dumps({"attempts": [*entries, entry]}, indent=1), encoding="utf-8")
+        fresh.replace(board)
+
+
+def leaderboard(number: int, board: Path | None = None) -> str:
+    """Attempts and the library's schedules in one table, shortest first.
+
+    Of equals the one with the shorter span, then with less memory, stands first.
+    """
+    which = level(number)
+    lines = []
+    for name, simulation in _attempts(which, board):
+        lines.append((_key(simulation), line(name, simulation, "*" * _stars(which, simulation))))
+    for name, rival in which.rivals.items():
+        lines.append((_key(rival), line(f"[{name}]", rival, _rules(which, rival.schedule))))
+    head = f"Level {which.number}, {which.title}: par {which.par:g}, bound {which.bound:g}"
+    return "\n".join([head, HEAD, *(said for _, said in sorted(lines, key=lambda one: one[0]))])
+
+
+def picture(number: int, board: Path | None = None) -> Picture:
+    """Memory against bubble: the best attempt of each name, the library's, and the bound."""
+    which = level(number)
+    points: dict[tuple[float, float], list[str]] = {}
+    for name, simulation in [*which.rivals.items(), *_best(which, board).items()]:
+        schedule = simulation.schedule
+        peak = max(schedule.peak_in_flight()) * schedule.ranks / schedule.stages
+        points.setdefault((peak, round(simulation.bubble_of_total, 6)), []).append(name)
+    work = sum(span.duration for span in which.rivals["searched"].spans) / which.ranks
+    return trade_plot(
+        {", ".join(names): point for point, names in points.items()},
+        {},
+        {"bound": 1 - work / which.bound},
+        title=f"Level {number}, {which.title}: left is less memory, lower is a shorter step",
+        note=f"Allowed are {which.limit / which.chunks:g}.",
+    )
+
+
+def stars(board: Path | None = None) -> dict[int, int]:
+    """The most stars of anyone on the board, by level."""
+    return {
+        which.number: max((_stars(which, one) for _, one in _attempts(which, board)), default=0)
+        for which in LEVELS
+    }
+
+
+def _entries(board: Path) -> list[dict[str, Any]]:
+    """What is written; a file that cannot be read is put aside."""
+    if not board.exists():
+        return []
+    try:
+        found = list(json.loads(board.read_text(encoding="utf-8"))["attempts"])
+        if not all(set(entry) >= WRITTEN for entry in found):
+            raise ValueError("an entry without its rows")
+        return found
+    except (ValueError, KeyError, TypeError):
+        board.replace(board.with_suffix(".unreadable.json"))
+        return []
+
+
+def _attempts(which: Level, board: Path | None) -> list[tuple[str, Simulation]]:
+    """The shortest few of each name, with their numbers; simulated anew, which nobody can edit."""
+    board = own() if board is None else board
+    entries = [] if board is None else _entries(board)
+    found: dict[str, list[tuple[str, Simulation]]] = {}
+    for entry in entries:
+        if entry["level"] != which.number:
+            continue
+        mine = found.setdefault(str(entry["name"]), [])
+        schedule, _ = read(which, str(entry["rows"]))
+        if schedule is not None:  # else edited by hand into what cannot be run
+            mine.append((f"{entry['name']} #{len(mine) + 1}", simulate(schedule, which.costs)))
+    best = [sorted(mine, key=lambda one: _key(one[1]))[:SHOWN] for mine in found.values()]
+    return [one for mine in best for one in mine]
+
+
+def _best(which: Level, board: Path | None) -> dict[str, Simulation]:
+    found: dict[str, Simulation] = {}
+    for numbered, simulation in _attempts(which, board):
+        found.setdefault(numbered.rpartition(" #")[0], simulation)
+    return found
+
+
+def _stars(which: Level, simulation: Simulation) -> int:
+    return which.stars(simulation.makespan)
+
+
+def _rules(which: Level, schedule: Schedule) -> str:
+    """Why a schedule of the library would not be allowed in the level."""
+    if schedule.placement != which.placement:
+        return "other stages"
+    return "" if which.obeys(schedule) else "over the limit"
+
+
+def _key(simulation: Simulation) -> tuple[float, float, float]:
+    peak = max(simulation.schedule.peak_in_flight()) / simulation.schedule.stages
+    return round(simulation.makespan, 6), round(simulation.span, 6), peak

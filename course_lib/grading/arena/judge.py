@@ -1,0 +1,181 @@
+"""Rows judged: every illegal move with its reason, or the score and what the ranks said."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from course_lib.grading.arena.levels import CLOSE, Level, level
+from course_lib.schedule import Action, Schedule, ScheduleError, Simulation, simulate
+from course_lib.schedule.data import as_rows
+from course_lib.schedule.simulate import Costs
+from course_lib.schedule.validate import before, reasons, settled
+
+OFF = 1e-5  # of a gradient: float32 sums in another order; a mistake is far larger
+HEAD = f"  {'':26}{'step':>8}{'bubble of total':>17}{'longest rank':>14}{'in flight':>11}"
+
+
+@dataclass(frozen=True)
+class Attempt:
+    """What became of somebody's rows. ``reasons`` is empty where they are legal."""
+
+    level: Level
+    name: str
+    reasons: list[str]
+    simulation: Simulation | None = None
+    off: float | None = None  # largest difference of a gradient from one process
+    measured: float | None = None  # makespan on paced ranks, in the unit of the costs
+
+    @property
+    def ok(self) -> bool:
+        """Whether it counts: legal, run, and gradients right."""
+        return self.off is not None and self.off < OFF
+
+    @property
+    def stars(self) -> int:
+        """0 unless it counts; see ``Level.stars``."""
+        return self.level.stars(self.simulation.makespan) if self.ok and self.simulation else 0
+
+    def __str__(self) -> str:
+        """The reasons, or the score and what the ranks said."""
+        if self.simulation is None:
+            count = f"{len(self.reasons)} illegal move{'s' * (len(self.reasons) != 1)}"
+            return "\n".join([f"{count}:", *(f"  {reason}" for reason in self.reasons)])
+        which, took = self.level, self.simulation.makespan
+        lines = [f"Level {which.number}, {which.title}", HEAD, line(self.name, self.simulation)]
+        lines += [line(name, which.rivals[name]) for name in ("1f1b", "zb-h1", "zb-v")]
+        lines.append(f"  {'no order of these stages':26}{which.bound:>8.2f}  or more: the bound")
+        lines += [f"  {wait}" for wait in waits(self.simulation)]
+        if self.off is not None:
+            said = "equal one process" if self.ok else "are WRONG"
+            lines.append(f"{which.ranks} ranks ran it: gradients {said} (off by {self.off:.0e})")
+        if self.measured is not None:
+            lines.append(f"paced: a step of {self.measured:.2f} measured, {took:.2f} simulated")
+        lines.append(self._verdict(took))
+        return "\n".join(lines)
+
+    def _verdict(self, took: float) -> str:
+        which = self.level
+        if not self.ok:
+            return "no star: " + ("it has not run" if self.off is None else "wrong gradients")
+        steps = [which.rivals["1f1b"].makespan, which.par, which.best]
+        names = [f"1F1B's {steps[0]:g}", f"par {steps[1]:g}", f"the library's {steps[2]:g}"]
+        missing = next((n for n, s in zip(names, steps, strict=True) if took > s + CLOSE), "")
+        said = "*" * self.stars
+        if self.stars == 5:
+            return f"{said}  shorter than the library's best, {which.best:g}. Tell somebody!"
+        if missing:
+            return f"{said}  the next star is for {missing}"
+        return f"{said}  all that the library knows" + ("; less may be possible" * which.open)
+
+
+def line(name: str, simulation: Simulation, note: str = "") -> str:
+    """A line of a table: step, bubble, longest rank, and micro-batches in flight."""
+    schedule = simulation.schedule
+    peak = max(schedule.peak_in_flight()) * schedule.ranks / schedule.stages
+    return (
+        f"  {name[:25]:26}{simulation.makespan:>8.2f}{simulation.bubble_of_total:>17.1%}"
+        f"{simulation.span:>14.2f}{peak:>11.2f}  {note}"
+    ).rstrip()
+
+
+def waits(simulation: Simulation, most: int = 3) -> Iterator[str]:
+    """The longest waits between a rank's actions, and what each is for."""
+    schedule, costs = simulation.schedule, simulation.costs
+    timed = [
+        list(zip(spans, actions, strict=True))
+        for spans, actions in zip(simulation.rows, schedule.rows, strict=True)
+    ]
+    end = {fact: (s.end, a) for row in timed for s, a in row for fact in settled(a)}
+
+    def arrives(fact: Action, rank: int) -> float:
+        away = schedule.placement[fact.stage] != rank
+        return end[fact][0] + costs.comm * away
+
+    gaps = []
+    for rank, row in enumerate(timed):
+        free = 0.0
+        for span, action in row:
+            if span.start - free > CLOSE:
+                last = max(before(action, schedule.stages), key=lambda one: arrives(one, rank))
+                gaps.append((span.start - free, rank, free, end[last][1], action))
+            free = span.end
+    gaps.sort(key=lambda gap: -gap[0])  # of equals the first rank's first
+    for gap, rank, free, needed, action in gaps[:most]:
+        yield f"rank {rank} waits {gap:g} from {free:g} on: its {action} needs {needed}"
+
+
+def read(
+    which: Level, rows: str | Sequence[object], *, limited: bool = True
+) -> tuple[Schedule | None, list[str]]:
+    """The schedule in ``rows``, and everything that is wrong with it.
+
+    ``rows`` is a text of one line a rank, or a list of such lines or of lists of cells.
+    """
+    lines = rows.strip().splitlines() if isinstance(rows, str) else list(rows)
+    cells = [_cells(one) for one in lines]
+    actions: list[list[Action]] = []
+    problems: list[str] = []
+    for rank, row in enumerate(row for row in cells if row):
+        actions.append([])
+        for place, cell in enumerate(row):
+            try:
+                actions[-1].append(Action.parse(cell))
+            except ScheduleError as error:
+                problems.append(f"rank {rank}, cell {place}: {error}")
+    if len(actions) != which.ranks:
+        have = f"{len(actions)} row{'s' * (len(actions) != 1)}"
+        problems.append(f"{have}, and {which.ranks} are wanted: one line for each rank")
+    if problems:
+        return None, problems
+    schedule = Schedule("yours", as_rows(actions), which.placement)
+    if schedule.microbatches != which.microbatches:
+        problems.append(
+            f"the last micro-batch is {schedule.microbatches - 1}; the level has "
+            f"{which.microbatches}, numbered from 0"
+        )
+    problems += reasons(schedule, [which.limit] * which.ranks if limited else None)
+    return (None if problems else schedule), problems
+
+
+def _cells(row: object) -> list[str]:
+    if isinstance(row, str):
+        return row.replace(",", " ").split()
+    return [str(cell) for cell in row] if isinstance(row, list | tuple) else [str(row)]
+
+
+def play(
+    number: int,
+    rows: str | Sequence[object],
+    name: str = "you",
+    *,
+    on_ranks: bool = True,
+    unit: float = 0.0,
+    board: Path | None = None,
+) -> Attempt:
+    """Judge ``rows`` in a level. ``unit`` seconds for a cost of 1 paces the ranks; 0 does not.
+
+    An attempt that counts is written to ``board``; left out, to the learner's own in work/, and
+    nowhere when the notebook lies elsewhere.
+    """
+    from course_lib.grading.arena import board as boards
+
+    which = level(number)
+    schedule, problems = read(which, rows)
+    if schedule is None:
+        return Attempt(which, name, problems)
+    attempt = Attempt(which, name, [], simulate(schedule, which.costs))
+    if on_ranks:
+        off, measured = on_real_ranks(schedule, which.costs, unit)
+        attempt = replace(attempt, off=off, measured=measured)
+    if attempt.ok:
+        boards.note(attempt, boards.own() if board is None else board)
+    return attempt
+
+
+def on_real_ranks(schedule: Schedule, costs: Costs, unit: float) -> tuple[float, float | None]:
+    """The largest difference of a gradient from one process; the paced makespan, if paced."""
+    from course_lib.grading.arena import ranks  # torch, last
+
+    return ranks.trial(schedule, costs, unit)
