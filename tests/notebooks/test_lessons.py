@@ -207,6 +207,29 @@ def lesson_05_shows_a_pair(notebook):
     assert len(pictures(notebook)) == 3
 
 
+def lesson_06_shows_rows(notebook):
+    text = outputs(notebook)
+    for line in (
+        "rank 1: {'rows': [2222.0, 3333.0], 'bytes': (48, 48)}",
+        "comm.unshard  {'x': [1.0, 2.0], 'dx': 5.0} {'x': [1.0, 2.0], 'dx': 5.0}",
+        "comm.gather   {'x': [1.0, 2.0], 'dx': 2.0} {'x': [1.0, 2.0], 'dx': 3.0}",
+        "gradients with dropout: equal to the last bit",
+        "sent 9,216 bytes; your prediction None;",
+        "Korthikanti, table 5, 175B: 2.7% more arithmetic",
+        "0 of 5 right",
+    ):
+        assert line in text
+    for way, sent in (
+        ("tensor", "3,145,728"),
+        ("rows, kept", "3,145,728"),
+        ("rows, again", "3,932,160"),
+    ):
+        assert re.search(rf"^{way} +4 +{sent} +{sent} +([\d,]+) +\1 ", text, re.MULTILINE)
+    calls = sorted(re.findall(r"^[A-E] +(\d+ +\d+ +\d+) ", text, re.MULTILINE))
+    assert len(set(calls)) == 3, "gather lacks scatters, norms and heads lack a reduce"
+    assert len(pictures(notebook)) == 1
+
+
 def lesson_07_shows_pipelines(notebook):
     text = outputs(notebook)
     for line in (
@@ -249,6 +272,7 @@ SHOWS = {  # what a lesson must show
     "notebooks/03_data_parallelism": lesson_03_shows_one_gradient,
     "notebooks/04_zero": lesson_04_shows_shards,
     "notebooks/05_tensor_parallelism": lesson_05_shows_a_pair,
+    "notebooks/06_sequence_parallelism": lesson_06_shows_rows,
     "notebooks/07_pipelines_1": lesson_07_shows_pipelines,
     "notebooks/09_context_parallelism": lesson_09_shows_rings,
 }
