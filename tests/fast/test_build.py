@@ -192,7 +192,7 @@ def answer(tmp_path: Path, text: str) -> Cell:
 
 
 def test_a_class_from_the_library(tmp_path):
-    taken = answer(tmp_path, "# solution: course_lib.mesh:Link as Wire")
+    taken = answer(tmp_path, "# solution: course_lib.mesh.conditions:Link as Wire")
     assert solution(taken).startswith("@dataclass(frozen=True)\nclass Wire:\n")
     assert 'f"Wire(alpha=' in solution(taken)
     assert "    alpha: float\n    beta: float\n" in stub(taken)
