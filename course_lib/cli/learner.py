@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -14,6 +14,7 @@ from course_lib.cli.show import print_json
 
 if TYPE_CHECKING:
     from course_lib.grading.run import Grade
+    from course_lib.grading.syllabus import LessonLine
 
 Number = Annotated[str, typer.Argument(metavar="NN", help="Number of the lesson, such as 03.")]
 ExerciseId = Annotated[str, typer.Argument(metavar="EX", help="Exercise: 03-2, or 2.")]
@@ -21,27 +22,73 @@ ExerciseId = Annotated[str, typer.Argument(metavar="EX", help="Exercise: 03-2, o
 
 @app.command("list")
 def list_lessons(as_json: AsJson = False) -> int:
-    """The lessons, their exercises, and how far you are."""
-    from course_lib.grading import desk
+    """The lessons: minutes, exercises, points, labs, and how far you are."""
+    from course_lib.grading import syllabus
 
-    found = desk.lessons(course_folder())
+    found = syllabus.lessons(course_folder())
     if as_json:
-        entries = [
-            {
-                "lesson": lesson.number,
-                "title": lesson.title,
-                "exercises": {ex: vars(entry) for ex, entry in lesson.exercises.items()},
-            }
-            for lesson in found
-        ]
-        print_json({"lessons": entries})
-        return 0
-    for lesson in found:
-        done = sum(entry.done for entry in lesson.exercises.values())
-        count = len(lesson.exercises)
-        state = f"{done} of {count} exercises done" if count else "no exercises"
-        print(f"{lesson.number}  {lesson.title}  ({state})")
+        print_json({"lessons": [_lesson_as_data(lesson) for lesson in found]})
+    else:
+        print("\n".join(_lesson_table(found)))
     return 0
+
+
+def _lesson_as_data(lesson: LessonLine) -> dict[str, Any]:
+    read, build = lesson.minutes
+    return {
+        "lesson": lesson.number,
+        "name": lesson.name,
+        "title": lesson.title,
+        "here": lesson.here,
+        "elective": lesson.elective,
+        "minutes": {"read": read, "build": build},
+        "points": {"earned": lesson.earned, "total": lesson.points},
+        "exercises": {ex: vars(entry) for ex, entry in lesson.exercises.items()},
+        "lab": None if lesson.lab is None else vars(lesson.lab),
+    }
+
+
+ROW = "{:4}{:24}{:>6}{:>7}{:>12}{:>13}{:>11}"  # 77 columns
+
+
+def _lesson_table(found: list[LessonLine]) -> list[str]:
+    rows = [ROW.format("", "", "read", "build", "exercises", "points", "lab"), *map(_row, found)]
+    labs = [lesson.lab for lesson in found if lesson.lab is not None]
+    here = [lesson for lesson in found if lesson.here]
+    sums = (
+        _sum(sum(lesson.done for lesson in here), sum(len(lesson.exercises) for lesson in here)),
+        _sum(sum(lesson.earned for lesson in here), sum(lesson.points for lesson in here)),
+        _sum(sum(lab.done for lab in labs), len(labs)),
+    )
+    minutes = [str(sum(each.minutes[kind] or 0 for each in here)) for kind in (0, 1)]
+    return [
+        *rows,
+        ROW.format("", "all", *minutes, *sums),
+        "",
+        "Minutes to read and run, and to build; * is an elective. course start NN: begin.",
+    ]
+
+
+def _row(lesson: LessonLine) -> str:
+    name = lesson.name + " *" * lesson.elective
+    if not lesson.here:
+        return ROW.format(lesson.number, name, "", "", "", "not here yet", "")
+    read, build = ("-" if each is None else str(each) for each in lesson.minutes)
+    lab = lesson.lab
+    state = "-" if lab is None else _sum(lab.best, lab.total) if lab.attempts else "to do"
+    return ROW.format(
+        lesson.number,
+        name,
+        read,
+        build,
+        _sum(lesson.done, len(lesson.exercises)),
+        _sum(lesson.earned, lesson.points),
+        "done" if lab is not None and lab.done else state,
+    )
+
+
+def _sum(some: int, of: int) -> str:
+    return f"{some} of {of}" if of else "-"
 
 
 @app.command()

@@ -4,71 +4,23 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
 
-from course_lib.grading import registry
 from course_lib.grading.exercise import Exercise
 from course_lib.grading.merge import course, read
-from course_lib.grading.progress import Entry, Progress
+from course_lib.grading.progress import Progress
+from course_lib.grading.syllabus import exercises_of, lesson_files, number_of
 
 FOLDERS = ("notebooks", "exercises")
-
-
-@dataclass(frozen=True)
-class LessonLine:
-    """A lesson of the course and how far the learner is with its exercises."""
-
-    number: str
-    title: str
-    exercises: dict[str, Entry]
-
-
-def lessons(root: Path) -> list[LessonLine]:
-    """All lessons that the course in ``root`` has, in order."""
-    progress, found = Progress(root), []
-    for file in _files(root, "notebooks", "*"):
-        number = _number(file)
-        ids = [exercise.id for exercise in exercises_of(root, number)]
-        entries = {ex: progress.of(ex) for ex in ids}
-        found.append(LessonLine(number, _title(file), entries))
-    return found
-
-
-def _files(root: Path, folder: str, number: str) -> list[Path]:
-    pattern = "[0-9][0-9]*_*.ipynb" if number == "*" else f"{number}_*.ipynb"
-    return sorted((root / folder).glob(pattern))
-
-
-def _number(file: Path) -> str:
-    """The number of the lesson of a notebook: "03", "08b"."""
-    return file.stem.partition("_")[0]
-
-
-def _title(file: Path) -> str:
-    """The first heading of a notebook."""
-    for cell in read(file).cells:
-        for line in cell.source.splitlines():
-            if cell.cell_type == "markdown" and line.startswith("# "):
-                return line[2:].strip().removeprefix(_number(file)).strip()
-    return file.stem.partition("_")[2].replace("_", " ")
 
 
 def lesson_number(root: Path, text: str) -> str:
     """``text`` as the number of a lesson ("3" is "03"). Raises ValueError that names all."""
     number = text.zfill(2 + text[-1:].isalpha())
-    known = [_number(file) for file in _files(root, "notebooks", "*")]
+    known = [number_of(file) for file in lesson_files(root, "notebooks")]
     if number not in known:
         raise ValueError(f"there is no lesson {text!r}; the lessons are {', '.join(known)}")
     return number
-
-
-def exercises_of(root: Path, number: str) -> list[Exercise]:
-    """The exercises that the lesson's notebook has. [] where it has none."""
-    files = _files(root, "exercises", number)
-    cells = read(files[0]).cells if files else []
-    ids = {course(cell).get("ex") for cell in cells}
-    return [exercise for exercise in registry.exercises(number) if exercise.id in ids]
 
 
 def exercise_id(root: Path, number: str, text: str) -> Exercise:
@@ -88,7 +40,7 @@ def start(root: Path, number: str, fresh: bool = False) -> list[tuple[Path, str]
     """
     done = []
     for folder in FOLDERS:
-        for source in _files(root, folder, number):
+        for source in lesson_files(root, folder, number):
             target = root / "work" / folder / source.name
             target.parent.mkdir(parents=True, exist_ok=True)
             there = target.exists()
@@ -110,7 +62,7 @@ def _free(target: Path) -> Path:
 
 def own_file(root: Path, number: str) -> Path:
     """The learner's exercise file of a lesson. Raises ValueError that says how to get it."""
-    for source in _files(root, "exercises", number):
+    for source in lesson_files(root, "exercises", number):
         if (path := root / "work" / "exercises" / source.name).exists():
             return path
         raise ValueError(f"lesson {number} is not begun: course start {number} copies it to work/")
@@ -140,7 +92,7 @@ def solution(root: Path, exercise: Exercise, yes: bool = False) -> str:
 
 
 def _solution_cells(root: Path, exercise: Exercise) -> Iterator[str]:
-    for file in _files(root, "solutions", exercise.id.partition("-")[0]):
+    for file in lesson_files(root, "solutions", exercise.id.partition("-")[0]):
         for cell in read(file).cells:
             if course(cell) == {"ex": exercise.id, "role": "answer"}:
                 comment = cell.cell_type != "code"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import io
 import json
+import re
 import shutil
 from pathlib import Path
 from xml.etree import ElementTree
@@ -14,7 +15,7 @@ import pytest
 from course_lib import cli
 from course_lib.cli import place
 from course_lib.grading import check as check_answer
-from course_lib.grading import run
+from course_lib.grading import run, syllabus
 from course_lib.grading.check import _note
 from course_lib.grading.progress import Progress
 from course_lib.grading.run import Grade, Score
@@ -55,10 +56,50 @@ def course(capsys, *arguments: str) -> tuple[int, str, str]:
     return code, *capsys.readouterr()
 
 
-def test_list_start_and_fresh(root, capsys):
+def test_the_list_has_every_lesson_and_says_which_are_here(root, capsys):
     code, out, _ = course(capsys, "list")
     assert code == 0
-    assert "(0 of 2 exercises done)" in out
+    rows = {line.split()[0]: line for line in out.splitlines() if line[:1].isdigit()}
+    assert list(rows) == list(syllabus.NAMES)
+    assert re.fullmatch(r"00 +Start here +\d+ +\d+ +0 of 2 +0 of 8 +-", rows.pop("00"))
+    for number, row in rows.items():
+        assert row.endswith("not here yet" + " " * 11)
+        assert ("*" in row) == (number in syllabus.ELECTIVE)
+    assert max(map(len, out.splitlines())) <= 80
+
+
+def test_the_list_shows_points_and_labs(root, capsys):
+    lesson = root / "notebooks" / "00_start_here.ipynb"
+    lesson.write_text(lesson.read_text().replace("import torch", 'Lab(\\"00\\", SEED)', 1))
+    assert " to do" in course(capsys, "list")[1]
+    progress = Progress(root)
+    progress.attempt("00-1", 3, 4)
+    progress.attempt("00-2", 4, 4)
+    progress.lab("00").attempt(2, 5)
+    progress.save()
+    assert re.search(r"1 of 2 +7 of 8 +2 of 5$", course(capsys, "list")[1], re.MULTILINE)
+    progress.lab("00").attempt(5, 5)
+    progress.save()
+    out = course(capsys, "list")[1]
+    assert re.search(r"^00 .* 7 of 8 +done$", out, re.MULTILINE)
+    assert re.search(r"^ +all .* 1 of 2 +7 of 8 +1 of 1$", out, re.MULTILINE)
+    first, *others = json.loads(course(capsys, "list", "--json")[1])["lessons"]
+    assert first["lab"] == {"attempts": 2, "best": 5, "total": 5, "hints": 0}
+    assert first["points"] == {"earned": 7, "total": 8}
+    assert (first["here"], first["elective"]) == (True, False)
+    assert not any(lesson["here"] for lesson in others)
+
+
+@pytest.mark.parametrize("notebook", sorted((ROOT / "notebooks").glob("[0-9]*.ipynb")), ids=str)
+def test_the_list_calls_a_lesson_as_it_calls_itself(notebook):
+    title = json.loads(notebook.read_text())["cells"][0]["source"]
+    heading = "".join(title).splitlines()[0].removeprefix("# ").lower()
+    number = syllabus.number_of(notebook)
+    assert heading.startswith(f"{number} "), heading
+    assert syllabus.NAMES[number].split()[0].lower() in heading
+
+
+def test_start_and_fresh(root, capsys):
     mine = root / "work" / "exercises" / "00_start_here.ipynb"
     assert course(capsys, "start", "0")[0] == 0
     assert mine.read_bytes() == (root / "exercises" / mine.name).read_bytes()
@@ -78,7 +119,9 @@ def test_a_lesson_without_exercises_beside_one_that_has_some(root, capsys):
     shutil.copyfile(eight, root / "exercises" / eight.name)
     notebook = {"cells": [], "metadata": {"course": {"lesson": "08b"}}, "nbformat": 4}
     arena.write_text(json.dumps(notebook | {"nbformat_minor": 5}))
-    assert "08b  arena  (no exercises)" in course(capsys, "list")[1]
+    assert re.search(
+        r"^08b The schedule arena \*( +-){5}$", course(capsys, "list")[1], re.MULTILINE
+    )
     for typed in ("08b", "8b"):
         assert course(capsys, "start", typed, "--fresh")[1].split()[1:] == [
             "work/notebooks/08b_arena.ipynb"
@@ -166,7 +209,7 @@ def test_only_work_changes_progress(root, capsys, graded):
     course(capsys, "grade", "work/right.ipynb")
     entry = Progress(root).of("00-1")
     assert (entry.attempts, entry.best, entry.done) == (2, 4, True)
-    assert "(2 of 2 exercises done)" in course(capsys, "list")[1]
+    assert re.search(r"^00 .* 2 of 2 +8 of 8 ", course(capsys, "list")[1], re.MULTILINE)
 
 
 def test_a_check_in_work_is_an_attempt(root, monkeypatch):

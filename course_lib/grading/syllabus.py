@@ -1,0 +1,135 @@
+"""The lessons of the course in order, those that a folder does not have too, and how far one is.
+
+Names are short, for a list; titles, minutes and labs are read from the lessons themselves.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from course_lib.grading import registry
+from course_lib.grading.exercise import Exercise
+from course_lib.grading.merge import course, read
+from course_lib.grading.progress import Entry, Progress
+
+NAMES = {
+    "00": "Start here",
+    "01": "Why parallelism",
+    "02": "Collectives",
+    "03": "Data parallelism",
+    "04": "ZeRO",
+    "05": "Tensor parallelism",
+    "06": "Sequence parallelism",
+    "07": "Pipelines I",
+    "08": "Pipelines II",
+    "08b": "The schedule arena",
+    "09": "Context parallelism",
+    "10": "Expert parallelism",
+    "11": "Groups in anger",
+    "12": "Five axes",
+    "13": "Inference",
+}
+ELECTIVE = {"08", "08b", "10"}
+MINUTES = re.compile(r"\*(\d+) minutes to read and run(?:, (\d+) to build)?")
+LAB = re.compile(r'\bLab\("(\d\d[a-z]?)"')
+
+
+@dataclass(frozen=True)
+class LessonLine:
+    """A lesson and how far the learner is with it.
+
+    ``minutes`` are those to read and run, and to build; None where the lesson says none, as an
+    untimed one does. ``points`` is what its exercises give together. Where the lesson is not in
+    the folder, ``here`` is False and all that is known is its name.
+    """
+
+    number: str
+    name: str
+    here: bool = False
+    title: str = ""
+    minutes: tuple[int | None, int | None] = (None, None)
+    points: int = 0
+    exercises: Mapping[str, Entry] = field(default_factory=dict)
+    lab: Entry | None = None  # None: the lesson has none
+
+    @property
+    def elective(self) -> bool:
+        """Whether the core path goes on without it."""
+        return self.number in ELECTIVE
+
+    @property
+    def done(self) -> int:
+        """Exercises of which all cases passed once."""
+        return sum(entry.done for entry in self.exercises.values())
+
+    @property
+    def earned(self) -> int:
+        """Points at the best attempt of each exercise."""
+        return sum(entry.best for entry in self.exercises.values())
+
+
+def lessons(root: Path) -> list[LessonLine]:
+    """All lessons of the course, those in the folder ``root`` as they stand there."""
+    files = {number_of(file): file for file in lesson_files(root, "notebooks")}
+    progress = Progress(root)
+    return [
+        _line(root, files[number], progress) if number in files
+        else LessonLine(number, NAMES[number])
+        for number in sorted(NAMES.keys() | files.keys())
+    ]  # fmt: skip
+
+
+def lesson_files(root: Path, folder: str, number: str = "*") -> list[Path]:
+    """The notebooks of one kind, of one lesson or of all, in order."""
+    pattern = "[0-9][0-9]*_*.ipynb" if number == "*" else f"{number}_*.ipynb"
+    return sorted((root / folder).glob(pattern), key=number_of)
+
+
+def number_of(file: Path) -> str:
+    """The number of the lesson of a notebook: "03", "08b"."""
+    return file.stem.partition("_")[0]
+
+
+def exercises_of(root: Path, number: str) -> list[Exercise]:
+    """The exercises that the lesson's notebook has. [] where it has none."""
+    files = lesson_files(root, "exercises", number)
+    cells = read(files[0]).cells if files else []
+    ids = {course(cell).get("ex") for cell in cells}
+    return [exercise for exercise in registry.exercises(number) if exercise.id in ids]
+
+
+def _line(root: Path, file: Path, progress: Progress) -> LessonLine:
+    number = number_of(file)
+    cells = read(file).cells
+    title = _title([cell.source for cell in cells if cell.cell_type == "markdown"])
+    title = title.removeprefix(number).strip() or file.stem.partition("_")[2].replace("_", " ")
+    exercises = exercises_of(root, number)
+    return LessonLine(
+        number,
+        NAMES.get(number, title.partition(":")[0]),
+        here=True,
+        title=title,
+        minutes=_minutes("\n".join(cell.source for cell in cells[:2])),
+        points=sum(exercise.total for exercise in exercises),
+        exercises={exercise.id: progress.of(exercise.id) for exercise in exercises},
+        lab=progress.lab(number) if number in _labs([cell.source for cell in cells]) else None,
+    )
+
+
+def _title(texts: list[str]) -> str:
+    """The first heading."""
+    lines = (line for text in texts for line in text.splitlines())
+    return next((line[2:].strip() for line in lines if line.startswith("# ")), "")
+
+
+def _minutes(text: str) -> tuple[int | None, int | None]:
+    found = MINUTES.search(text)
+    read_and_run, build = found.groups() if found else (None, None)
+    return (int(read_and_run) if read_and_run else None, int(build) if build else None)
+
+
+def _labs(sources: list[str]) -> set[str]:
+    return {number for source in sources for number in LAB.findall(source)}
