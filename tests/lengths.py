@@ -1,6 +1,7 @@
 """What is longer than we aim at. It fails nothing: split by idea, never to please a count.
 
-Code lines only: docstrings, comments and blank lines are free. ``make length`` runs this.
+Code lines only: docstrings, comments and blank lines are free. Of a lesson the words of its text
+count, not those of code, formulas and addresses. ``make length`` runs this.
 """
 
 from __future__ import annotations
@@ -8,6 +9,9 @@ from __future__ import annotations
 import ast
 from pathlib import Path
 
+from support.lesson_words import AIM, WORDS, words
+
+from course_lib.grading.source import read_lesson
 from course_lib.view.code import lines_with_code
 
 LIBRARY = Path(__file__).parents[1] / "course_lib"
@@ -16,6 +20,7 @@ ABOVE_LAUNCH = (
     "compose checkpoint inference"
 ).split()
 FILE, FUNCTION, TOTAL = 200, 25, 3_500
+LESSONS = Path(__file__).parents[1] / "notebooks"
 
 
 def functions(text: str, lines: set[int]) -> list[tuple[str, int, int]]:
@@ -54,6 +59,9 @@ def main() -> None:
         print(f"{title}: {len(found) or 'none'}")
         for count, where in sorted(found, reverse=True):
             print(f"  {count:>4}  {where}")
+    print(f"words of explanation (aim: {AIM:,}, limit: {WORDS:,})")
+    for path in sorted(LESSONS.glob("[0-9][0-9]*_*.py")):
+        print(f"  {words(read_lesson(path)):>4}  {path.stem}")
 
 
 if __name__ == "__main__":

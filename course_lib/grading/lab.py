@@ -30,7 +30,7 @@ Answer = str | int | None
 Truth = tuple[Answer, ...]
 FIELDS = ("cause", "collective", "rank")
 UNSAID, RIGHT, WRONG = "-", "right", "look again"
-WIDTH = 14
+WIDTH = 16
 
 
 @dataclass(frozen=True, repr=False)

@@ -102,10 +102,10 @@ def test_the_table():
     letter = next(each for each in right if right[each][0] == "late")
     said = {letter: ("late", "all_gather", 2)}
     lines = str(ward.grade(said)).splitlines()
-    assert lines[:2] == ["0 of 5 right", "   cause         collective    rank"]
-    assert f"{letter}  right         right         look again" in lines
+    assert lines[:2] == ["0 of 5 right", "   cause           collective      rank"]
+    assert f"{letter}  right           right           look again" in lines
     assert lines.count(letter) == 0
-    assert sum(line.endswith("-             -             -") for line in lines) == 4
+    assert sum(line.endswith("-               -               -") for line in lines) == 4
 
 
 @pytest.mark.parametrize(
@@ -159,7 +159,7 @@ def test_the_answers_appear_on_request(capsys):
     assert ward.reveal() is None
     lines = capsys.readouterr().out.splitlines()
     for letter, (cause, op, rank) in truth(ward).items():
-        assert f"{letter}  {cause:14}{op!s:14}{rank}" in lines
+        assert f"{letter}  {cause:16}{op!s:16}{rank}" in lines
 
 
 def test_in_work_it_is_progress(tmp_path, monkeypatch):
