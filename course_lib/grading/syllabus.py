@@ -34,7 +34,7 @@ NAMES = {
 }
 ELECTIVE = {"08", "08b", "10"}
 MINUTES = re.compile(r"\*(\d+) minutes to read and run(?:, (\d+) to build)?")
-LAB = re.compile(r'\bLab\("(\d\d[a-z]?)"')
+LAB = re.compile(r'\bLab\(\s*"(\d\d[a-z]?)"')
 
 
 @dataclass(frozen=True)
