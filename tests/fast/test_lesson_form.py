@@ -63,7 +63,7 @@ def _timed(text: str, code: str) -> dict[str, bool]:
 
 
 def _technical(number: str, text: str, code: str) -> dict[str, bool]:
-    lab = re.search(rf'^(\w+) = Lab\(\s*"{number}", SEED,', code, re.M)
+    lab = re.search(rf'^(\w+) = Lab\(\s*"{number}",\s*SEED,', code, re.M)
     return {
         "no break-it lab": not section(text, "Break it"),
         "its lab is not the library's": not lab,
