@@ -168,7 +168,11 @@ class Function(Exercise):
                 value = called(self.names[0], answer, given)
         except NotRight as error:
             return _Call(args, None, str(error))
-        got, call = self._read(value), shown_call(self.names[0], args)
+        call = shown_call(self.names[0], args)
+        for name, copy in given.items():
+            if copy is not args[name] and not _equal(copy, args[name]):
+                return _Call(args, None, f"{call} changed {name}, which is its caller's: copy it")
+        got = self._read(value)
         if isinstance(got, _Unfit):
             return _Call(args, got, f"{call}: {got.reason}")
         if _equal(got, wanted):

@@ -96,6 +96,14 @@ def _floats(rank: int, sizes: Mapping[str, int], order: str) -> dict[str, float]
     return {axis: float(at) for axis, at in coordinates_by_strides(rank, sizes, order).items()}
 
 
+def _uses_up_sizes(rank: int, sizes: dict[str, int], order: str) -> dict[str, int]:
+    """Right once: whoever calls it has no sizes left."""
+    found = {}
+    for axis in order.split("-"):
+        rank, found[axis] = divmod(rank, sizes.pop(axis))
+    return found
+
+
 def _right_by_counting(rank: int, sizes: Mapping[str, int], order: str) -> dict[str, int]:
     """Goes through all coordinates, the last axis of a product being the fastest."""
     axes = order.split("-")[::-1]
@@ -127,6 +135,7 @@ COORDINATES = Function(
             "The rank is divided by the size of the axis itself: divide by the product of the "
             "sizes before it.",
         ),
+        Wrong(_uses_up_sizes, words="changed sizes, which is its caller's"),
         Wrong(_coordinates, words="this is what you are asked to write"),
         Wrong(_true_division, words="rank // size gives one, rank / size does not"),
         Wrong(_floats, words="coordinates are whole numbers"),

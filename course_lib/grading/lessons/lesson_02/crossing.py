@@ -8,6 +8,9 @@ from math import ceil, log2
 from numbers import Real
 from typing import Any
 
+import torch
+from torch import Tensor
+
 from course_lib.comm.alpha_beta import crossing
 from course_lib.grading.answers import NotRight, shown
 from course_lib.grading.exercise import Case, Function, Instance, Wrong
@@ -27,6 +30,10 @@ def _draw(*sizes: int) -> Callable[[random.Random], list[Instance]]:
 
 
 def _as_bytes(value: Any) -> float:
+    if isinstance(value, Tensor):
+        raise NotRight("a plain number is wanted, not a tensor: .item() gives it")
+    if isinstance(value, int) and not isinstance(value, bool):
+        raise NotRight("S is wanted as the division gives it, not cut off to whole bytes")
     if not isinstance(value, Real) or isinstance(value, bool):
         raise NotRight(f"a number of bytes is wanted, not {shown(value)}")
     return float(f"{float(value):.6g}")
@@ -81,6 +88,10 @@ def _elements(n: int, link: Link) -> float:
     return crossing_by_search(n, link) / 4
 
 
+def _cut_off(n: int, link: Link) -> float:
+    return int(crossing_by_search(n, link))
+
+
 def crossing_by_search(n: int, link: Link) -> float:
     """A right answer of another kind: where the straight line of the difference is zero."""
 
@@ -120,6 +131,8 @@ CROSSING = Function(
         Wrong(_four, "This is the crossing of 4 ranks: it depends on n."),
         Wrong(_upside_down, "The fraction is upside down: more alphas, a larger S."),
         Wrong(_elements, "These are numbers of 4 bytes; bytes are wanted."),
+        Wrong(_cut_off, words="not cut off to whole bytes"),
+        Wrong(lambda n, link: torch.tensor(crossing_by_search(n, link)), words=".item() gives it"),
         Wrong(crossing, words="this is what you are asked to write"),
         Wrong(lambda n, link: None, words="a number of bytes is wanted"),
         Wrong(lambda n, link: link["alpha"], words="raised TypeError"),

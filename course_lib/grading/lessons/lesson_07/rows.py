@@ -177,6 +177,10 @@ ROWS = Function(
             "Rank r begins with r forwards: it is rank 0 that needs the most, p-1-r are right.",
         ),
         Wrong(
+            lambda p, m: _three_parts(p, m)[::-1],
+            "The rows are in reversed order: row r is that of rank r, which holds stage r.",
+        ),
+        Wrong(
             _more_than_there_are,
             "With fewer micro-batches than p-1-r a rank can begin with m forwards at most.",
         ),
