@@ -117,3 +117,21 @@ def test_what_a_lesson_lacks_is_said(tmp_path, old, new, words):
 
 def test_code_pictures_and_addresses_are_no_explanation():
     assert words_in("One two.\n```\nthree\n```\n$$four$$ [five](https://six) <b>seven</b>") == 4
+
+
+@pytest.mark.parametrize(
+    ("number", "cause"),
+    [
+        ("03", "shapes"),  # ranks that do not agree on a shape
+        ("03", "seeds"),  # a seed that is skewed by rank
+        ("03", "skipped"),  # a hang
+        ("04", "double"),  # a norm that is counted twice
+        ("06", "norms"),  # gradients of norms that nobody sums
+        ("07", "tied"),  # tied weights that drift apart
+        ("10", "group"),  # the wrong group
+        ("11", "order"),  # calls in opposite order
+    ],
+)
+def test_the_faults_of_practice_are_in_the_labs(number, cause):
+    for path in (path for path in SOURCES if path.name.startswith(f"{number}_")):
+        assert re.search(rf'^ +"{cause}": \(', path.read_text(), re.MULTILINE)
