@@ -14,7 +14,7 @@ from course_lib.grading import build
 
 ROOT = Path(__file__).parents[2]
 FOLDERS = {kind: ROOT / kind for kind in build.KINDS}
-SOURCES = sorted(FOLDERS["notebooks"].glob("[0-9][0-9]_*.py"))
+SOURCES = sorted(FOLDERS["notebooks"].glob("[0-9][0-9]*_*.py"))
 COMMITTED = [path for kind in build.KINDS for path in sorted(FOLDERS[kind].glob("*.ipynb"))]
 EXECUTED = [path for path in COMMITTED if path.parent.name != "exercises"]
 
@@ -130,7 +130,10 @@ def lesson_02_shows_collectives(notebook):
         "1,085 GB at 300 GB/s: 3.6 s at best",
     ):
         assert line in text
-    assert re.search(r"^B +3.0e\+00 +4.000 +0.0e\+00 +12 ", text, re.MULTILINE)
+    assert re.search(r"^[A-E] +3.0e\+00 +4.000 +0.0e\+00 +12 ", text, re.MULTILINE)
+    one_piece = r"(\.xxx|x\.xx|xx\.x|xxx\.) \1 \1 \1"  # own block, in the reduce-scatter
+    assert re.search(rf"  6,016   {one_piece}$", text, re.MULTILINE)
+    assert "0 of 5 right" in text
     assert re.search(r"^all_reduce, ring +6 +[\d.]+ +600,000 +600,000 ", text, re.MULTILINE)
     assert len(pictures(notebook)) == 4
 
@@ -143,11 +146,15 @@ def lesson_03_shows_one_gradient(notebook):
     for line in (
         "put every backward but the last of a step into `with sync.accumulate():`",
         "calls of each rank: [0, 0, 0, 0]",
-        "rank 1 was at: cell 24 line 9: sync.finish()\nrank 2 had returned",
+        "0 of 6 right",
+        "deadline: 3 of 4 ranks had not returned after 5 s.",
+        "was ended by signal 6 (SIGABRT), at: cell ",
         "data parallel 612.5, tensor parallel 1,082.3",
     ):
         assert line in text
-    assert re.search(r"^D +\S+ +\S+ +0 ", text, re.MULTILINE)  # no sync: nothing is sent
+    assert re.search(r"^[A-F] +\S+ +\S+ +0 ", text, re.MULTILINE)  # no sync: nothing is sent
+    assert re.search(r"^[A-F] .* 4.00  4.00  4.00  4.00 ", text, re.MULTILINE)  # n times
+    assert re.search(r"^rank \d had returned$", text, re.MULTILINE)
     assert len(pictures(notebook)) >= 2
 
 
@@ -160,7 +167,7 @@ def lesson_04_shows_shards(notebook):
         "1                   1.00     1.00     1.00     1.40   ",
         "4                   1.00     1.00     2.50     5.59",
         "state kept by ranks, bytes: [8133164, 8133164, 8009288, 8008260]",
-        "0 of 5 right",
+        "0 of 6 right",
         "stage 2         15.3        234.3   4.25",
     ):
         assert line.rstrip() in text
@@ -242,7 +249,45 @@ def lesson_07_shows_pipelines(notebook):
         "p-1-r  forwards at first: step 33, 49 when a hop takes 1; in flight [4, 3, 2, 1]",
     ):
         assert line in text
+    assert "0 of 5 right" in text
+    for length in (r"1\.000", r"9\.000"):  # healthy, and 1/m forgotten
+        assert re.search(rf"^[A-E] +\S+ +{length}\d ", text, re.MULTILINE)
     assert len(pictures(notebook)) == 6
+
+
+def lesson_08_shows_every_schedule(notebook):
+    text = outputs(notebook)
+    for line in (
+        "gradients equal to the last bit",
+        "no order of one stage a rank takes less than 27",
+        "between I and W 131,072, formula 131,072; after W 0",
+        "torch's own split keeps 175,360",
+        "0 of 3 right: nothing is diagnosed yet",
+    ):
+        assert line in text
+    for name in ("interleaved", "zb-v"):
+        assert re.search(rf"^{name} +gradients of torch's and ours differ by", text, re.MULTILINE)
+    patients = re.findall(r"^[ABC] +\d+ ms +((?:\de-\d+ +){4})", text, re.MULTILINE)
+    off = [max(map(float, patient.split())) for patient in patients]
+    assert sorted(rank > 1e-5 for rank in off) == [False, False, True], "one has lost a W"
+    assert text.count("your vote: None") == 2
+    assert len(pictures(notebook)) == 8
+
+
+def lesson_08b_shows_reasons(notebook):
+    text = outputs(notebook)
+    for words in (
+        "'0X0' is no action",
+        "0B0 comes before 0F0",
+        "1B0 comes before 1F0",
+        "deadlock: nobody can go on",
+        "rank 0 waits 3 from 1 on: its 0B0 needs 1B0",
+        "**  the next star is for par 14",
+        "[zb-h1]",
+    ):
+        assert words in text
+    assert text.count("gradients equal one process") == 3
+    assert len(pictures(notebook)) == 3
 
 
 def lesson_09_shows_rings(notebook):
@@ -266,6 +311,81 @@ def lesson_09_shows_rings(notebook):
     assert len(pictures(notebook)) == 4  # and the slider's, which is a widget
 
 
+def lesson_13_shows_serving(notebook):
+    text = outputs(notebook)
+    for line in (
+        "   8 heads of keys and values:   2.68 GB",
+        "reading and arithmetic take the same time at 295 requests at once",
+        "rank 3: requests [3, 7], 0 calls, 0 bytes",
+        "rank 0 offers (logit, token) [4.0, 1.0] and takes token 4",
+        "2 a layer, one for the embedding, one for the choice; your prediction None",
+        "TP8: 50 / 8 + 8 = 14.25 ms a token, not 58",
+        " 8 requests: TP4 has 1.57 times DP4's throughput",
+        "64 requests: TP4 has 0.69 times DP4's throughput",
+        "PP64: 96 layers / 64 = 1.5: does not divide",
+        "equal to ours",
+        "0 of 5 right",
+    ):
+        assert line in text
+    for n in (2, 4):
+        sent, formula = re.search(rf"^ +{n} +10 +([\d,]+) +([\d,]+) ", text, re.MULTILINE).groups()
+        assert sent == formula
+    for groups, busy, ticks in ((1, "0.25", 24), (2, "0.50", 25), (4, "1.00", 27), (6, "1.00", 39)):
+        assert re.search(rf"^ +{groups} +{2 * groups} +{busy} +{ticks} ", text, re.MULTILINE)
+    for layout, calls in (("dp4", 0), ("tp4", 10), (r"dp2\+tp2", 10), (r"tp2\+pp2", 10)):
+        assert re.search(rf"^{layout} +8 +[\d,]+ +{calls} +\d+ ", text, re.MULTILINE)
+    rows = re.findall(r"^[A-E] +(\d+) +(yes|no) +(yes|no) +(\d+)   \[", text, re.MULTILINE)
+    assert sorted(int(row[0]) for row in rows) == [16, 16, 16, 16, 512], "who gathers all logits"
+    assert [row[1] for row in rows].count("no") == 1, "whose ranks take different tokens"
+    assert [row[2] for row in rows].count("yes") == 1, "one is healthy"
+    assert len(pictures(notebook)) == 3
+
+
+def lesson_11_shows_groups(notebook):
+    text = outputs(notebook)
+    for line in (
+        "between two ranks a bucket takes 51 ms, a small call 11 ms",
+        "tp pp dp pp dp dp",
+        "ranks 0, 1, 2 and 3 wait for each other for ever:",
+        "right is [2.0, 200.0]; your prediction: None",
+        "returned [[101.0, 101.0], [101.0, 101.0]]",
+        "the ranks do not make the same groups:",
+        "rank 63's pp group: the note [63, 71, 79, 87]; right [39, 47, 55, 63]",
+        "{'tp': 8, 'pp': 16, 'dp': 32}, 56; your prediction: None",
+        "0 of 5 right",
+    ):
+        assert line in text
+    assert text.count("returned [[2.0, 2.0], [2.0, 2.0], [2.0, 2.0], [2.0, 2.0]]") == 1
+    assert len(pictures(notebook)) == 5
+
+
+def lesson_12_shows_all_axes(notebook):
+    text = outputs(notebook)
+    for line in (
+        "64 ranks: the note's line is right for 16 of them",
+        "512 ranks: the note's line is right for 64 of them",
+        "stages on node 0: {0}",
+        "32 stages of 2 and 32 of 1",
+        "zero=2 with pp=2: a pipeline needs many micro-batches",
+        "h = 64: 3h = 192 tokens; in the 2 x 2 mesh 96",
+        "rank 5: {'tp': [4, 5], 'dp': [5, 7], 'pp': [1, 5]}; theirs are equal; you said None",
+        "0 of 5 right",
+        "5D ran on 16 ranks",
+        "Llama 3 405B: 16,384 GPUs, 16 M tokens a step",
+        "TP, two all-reduces forward at 600 GB/s: 0.29 ms a layer",
+        "PP, one activation at 25 GB/s: 2.0 ms a micro-batch",
+    ):
+        assert line in text
+    for name, ranks in (("3D", 8), ("4D", 16), ("5D", 16)):
+        assert re.search(rf"^{name} +{ranks} +[\d.]+ +\de[-+]\d\d +\de[-+]\d\d +True$", text, re.M)
+    for axis in ("tp", "dp_cp", "cp", "pp"):
+        counted = re.search(rf"^4D +{axis} +[\d,]+ +([\d,]+) +([\d,]+) +\d+$", text, re.M)
+        assert counted[1] == counted[2]
+    saved = re.search(r"loaded by 1: loss ([\d.]+)", text)[1]
+    assert re.search(rf"one process all along: +{saved[:-2]}", text)
+    assert len(pictures(notebook)) == 3
+
+
 SHOWS = {  # what a lesson must show
     "notebooks/00_start_here": lesson_00_shows_what_ranks_did,
     "notebooks/02_collectives": lesson_02_shows_collectives,
@@ -274,7 +394,12 @@ SHOWS = {  # what a lesson must show
     "notebooks/05_tensor_parallelism": lesson_05_shows_a_pair,
     "notebooks/06_sequence_parallelism": lesson_06_shows_rows,
     "notebooks/07_pipelines_1": lesson_07_shows_pipelines,
+    "notebooks/08_pipelines_2": lesson_08_shows_every_schedule,
+    "notebooks/08b_schedule_arena": lesson_08b_shows_reasons,
     "notebooks/09_context_parallelism": lesson_09_shows_rings,
+    "notebooks/11_groups_in_anger": lesson_11_shows_groups,
+    "notebooks/12_five_axes": lesson_12_shows_all_axes,
+    "notebooks/13_inference": lesson_13_shows_serving,
 }
 
 

@@ -1,0 +1,1003 @@
+# ---
+# jupyter:
+#   jupytext:
+#     text_representation:
+#       extension: .py
+#       format_name: percent
+#   kernelspec:
+#     display_name: Python 3 (ipykernel)
+#     language: python
+#     name: python3
+#   course:
+#     lesson: '08'
+# ---
+
+# %% [markdown]
+# # 08 Pipelines II: interleaved, zero bubble, DualPipe-V
+#
+# *60 minutes to read and run, 65 to build.* Lesson 07 ended with a bubble that only more micro-batches could shrink. Here
+# the micro-batches stay, and the bubble shrinks all the same: by thinner stages, by a backward in two halves, by a pipeline
+# that turns round. You draw each schedule, run it on real ranks, and put its price beside it. You need lesson 07.
+#
+# Vote first: write `"true"`, `"false"` or `"only if ..."`. The claims are settled at the end.
+#
+# 1. *Interleaving with v chunks a rank divides the bubble by v and costs nothing.*
+# 2. *With a zero-bubble schedule no rank ever waits.*
+
+# %%
+vote_1 = None
+vote_2 = None
+
+# %% [markdown]
+# ## The question
+# In 1F1B every rank waits (p-1)(F+B) in a step: until the first micro-batch has come to it and gone back, and at the end.
+#
+# ```
+#   rank 0   F0 F1 F2 F3 .................. B0 ...      three things could change:
+#   rank 1      F0 F1 F2 ............ B0 ...             - what comes to a rank comes sooner: thinner stages
+#   rank 2         F0 F1 ...... B0 ...                   - what goes back goes back sooner: half a backward
+#   rank 3            F0 B0 ...                          - what nobody waits for fills the gap: the other half
+# ```
+#
+# Which half of a backward does nobody wait for?
+
+# %% [markdown]
+# ## Predict
+# p = 4 ranks, m = 8 micro-batches. A rank's forward of one micro-batch takes 1, its backward 2. Fill in what you can.
+
+# %%
+import torch
+
+from course_lib import comm, pp
+from course_lib.data import batch
+from course_lib.launch import run
+from course_lib.mesh import Conditions, make_mesh
+from course_lib.model import build_model, loss_sum, tiny_config
+from course_lib.schedule import (
+    Costs,
+    bubble,
+    from_rows,
+    looped,
+    lower_bound,
+    make,
+    makespan,
+    predicted_bubble,
+    searched,
+    simulate,
+    v_shape,
+)
+from course_lib.trace import SavedActivations, overshoot, state_bytes
+from course_lib.view import schedule_picture, show_source, timeline
+
+P, M, SEQ = 4, 8, 32
+CONFIG = tiny_config(layers=8, max_seq_len=SEQ)
+TOKENS, TARGETS = batch(0, seed=0, batch_size=M, seq_len=SEQ)
+MICRO_BATCHES = list(zip(TOKENS.chunk(M), TARGETS.chunk(M), strict=True))
+
+# %%
+predicted_interleaved = None  # the step with two stages of half the size on each rank (1F1B: 33)
+predicted_hops = None  # how many times as many messages it sends
+predicted_zb_h1 = None  # the step when only the gradient of the input is waited for
+predicted_kept = None  # share of a block's saved activations that wait for the other half
+predicted_best = None  # the shortest step that any order can reach, one stage a rank
+
+# %% [markdown]
+# ## Interleaved: thinner stages
+# Give each rank two stages of half the size: rank 0 the stages 0 and 4, rank 1 the stages 1 and 5. The first micro-batch is
+# through a *thin* stage in half the time, so the next rank begins sooner, and gradients come back sooner.
+#
+# All costs are those of the same model: a stage that is half as large costs half.
+
+# %%
+NAMES = ("1f1b", "interleaved", "zb-h1", "zb-h2", "zb-v", "dualpipe-v")
+schedules = {name: make(name, P, M) for name in NAMES}
+
+
+def costs_of(schedule, unit=1.0, **more):
+    """F = I = W = ``unit`` for all stages of a rank together, whatever their number."""
+    part = unit / (schedule.stages // schedule.ranks)
+    return Costs(part, part, part, **more)
+
+
+simulated = {name: simulate(each, costs_of(each)) for name, each in schedules.items()}
+schedule_picture(
+    simulated["interleaved"], title="Interleaved: thin stages begin sooner; 28.5 instead of 33"
+)
+
+# %% [markdown]
+# Paler boxes are the second stage. Micro-batches go in rounds of p: four through the first stage, the same four through the
+# second, then the next four. A rank's waiting is still p-1 times one forward and one backward, of stages of 1/v the size:
+#
+# $$\text{bubble} = (p-1)\,\frac{F+B}{v}, \qquad \text{of ideal} = \frac{p-1}{mv}, \qquad \text{of total} = \frac{p-1}{mv+p-1}$$
+#
+# The price: more in flight before the first backward, and a message for each of the pv-1 borders instead of p-1.
+
+# %%
+print(f"{'chunks':>6}{'step':>7}{'bubble: of total':>18}{'formula':>9}{'of ideal':>10}", end="")
+print(f"{'in flight, micro-batches':>26}{'hops':>6}")
+for chunks in (1, 2, 4):
+    schedule = make("interleaved", P, M, chunks)
+    found = simulate(schedule, costs_of(schedule))
+    formula = predicted_bubble("interleaved", P, M, chunks)
+    print(f"{chunks:6}{found.makespan:7.2f}{found.bubble_of_total:18.1%}{formula:9.1%}", end="")
+    print(f"{found.bubble_of_ideal:10.1%}{max(schedule.peak_in_flight()) / chunks:26.2f}", end="")
+    print(f"{pp.hops(schedule):6}")
+    assert abs(formula - found.bubble_of_total) < 1e-9
+print(f"your predictions: step {predicted_interleaved}, messages {predicted_hops} times as many")
+
+# %% [markdown]
+# ## A backward has two halves
+# A linear y = x Wᵀ gets dy and owes two gradients:
+#
+# - **I**, of its input: dx = dy W. The stage before waits for it.
+# - **W**, of its weight: dW = dyᵀ x. Nobody waits for it, until the optimizer steps.
+#
+# Each is one matrix product of the same size, so I and W take about as long as F. (Papers differ in words: Zero Bubble calls
+# our I "B"; for DeepSeek B is the whole backward.)
+#
+# Live, on two ranks: rank 1 does I, sends, and then does W. `pp.WeightsLater` is wrapped round forward and I; its `run` is W.
+
+# %%
+from contextlib import nullcontext
+
+PACE = {"F": 0.03, "B": 0.06, "I": 0.03, "W": 0.03}
+
+
+def two_stages(in_halves):
+    mesh = make_mesh(pp=2)
+    rank, stage = mesh.pp.rank, build_model(CONFIG, seed=0).stage(*((0, 4), (4, 8))[mesh.pp.rank])
+    like = torch.zeros(1, SEQ, CONFIG.hidden)
+    stage(TOKENS[:1] if rank == 0 else like)  # warms up
+    comm.barrier(mesh.pp)
+    mesh.trace.clear()
+    later = pp.WeightsLater() if in_halves else nullcontext()
+    x = TOKENS[:1] if rank == 0 else comm.recv(like, mesh.pp, source=0).requires_grad_()
+    with mesh.compute("F", stage=rank, mb=0), later:
+        y = stage(x)
+        if rank == 1:
+            y = loss_sum(y, TARGETS[:1])[0] / SEQ
+    if rank == 0:
+        comm.send(y, mesh.pp, to=1)
+    dy = comm.recv(like, mesh.pp, source=1) if rank == 0 else None
+    with mesh.compute("I" if in_halves else "B", stage=rank, mb=0), later:
+        y.backward(dy)
+    if rank == 1:
+        comm.send(x.grad, mesh.pp, to=0)
+    if in_halves:
+        with mesh.compute("W", stage=rank, mb=0):
+            later.run()
+    return torch.cat([p.grad.flatten() for p in stage.parameters()])
+
+
+whole, halves = (run(two_stages, split, n=2, pace=PACE) for split in (False, True))
+for name, results in (("whole", whole), ("in halves", halves)):
+    rows = pp.measured_rows(results.traces)
+    back = next(span.start for span in rows[0] if span.op in "BI")
+    print(f"{name:10} rank 0 goes on after {1e3 * back:4.0f} ms, all done after", end="")
+    print(f"{1e3 * makespan(rows):5.0f} ms")
+assert all(torch.equal(a, b) for a, b in zip(whole, halves, strict=True))
+print("gradients equal to the last bit")
+timeline(halves.traces, conditions=Conditions(PACE), title="I leaves; W is done beside it")
+
+# %% [markdown]
+# Look at W of rank 1 and I of rank 0: they overlap. With a whole backward, rank 0 would have waited for both.
+#
+# ## What W keeps
+# Between I and W a linear must keep x and dy. All else that forward had saved (softmax, norms, activation functions) is
+# free after I. One block, in bytes; the last line is torch's own split, which goes twice through one graph:
+
+# %%
+from torch.distributed.pipelining._backward import stage_backward_input
+
+block = build_model(CONFIG, seed=0).stage(2, 3)
+generator = torch.Generator().manual_seed(0)
+x, dy = (torch.randn(1, SEQ, CONFIG.hidden, generator=generator) for _ in range(2))
+x.requires_grad_()
+
+with SavedActivations(block) as kept:
+    later = pp.WeightsLater()
+    with later:
+        y = block(x)
+    before = kept.now
+    with later:
+        y.backward(dy)
+    del y
+    between = kept.now
+    later.run()
+    after = kept.now
+
+with SavedActivations(block) as theirs:
+    y = block(x)
+    held = stage_backward_input([y], [dy], [x], block.parameters())
+    del y
+    between_torch = theirs.now
+del held
+
+formula = pp.kept_for_weights(CONFIG, 1, SEQ, 2, 3)
+print(
+    f"after forward {before:,}; between I and W {between:,}, formula {formula:,}; after W {after}"
+)
+print(f"torch's own split keeps {between_torch:,} between the halves")
+print(f"share {between / before:.2f}; your prediction {predicted_kept}")
+assert between == formula
+assert after == 0
+
+# %% [markdown]
+# So a micro-batch whose W waits is not free. This course counts it *in flight* from F to W.
+#
+# ## ZB-H1: W fills the gap
+# The first schedule of the Zero Bubble paper (Qi et al. 2023). The order of F and I is that of 1F1B. W goes where a rank would wait,
+# or where one more forward would break the limit of p in flight; what is left is done at the end, where 1F1B waits.
+
+# %%
+schedule_picture(simulated["zb-h1"], title="ZB-H1: W fills the gap at the end; 27 instead of 33")
+
+# %% [markdown]
+# The gap at the end is gone; a gap at the beginning is left, since before the first I there is no W to fill it:
+# (p-1)(F+I-W) instead of (p-1)(F+I+W), with no more in flight than 1F1B's rank 0.
+#
+# ## ZB-H2: more forwards first
+# Fill that gap too, with forwards of later micro-batches. Then no rank waits once it has begun: (p-1)(F+I-2W), which is 0 here.
+
+# %%
+schedule_picture(
+    simulated["zb-h2"], title="ZB-H2: no rank waits between its first action and its last"
+)
+
+# %%
+print(f"{'':12}{'step':>6}{'of total':>10}{'longest rank':>14}{'waits in it':>13}   in flight")
+for name in ("1f1b", "zb-h1", "zb-h2"):
+    found = simulated[name]
+    waits = 1 - found.work / found.span
+    print(f"{name:12}{found.makespan:6.1f}{found.bubble_of_total:10.1%}{found.span:14.1f}", end="")
+    print(f"{waits:13.1%}   {schedules[name].peak_in_flight()}")
+    if name != "1f1b":
+        assert abs(predicted_bubble(name, P, M) - waits) < 1e-9
+least = lower_bound(looped(P), M, Costs())
+print(
+    f"\nno order of one stage a rank takes less than {least:.0f}; your prediction {predicted_best}"
+)
+print(f"your prediction for ZB-H1: {predicted_zb_h1}")
+
+# %% [markdown]
+# Look at *step*: ZB-H2 is no shorter than ZB-H1. Both reach the bound: rank 3 cannot begin before (p-1)F, and has m(F+I+W) to
+# do. What ZB-H2 gains is in the **span**, from a rank's own first start to its own last end. Its ranks begin one after another
+# and end one after another.
+#
+# ## The optimizer's barrier
+# Whether the span counts depends on what is between two steps. If each rank steps its own weights and begins the next batch,
+# the parallelograms fit together. If all ranks must meet (a gradient norm for clipping, a check for inf), they do not. Five steps
+# in a row, with and without a meeting:
+
+
+# %%
+def in_a_row(schedule, steps):
+    """The rows of several steps, one after the other, on other micro-batches."""
+    m = schedule.microbatches
+    rows = [
+        [f"{a.stage}{a.op}{a.mb + m * step}" for step in range(steps) for a in row]
+        for row in schedule.rows
+    ]
+    return from_rows(rows, schedule.name)
+
+
+STEPS = 5
+print(f"{'a step takes':12}{'with a barrier':>16}{'without':>9}{'work':>6}")
+for name, schedule in schedules.items():
+    costs, one = costs_of(schedule), simulated[name]
+    many = simulate(in_a_row(schedule, STEPS), costs).makespan
+    print(f"{name:12}{one.makespan:16.2f}{(many - one.makespan) / (STEPS - 1):9.2f}{one.work:6.0f}")
+
+# %% [markdown]
+# So compare like with like: "zero bubble" is said of the span. The authors take the barrier away: ranks step at once, pass
+# the norm along the pipeline, and undo the step in the rare case that it should have been clipped.
+#
+# ## ZB-V and DualPipe-V: there and back
+# Two thin stages a rank, but in a V: rank 0 has the first *and* the last. So a micro-batch ends where it began, and rank 0
+# starts the backward itself. Every rank has an early stage, whose micro-batches wait long, and a late one, whose wait is short:
+# memory is equal on all ranks, and no larger than 1F1B's.
+
+# %%
+schedule_picture(simulated["zb-v"], title="ZB-V: no gap either, with 1F1B's memory on every rank")
+
+# %% [markdown]
+# DualPipe (DeepSeek) feeds micro-batches in from both ends, so every rank holds two stages and the parameters are there twice.
+# DualPipe-V is one half of it, folded into the same V. In its steady state it pairs one forward with one *whole* backward, so that
+# the messages of one (experts', lesson 10) hide behind the computation of the other; halves are used only at both ends.
+
+# %%
+schedule_picture(
+    simulated["dualpipe-v"],
+    title="DualPipe-V: forwards and whole backwards in pairs; gaps on rank 0",
+)
+
+# %% [markdown]
+# Move it (in Jupyter): the picture above is the first setting. A hop of 0.25: whose picture changes least? `give I and W`, then
+# a small W: where does the bubble of the ZB schedules come back?
+
+# %%
+from course_lib.view.sliders import schedule_sliders
+
+schedule_sliders("dualpipe-v", P, M, f=0.5, b=1.0)
+
+# %% [markdown]
+# ## All of them: memory against bubble
+# Left is little memory, low is little bubble. The lines are the best that a search finds within each memory; dotted is what no
+# order can beat.
+
+# %%
+from course_lib.view.trade import trade_plot
+
+
+def point(schedule):
+    """(micro-batches in flight, bubble of total time): of all stages of the fullest rank."""
+    chunks = schedule.stages // schedule.ranks
+    found = simulate(schedule, costs_of(schedule))
+    return max(schedule.peak_in_flight()) / chunks, found.bubble_of_total
+
+
+def floor(placement):
+    chunks = len(placement) // P
+    costs = Costs(1 / chunks, 1 / chunks, 1 / chunks)
+    return 1 - 3 * M / lower_bound(placement, M, costs)
+
+
+points = {name: point(make(name, P, M)) for name in ("gpipe", *NAMES)}
+lines = {
+    "best found, one stage a rank": [point(searched(looped(P), M, limit=k)) for k in range(2, 9)],
+    "best found, two in a V": [point(searched(v_shape(P), M, limit=k)) for k in range(4, 17, 2)],
+}
+floors = {"bound, one stage": floor(looped(P)), "bound, V": floor(v_shape(P))}
+aside, high = point(make("naive", P, M))
+trade_plot(
+    points,
+    lines,
+    floors,
+    title=f"p = {P}, m = {M}: V-schedules have the least bubble at 1F1B's memory",
+    note=f"Naive is off the picture: {aside:.0f} in flight, {high:.0%}.",
+)
+
+# %% [markdown]
+# ZB-H1 stands straight below 1F1B: less bubble for no memory. ZB-H2 lies to the right of ZB-H1 and no lower,
+# because this picture counts total time. Interleaved pays in memory what the V does not.
+#
+# ## Build it
+# The engine of lesson 07 needs few lines more. A forward whose row has an I runs inside `WeightsLater`; W empties it.
+
+# %%
+from course_lib.pp.engine import Engine
+
+show_source(Engine._forward, Engine._weights, pp.WeightsLater.run)
+
+# %% [markdown]
+# Where to put W is one function for all of them: walk through an order of F and I, and do a W where a rank waits or is full.
+
+# %%
+from course_lib.schedule.fill import fill
+
+show_source(fill)
+
+# %% [markdown]
+# ## Measure
+# All six on four ranks, paced: a rank's forward takes 40 ms, and so do its I and its W. Gradients must be those of one process;
+# steps and bubbles stand beside the simulation. (About 15 seconds.)
+
+# %%
+UNIT = 0.040
+
+
+def share(logits, targets):
+    return loss_sum(logits, targets)[0] / TARGETS.numel()
+
+
+def named(model, stages):
+    mine = set(pp.parameters(stages))
+    return {name: p for name, p in model.named_parameters() if p in mine}
+
+
+def paced_step(schedule):
+    mesh = make_mesh(pp=P)
+    model = build_model(CONFIG, seed=0)
+    stages = pp.cut(model, schedule, mesh.pp.rank)
+    optimizer = torch.optim.AdamW(pp.parameters(stages))
+    pp.run(schedule, stages, mesh, MICRO_BATCHES, share)  # warms up
+    optimizer.zero_grad()
+    comm.barrier(mesh.pp)
+    mesh.trace.clear()
+    mesh.ledger.clear()
+    with SavedActivations(*stages.values(), [TOKENS, TARGETS]) as saved:
+        outcome = pp.run(schedule, stages, mesh, MICRO_BATCHES, share)
+    gradients = {name: p.grad.clone() for name, p in named(model, stages).items()}
+    optimizer.step()
+    return {
+        "gradients": gradients,
+        "in flight": outcome.peak_in_flight,
+        "activations": saved.peak,
+        "state": state_bytes(stages.values(), optimizer).total,
+    }
+
+
+def paced(schedule, costs):
+    return run(paced_step, schedule, n=P, pace=pp.pace_of(costs, schedule))
+
+
+runs = {name: paced(each, costs_of(each, UNIT)) for name, each in schedules.items()}
+
+# %%
+model = build_model(CONFIG, seed=0)
+share(model(TOKENS), TARGETS).backward()
+serial = {name: p.grad for name, p in model.named_parameters()}
+measured = {name: pp.measured_rows(results.traces) for name, results in runs.items()}
+
+print(
+    f"{'':12}{'step in ms':^20}{'bubble of total':^20}{'in':>7}{'bytes sent':>12}{'gradients':>11}"
+)
+print(f"{'':12}{'simulated':>10}{'measured':>10}{'simulated':>10}{'measured':>10}", end="")
+print(f"{'flight':>7}{'':12}{'off by':>11}")
+activation = TOKENS.numel() * CONFIG.hidden * 4
+for name, results in runs.items():
+    schedule, found = schedules[name], simulated[name]
+    off = max(
+        (gradient - serial[key]).abs().max().item()
+        for rank in results
+        for key, gradient in rank["gradients"].items()
+    )
+    sent = sum(each.wire_bytes("pp") for each in results.ledgers)
+    print(
+        f"{name:12}{1e3 * UNIT * found.makespan:10.0f}{1e3 * makespan(measured[name]):10.0f}",
+        end="",
+    )
+    print(f"{found.bubble_of_total:10.3f}{bubble(measured[name])[0]:10.3f}", end="")
+    print(f"{max(rank['in flight'] for rank in results):7}{int(sent):12,}{off:11.1e}")
+    assert off < 1e-5
+    assert sent == pp.wire_bytes(schedule, activation)
+    assert [rank["in flight"] for rank in results] == schedule.peak_in_flight()
+late = max(overshoot(results.traces) for results in runs.values())
+print(f"sleeps took up to {late:.1%} longer than asked on this machine")
+
+# %% [markdown]
+# "In flight" counts pairs of stage and micro-batch: with two thin stages a rank, two are one micro-batch. Measured steps are some
+# percent longer: here a message takes a millisecond or two, and all but ZB-H2 wait for nearly every one.
+#
+# ZB-V as it ran, with the simulation as outlines:
+
+# %%
+timeline(
+    pp.stage_traces(runs["zb-v"].traces),
+    overlay=simulate(schedules["zb-v"], costs_of(schedules["zb-v"], UNIT)).spans,
+    title="ZB-V on four ranks: measured, and simulated above it",
+)
+
+# %% [markdown]
+# The same run for a trace viewer: open `zb_v.json`, in your folder for temporary files, with
+# [ui.perfetto.dev](https://ui.perfetto.dev).
+
+# %%
+import tempfile
+from pathlib import Path
+
+from course_lib.view import perfetto
+
+path = Path(tempfile.gettempdir()) / "zb_v.json"
+perfetto(pp.stage_traces(runs["zb-v"].traces), path, title="ZB-V, paced")
+print(f"{path.name}: {path.stat().st_size / 1000:.0f} kB")
+
+# %% [markdown]
+# ## Slow ranks and unequal stages
+# How does zero bubble do on a cluster with two generations of GPUs? The simulation answers for any costs. First rank 2 at half the
+# speed, then a last stage with a large head. "Equal rows" are those drawn above, "searched" the best found with 1F1B's memory.
+
+# %%
+SPEEDS = (1, 1, 0.5, 1)
+
+
+def with_head(schedule):
+    """The last stage costs half a rank's work more."""
+    chunks = schedule.stages // schedule.ranks
+    factors = (1.0,) * (schedule.stages - 1) + (1 + 0.5 * chunks,)
+    return costs_of(schedule, per_stage=factors)
+
+
+def slow_rank(schedule):
+    return costs_of(schedule).on_ranks(SPEEDS, schedule.placement)
+
+
+for title, costs_for in (("rank 2 at half speed", slow_rank), ("a large head", with_head)):
+    print(f"{title:22}{'busiest works':>14}{'equal rows':>12}{'searched':>10}{'bound':>8}")
+    for name in ("1f1b", "zb-h1", "zb-v"):
+        schedule = schedules[name]
+        costs = costs_for(schedule)
+        equal = simulate(schedule, costs)
+        found = simulate(searched(schedule.placement, M, costs), costs).makespan
+        bound = lower_bound(schedule.placement, M, costs)
+        print(f"{name:22}{equal.work:14.1f}{equal.makespan:12.1f}{found:10.1f}{bound:8.1f}")
+
+# %% [markdown]
+# Zero bubble is at the bound here too. But the busiest rank's own work is nearly the whole step, and the others wait for it: no order
+# mends that, other stages do (fewer layers for the slow rank, and for the one with the head). Does the simulation hold on ranks?
+# ZB-H1 with the slow rank:
+
+# %%
+slow = costs_of(schedules["zb-h1"], UNIT).on_ranks(SPEEDS, schedules["zb-h1"].placement)
+slow_schedule = make("zb-h1", P, M, costs=slow)
+slow_run = paced(slow_schedule, slow)
+expected = simulate(slow_schedule, slow)
+print(f"simulated {1e3 * expected.makespan:.0f} ms, measured", end=" ")
+print(f"{1e3 * makespan(pp.measured_rows(slow_run.traces)):.0f} ms")
+
+# %% [markdown]
+# ## The same in PyTorch
+# Several stages a rank are a list of `PipelineStage`s. `ScheduleZBVZeroBubble` wants the V's placement.
+
+# %%
+import torch.distributed as dist
+from torch.distributed.pipelining import PipelineStage
+from torch.distributed.pipelining import schedules as in_torch
+
+KINDS = {
+    "interleaved": in_torch.ScheduleInterleaved1F1B,
+    "zb-v": in_torch.ScheduleZBVZeroBubble,
+}
+
+
+def mean_loss(logits, targets):
+    return torch.nn.functional.cross_entropy(logits.flatten(0, 1), targets.flatten())
+
+
+def in_pytorch(name):
+    dist.init_process_group("gloo")
+    model, schedule = build_model(CONFIG, seed=0), make(name, P, M)
+    modules = pp.cut(model, schedule, dist.get_rank())  # number of the stage -> its module
+    parts = [
+        PipelineStage(module, stage, schedule.stages, torch.device("cpu"))
+        for stage, module in modules.items()
+    ]
+    first, last = 0 in modules, schedule.stages - 1 in modules
+    KINDS[name](parts, n_microbatches=M, loss_fn=mean_loss).step(
+        *([TOKENS] if first else []), target=TARGETS if last else None
+    )
+    gradients = {key: p.grad for key, p in named(model, modules).items()}
+    dist.destroy_process_group()
+    return gradients
+
+
+for name in KINDS:
+    theirs = run(in_pytorch, name, n=P, init=False)
+    apart = max(
+        (gradient - ours["gradients"][key]).abs().max().item()
+        for their, ours in zip(theirs, runs[name], strict=True)
+        for key, gradient in their.items()
+    )
+    print(f"{name:12} gradients of torch's and ours differ by {apart:.1e} at most")
+    assert apart < 1e-5
+
+# %% [markdown]
+# ## Break it and diagnose
+# Three runs of ZB-H1. One is healthy. In one a rank **loses a W**, of one micro-batch. In one a rank does **whole B**: it keeps I
+# until its W is done. Name cause and rank: `("lost W", 2)`, `("healthy", None)`. "Off" is the gradient of each rank's weights
+# against one process; "first" is when a rank begins its first backward. Another SEED, other patients.
+
+# %%
+from course_lib.grading.lab import Lab
+
+SEED = 1
+FAULTS = {"healthy": (None,), "lost W": (range(P),), "whole B": (range(1, P),)}
+lab = Lab("08", SEED, FAULTS, fields=("cause", "rank"))
+
+# %% jupyter={"source_hidden": true}
+# The patients. Run this cell folded; open it after your answer.
+
+
+def rows_of(patient):
+    rows = [[str(action) for action in row] for row in schedules["zb-h1"].rows]
+    if patient.has("whole B"):
+        row = rows[patient.rank]
+        rows[patient.rank] = [cell.replace("I", "B") for cell in row if "W" not in cell]
+    return from_rows(rows, "zb-h1, perhaps")
+
+
+def examined(patient, schedule):
+    weights, lost = Engine._weights, patient.pick(range(M))
+
+    def forgets(engine, stage, mb, given):
+        if mb == lost:
+            engine.later.pop((stage, mb))
+        else:
+            weights(engine, stage, mb, given)
+
+    if patient.has("lost W", make_mesh(pp=P).pp.rank):
+        Engine._weights = forgets
+    try:
+        return paced_step(schedule)
+    finally:
+        Engine._weights = weights
+
+
+print(f"{'':3}{'step':>8}   {'off, by rank':42}{'first backward, ms by rank'}")
+for patient in lab:
+    schedule = rows_of(patient)
+    pace = pp.pace_of(costs_of(schedule, UNIT), schedule)
+    results = run(examined, patient, schedule, n=P, pace=pace)
+    rows = pp.measured_rows(results.traces)
+    off = [
+        max(((g - serial[key]).norm() / serial[key].norm()).item() for key, g in one.items())
+        for one in (rank["gradients"] for rank in results)
+    ]
+    first = [next(span.start for span in row if span.op in "BI") for row in rows]
+    print(f"{patient.letter:3}{1e3 * makespan(rows):5.0f} ms   ", end="")
+    print(f"{' '.join(f'{x:9.0e}' for x in off):42}" + " ".join(f"{1e3 * x:6.0f}" for x in first))
+
+# %%
+diagnosis = {"A": (None, None), "B": (None, None), "C": (None, None)}
+lab.grade(diagnosis)
+
+# %% [markdown]
+# <details><summary>How to read it</summary>
+#
+# Below 1e-5 is rounding.
+#
+# - **Lost W**: one rank's gradients are off, and all others are right, also those of the ranks before it: I was sent. Nothing
+#   hangs and no time is lost, so only a comparison with a twin shows it.
+# - **Whole B**: all gradients are right and the step is longer. From rank to rank the first backward comes one I later; before
+#   the ill rank it comes one I and one W later.
+#
+# `lab.reveal()` tells.
+# </details>
+
+# %% [markdown]
+# ## When not to use it
+# - **Many micro-batches.** With m much larger than p the bubble of 1F1B is small already.
+# - **Slow messages.** A rank that waits for the next I waits for its hops too. Costs of a hop, in forwards; look at what the last
+#   line has more than the first:
+
+# %%
+print(f"{'a hop takes':12}" + "".join(f"{name:>13}" for name in NAMES))
+for hop in (0, 0.1, 0.25, 0.5):
+    steps = []
+    for name in NAMES:
+        costs = costs_of(schedules[name], comm=hop)
+        steps.append(simulate(make(name, P, M, costs=costs), costs).makespan)
+    print(f"{hop:<12}" + "".join(f"{step:13.2f}" for step in steps))
+
+# %% [markdown]
+# ZB-H2, with most forwards ahead, hardly feels it: memory buys patience. Thin stages lose no more than 1F1B does, but send about v
+# times the bytes.
+#
+# - **W that is not there.** With frozen weights or LoRA there is little W to fill gaps with; and a W much shorter than I fills less.
+# - **ZeRO-2 or 3 beside it.** They send gradients in every micro-batch (lesson 04), m times a step.
+#
+# ## The table that grows
+# The fullest rank, one step. Code lines are those of the schedule, the filling of gaps and the split backward; the engine of
+# lesson 07 is not counted again.
+
+# %%
+from course_lib.schedule import interleaved, one_f_one_b
+from course_lib.schedule import zero_bubble as zb
+from course_lib.schedule.fill import fastest, shortest
+from course_lib.schedule.named import one_and_one
+from course_lib.view import code_lines
+
+SPLIT = (fill, fastest, shortest, pp.WeightsLater)
+code = {
+    "1f1b": (one_f_one_b, one_and_one),
+    "interleaved": (interleaved, one_and_one),
+    "zb-h1": (zb.zb_h1, zb.one_by_one, *SPLIT),
+    "zb-h2": (zb.zb_h2, zb.one_by_one, *SPLIT),
+    "zb-v": (zb.zb_v, zb.there_and_back, *SPLIT),
+    "dualpipe-v": (zb.dualpipe_v, zb._pairs, pp.WeightsLater),
+}
+print(
+    f"{'fullest rank':14}{'state':>11}{'activations':>13}{'bytes sent':>12}{'bubble of total':>17}{'code':>6}"
+)
+for name, results in runs.items():
+    sent = max(int(each.wire_bytes()) for each in results.ledgers)
+    state, kept = (max(rank[key] for rank in results) for key in ("state", "activations"))
+    print(f"{name:14}{state:11,}{kept:13,}{sent:12,}{bubble(measured[name])[0]:17.1%}", end="")
+    print(f"{code_lines(*code[name]):6}")
+
+# %% [markdown]
+# ## The claims settled
+# **Claim 1: false.** The bubble is divided by v. But rank 0 keeps 1 + (p-1)/(pv) times as much as under 1F1B, and pv-1 borders are
+# crossed instead of p-1.
+
+# %%
+more = max(schedules["interleaved"].peak_in_flight()) / 2 / max(schedules["1f1b"].peak_in_flight())
+print(
+    f"in flight {more:.3f} times; 1 + (p-1)/(pv) = {1 + (P - 1) / (2 * P):.3f}; your vote: {vote_1}"
+)
+
+# %% [markdown]
+# **Claim 2: only if** F, I and W take the same time, memory is enough (2p-1 micro-batches for ZB-H2, p for ZB-V), and the span is
+# what counts: ranks begin one after another, and with a meeting at the optimizer they wait for one another there. Notes that
+# say "almost no bubble" leave out the base. ZB-H2 at other costs:
+
+# %%
+for costs in (Costs(1, 1, 1), Costs(1, 1, 0.5), Costs(1, 1.3, 0.7), Costs(1, 1, 1, comm=0.2)):
+    found = simulate(make("zb-h2", P, M, costs=costs), costs)
+    print(f"F {costs.f}, I {costs.i}, W {costs.w}, hop {costs.comm}: a rank waits", end=" ")
+    print(f"{1 - found.work / found.span:.1%} of its span, {found.bubble_of_total:.1%} of total")
+print(f"your vote: {vote_2}")
+
+# %% [markdown]
+# ## Cheat-sheet
+# Everything computed by the library, F = I = W.
+
+
+# %%
+def cheat_sheet(p, m):
+    print(
+        f"p = {p} ranks, m = {m} micro-batches; bubble of total time with a barrier, of the span without"
+    )
+    print(
+        f"{'':12}{'step':>7}{'of total':>10}{'of span':>9}{'in flight':>11}{'hops':>6}   waits in its span"
+    )
+    words = {
+        "gpipe": "(p-1)(F+I+W)",
+        "1f1b": "(p-1)(F+I+W)",
+        "interleaved": "(p-1)(F+I+W)/v",
+        "zb-h1": "(p-1)(F+I-W)",
+        "zb-h2": "(p-1)(F+I-2W), not below 0",
+        "zb-v": "0 at F = I = W",
+        "dualpipe-v": "whole backwards overlap with forwards",
+    }
+    for name, formula in words.items():
+        schedule = make(name, p, m)
+        found = simulate(schedule, costs_of(schedule))
+        chunks = schedule.stages // p
+        print(f"{name:12}{found.makespan:7.1f}{found.bubble_of_total:10.1%}", end="")
+        print(
+            f"{1 - found.work / found.span:9.1%}{max(schedule.peak_in_flight()) / chunks:11.1f}",
+            end="",
+        )
+        print(f"{pp.hops(schedule):6}   {formula}")
+
+
+cheat_sheet(p=4, m=8)
+print()
+cheat_sheet(p=8, m=32)
+
+# %% [markdown]
+# ## Your turn
+# [Five exercises](../exercises/08_pipelines_2.ipynb), each on its own: where W goes, by hand (15 minutes); the warm-up of
+# interleaving (5); a linear's backward in two halves (10); the rows of ZB-H1 for any p and m (20); and, on real ranks in raw PyTorch, a
+# backward that sends early (15). Then [the arena](08b_schedule_arena.ipynb): beat these schedules.
+
+# %% course={"role": "given"}
+import torch
+import torch.distributed as dist
+
+# %% [markdown] course={"ex": "08-1"}
+# ## 08-1 Where W goes, by hand
+# Fifteen minutes, on paper; no code. ZB-H1 on p = 3 ranks with m = 4 micro-batches, stage r on rank r. F, I and W take 1 each, a
+# message no time. The order of F and I is that of 1F1B:
+#
+# ```
+# rank 0   0F0 0F1 0F2 0I0 0F3 0I1 0I2 0I3
+# rank 1   1F0 1F1 1I0 1F2 1I1 1F3 1I2 1I3
+# rank 2   2F0 2I0 2F1 2I1 2F2 2I2 2F3 2I3
+# ```
+#
+# Put in the Ws, oldest first. A rank does one where it would have to wait for its next F or I, and before an F that would make
+# four in flight (from F to W); the rest at the end. Everything starts as early as it can.
+#
+# - `row 0`, `row 1`, `row 2`: the rows, twelve cells each
+# - `start of 0I0`: when rank 0 begins its first I
+# - `step`: when the last action ends
+# - `in flight at most, by rank`: three numbers
+# - `bubble of total`: the share of the step in which a rank waits, as a fraction such as `2/9`
+# - `step of 1F1B`: the same p and m with whole backwards of 2
+# - `W at once`: the step if every rank does each W right after its I
+
+# %% course={"ex": "08-1", "role": "answer"}
+# BEGIN SOLUTION
+filled = {
+    "row 0": "0F0 0F1 0F2 0I0 0W0 0F3 0I1 0W1 0I2 0W2 0I3 0W3",
+    "row 1": "1F0 1F1 1I0 1F2 1I1 1W0 1F3 1I2 1W1 1I3 1W2 1W3",
+    "row 2": "2F0 2I0 2F1 2I1 2F2 2I2 2W0 2F3 2I3 2W1 2W2 2W3",
+    "start of 0I0": 5,
+    "step": 14,
+    "in flight at most, by rank": [3, 3, 3],
+    "bubble of total": 1 / 7,
+    "step of 1F1B": 18,
+    "W at once": 16,
+}
+# STUB
+# filled = {
+#     "row 0": None,  # what rank 0 does, as a text of twelve cells
+#     "row 1": None,
+#     "row 2": None,
+#     "start of 0I0": None,
+#     "step": None,
+#     "in flight at most, by rank": None,  # three numbers
+#     "bubble of total": None,
+#     "step of 1F1B": None,
+#     "W at once": None,
+# }
+# END SOLUTION
+
+# %% [markdown] course={"ex": "08-1", "role": "answer"}
+# Every rank waits twice, before its first I has come. Look at the rows from rank to rank: W of micro-batch k stands after I of
+# micro-batch k + r. With W at once the first I still comes early, but what could have filled gaps is gone: m(F+I+W) + (p-1)(F+I).
+
+# %% course={"ex": "08-1", "role": "check"}
+from course_lib.grading import check
+
+check("08-1", filled)
+
+# %% [markdown] course={"ex": "08-2"}
+# ## 08-2 The warm-up of interleaving
+# Interleaved 1F1B on p ranks with v chunks each: how many forwards does a rank do before it begins to alternate one forward and one
+# backward? Micro-batches go in rounds of p (m is a multiple of p): a round passes all chunks before the next one begins, and in
+# backward too. A rank must have done every chunk but the last for the first round; and each rank further from the end needs
+# *two* more, not one as in 1F1B: one for the way there and one for the way back. There are no more than m v forwards.
+#
+# Write the one line. Rank 3 of 4, two chunks, m = 8: it begins to alternate after 4. v is 2 or more.
+
+
+# %% course={"ex": "08-2", "role": "answer"}
+def warm_up(p: int, v: int, m: int, rank: int) -> int:
+    """Forwards of ``rank`` before it alternates; m is a multiple of p."""
+    # BEGIN SOLUTION
+    return min((v - 1) * p + 2 * (p - 1 - rank), m * v)
+    # END SOLUTION
+
+
+# %% course={"ex": "08-2", "role": "check"}
+from course_lib.grading import check
+
+check("08-2", warm_up)
+
+# %% [markdown] course={"ex": "08-3"}
+# ## 08-3 A linear's backward in two halves
+# y = x Wᵀ + b, as `F.linear(x, weight, bias)` has it. Write the backward: the gradient of x now, those of weight and bias when they
+# are asked for. Return `(dx, later)`, where `later()` returns `(dweight, dbias)`.
+#
+# x may be (T, D) or (B, S, D); dy has the same dims with F features at the end; weight is (F, D). The gradients of weight and bias
+# sum over all positions. x and dy stay as they are, and no autograd is needed.
+
+
+# %% course={"ex": "08-3", "role": "answer"}
+def split_backward(x, weight, dy):
+    """(dx, later): dx has the shape of ``x``; ``later()`` gives (dweight (F, D), dbias (F,))."""
+    # BEGIN SOLUTION
+    dx = dy @ weight
+
+    def later():
+        x_TD, dy_TF = x.reshape(-1, x.shape[-1]), dy.reshape(-1, dy.shape[-1])
+        return dy_TF.T @ x_TD, dy_TF.sum(0)
+
+    return dx, later
+    # END SOLUTION
+
+
+# %% course={"ex": "08-3", "role": "check"}
+from course_lib.grading import check
+
+check("08-3", split_backward)
+
+# %% [markdown] course={"ex": "08-4"}
+# ## 08-4 The rows of ZB-H1
+# Write the schedule for any p and any m of at least p, stage r on rank r. A row is a list of cells such as `"0F3"`, `"0I3"`, `"0W3"`.
+#
+# Your rows are judged by what they do at F = I = W: `validate` finds them legal, every backward is split, the step is as short as any
+# can be, and no rank has more than p in flight, from F to W. Their order is yours.
+#
+# You need no simulation: exercise 08-1's rows show a rule that knows ranks and micro-batches alone.
+
+
+# %% course={"ex": "08-4", "role": "answer"}
+def rows_of_zb_h1(p: int, m: int) -> list[list[str]]:
+    """One list for each of ``p`` ranks, with ``3 * m`` cells such as "0F3", "0I3", "0W3"."""
+    # BEGIN SOLUTION
+    rows = []
+    for rank in range(p):
+        row = [f"{rank}F{mb}" for mb in range(p - rank)]
+        for mb in range(m):
+            row.append(f"{rank}I{mb}")
+            if mb >= rank:
+                row.append(f"{rank}W{mb - rank}")
+            if mb + p - rank < m:
+                row.append(f"{rank}F{mb + p - rank}")
+        rows.append(row + [f"{rank}W{mb}" for mb in range(m - rank, m)])
+    return rows
+    # END SOLUTION
+
+
+# %% course={"ex": "08-4", "role": "check"}
+from course_lib.grading import check
+
+check("08-4", rows_of_zb_h1)
+
+# %% [markdown] course={"ex": "08-5"}
+# ## 08-5 Send early, in raw PyTorch
+# Backward of one micro-batch on one rank, with torch and `torch.distributed` alone; the default group stands. Rank r holds stage r;
+# its forward has been. Receive the gradient of y, send that of x *before* any gradient of a weight is computed, and then add the weights'
+# gradients to their `.grad`. It is called for several micro-batches, one after the other.
+#
+# `torch.autograd.grad(y, inputs, dy)` computes the gradients of `inputs` alone and returns them; with `retain_graph=True` the graph is
+# there for a second time.
+#
+# Checked on one to four ranks: the gradients of all weights; on four, one message for each micro-batch, peers and bytes, and that no
+# weight's gradient was computed before the message left.
+
+
+# %% course={"ex": "08-5", "role": "answer"}
+def backward_in_halves(x, y, parameters, dy):
+    """Leaves the gradients in ``parameters``; returns nothing.
+
+    x           this stage's input; wants a gradient, but on rank 0
+    y           its output, with its graph
+    parameters  the stage's weights, a list; p.grad is None before the first micro-batch
+    dy          the gradient of y on the last rank; None on the others, which receive it from
+                rank + 1: a tensor of the shape of y
+    """
+    # BEGIN SOLUTION
+    rank, leaving = dist.get_rank(), None
+    if dy is None:
+        dy = torch.empty(y.shape)
+        dist.recv(dy, rank + 1)
+    if rank > 0:
+        (dx,) = torch.autograd.grad(y, [x], dy, retain_graph=True)
+        dx = dx.contiguous()
+        leaving = dist.isend(dx, rank - 1)
+    gradients = torch.autograd.grad(y, parameters, dy)
+    for p, gradient in zip(parameters, gradients, strict=True):
+        p.grad = gradient if p.grad is None else p.grad + gradient
+    if leaving is not None:
+        leaving.wait()
+    # END SOLUTION
+
+
+# %% [markdown] course={"ex": "08-5", "role": "answer"}
+# The second call computes again what lies between y and each weight: gradients of inner activations are made twice. The library's
+# split avoids that: every linear leaves its x and dy behind, and W is one product each.
+
+# %% course={"ex": "08-5", "role": "check"}
+from course_lib.grading import check
+
+check("08-5", backward_in_halves)
+
+# %% [markdown]
+# ## Exit questions
+# Answer each before you unfold it.
+#
+# **1.** p = 8, m = 16, v = 4. What is the bubble of interleaving, on both bases?
+#
+# <details><summary>Answer</summary>
+# 7/64 = 10.9 % of ideal, 7/71 = 9.9 % of total.
+# </details>
+#
+# **2.** Why can W not fill the gap at the beginning of a step?
+#
+# <details><summary>Answer</summary>
+# A W needs its I, and the first I is what the rank waits for. Only more forwards can fill it, which cost memory.
+# </details>
+#
+# **3.** A colleague changes ZB-H1 to ZB-H2 and measures the same step. What does his training loop do?
+#
+# <details><summary>Answer</summary>
+# It meets between two steps, most likely for the gradient norm. ZB-H2's gain is in the span; at F = I = W the makespan of both is at
+# its lower bound.
+# </details>
+#
+# **4.** All Ws are put off to the end of the step. What goes wrong, and what does not?
+#
+# <details><summary>Answer</summary>
+# Gradients are right. But x and dy of every linear stay for all m micro-batches: memory grows with m, as in GPipe.
+# </details>
+#
+# **5.** Why has rank 0 the last stage in a V, and what must you watch?
+#
+# <details><summary>Answer</summary>
+# The first stage keeps a micro-batch longest and the last one shortest: on one rank they add up to what every other rank keeps.
+# Embedding and head lie on that rank too: its stages should have fewer blocks. (A tied embedding then needs no message.)
+# </details>
+#
+# ## Sources and what next
+# - Narayanan et al. 2021, [arXiv:2104.04473](https://arxiv.org/abs/2104.04473), 2.2: interleaving.
+# - Qi et al. 2023, *Zero Bubble Pipeline Parallelism*, [arXiv:2401.10241](https://arxiv.org/abs/2401.10241): H1, H2, the optimizer.
+# - DeepSeek-AI 2024, [arXiv:2412.19437](https://arxiv.org/abs/2412.19437), 3.2.1: DualPipe. DualPipe-V, the half of it, comes from
+#   Sea AI Lab; both are in [deepseek-ai/DualPipe](https://github.com/deepseek-ai/DualPipe).
+# - The library: `course_lib/schedule/zero_bubble.py` and `course_lib/pp/split.py`.
+#
+# Next: [the arena](08b_schedule_arena.ipynb), where your own rows run; then lesson 09 cuts the sequence.
