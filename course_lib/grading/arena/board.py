@@ -68,7 +68,7 @@ def picture(number: int, board: Path | None = None) -> Picture:
     return trade_plot(
         {", ".join(names): point for point, names in points.items()},
         {},
-        {"bound": 1 - work / which.bound},
+        {"bound of these stages": 1 - work / which.bound},
         title=f"Level {number}, {which.title}: left is less memory, lower is a shorter step",
         note=f"Allowed are {which.limit / which.chunks:g}.",
     )
