@@ -25,6 +25,7 @@ from course_lib.view import (
     timeline,
 )
 from course_lib.view.lanes import chunks, depths
+from course_lib.view.roofline import rate_text, roofline
 from course_lib.view.style import MEMORY, OPERATIONS, contrast, look_of, luminance
 from course_lib.view.summary import covered, summarize
 
@@ -485,6 +486,31 @@ def test_fit_plot_refuses_what_it_cannot_show():
         fit_plot({"ring": RING}, {"tree": LINE})
     with pytest.raises(ValueError, match="5 names"):
         fit_plot({str(number): RING for number in range(5)}, {})
+
+
+ROOFS = {"fast": (1e12, 1e11), "slow": (1e12, 1e9)}
+
+
+def test_roofline_bends_where_peak_and_bandwidth_meet():
+    picture = roofline({"products": {1.0: 9e10, 100.0: 8e11}}, ROOFS, title="T", note="Here.")
+    fast, slow, products = picture.axes[0].lines
+    for line, bend in ((fast, 10), (slow, 1_000)):
+        assert [line.get_xdata()[1], line.get_ydata()[1]] == [bend, 1e12]
+        assert line.get_ydata()[0] == pytest.approx(1e12 / bend * line.get_xdata()[0])
+        assert line.get_ydata()[2] == 1e12
+    assert dict(zip(*products.get_data(), strict=True)) == {1.0: 9e10, 100.0: 8e11}
+    assert "fast bends at 10; slow bends at 1,000 FLOPs a byte" in picture.caption
+    assert picture.caption.endswith("Here.")
+    legend = [text.get_text() for text in picture.legends[0].get_texts()]
+    assert legend == ["fast", "slow", "products"]
+    assert [rate_text(rate) for rate in (2e9, 4e14)] == ["2 GFLOP/s", "400 TFLOP/s"]
+
+
+def test_roofline_refuses_what_it_cannot_show():
+    with pytest.raises(ValueError, match="at least one roof"):
+        roofline({}, {})
+    with pytest.raises(ValueError, match="cannot be told apart"):
+        roofline({}, {str(number): (1.0, 1.0) for number in range(9)})
 
 
 # --- Perfetto and the terminal --------------------------------------------------------------
