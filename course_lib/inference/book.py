@@ -5,7 +5,8 @@ every step the book gives either the *prefill* of one new request (all its promp
 gives its first token) or the *decode* of one token for each request that is running. So requests
 of any length come and go while others run: continuous batching (Yu et al. 2022, Orca, OSDI). The
 book is a function of the requests and the tokens alone: ranks that record the same tokens in the
-same order hold the same book, without a word about it.
+same order hold the same book, without a word about it. So a request that comes later comes by the
+book's own clock, its turns, which is the same on all ranks: their real clocks differ.
 """
 
 from __future__ import annotations
@@ -22,11 +23,15 @@ from course_lib.model import ModelConfig
 
 @dataclass(frozen=True)
 class Request:
-    """``number`` names it; it wants ``max_new_tokens`` tokens after ``prompt``."""
+    """``number`` names it; it wants ``max_new_tokens`` tokens after ``prompt``.
+
+    Nobody knows of it before turn ``arrives`` of the book (its 0th, 1st, .. piece of work).
+    """
 
     number: int
     prompt: tuple[int, ...]
     max_new_tokens: int
+    arrives: int = 0
 
     def __post_init__(self) -> None:
         if not self.prompt:
@@ -37,6 +42,10 @@ class Request:
         if self.max_new_tokens < 1:
             raise ValueError(
                 f"request {self.number}: max_new_tokens={self.max_new_tokens}; 1 or more is wanted"
+            )
+        if self.arrives < 0:
+            raise ValueError(
+                f"request {self.number}: arrives={self.arrives}; turns count from 0 (there at once)"
             )
 
     @property
@@ -120,14 +129,16 @@ class Book:
     """Who waits, who runs in which slot, and every token so far.
 
     ``slots`` requests run at once, in ``groups`` that take turns (in a pipeline, so that all
-    stages are busy). ``stop`` is a token after which a request is over. Raises ValueError for
-    slots that the groups cannot share, and for two requests of one number.
+    stages are busy). First come, first served; in a turn in which nobody is there, there is no
+    work. ``stop`` is a token after which a request is over. Raises ValueError for slots that the
+    groups cannot share, and for two requests of one number.
     """
 
     def __init__(
         self, requests: Iterable[Request], slots: int, *, groups: int = 1, stop: int | None = None
     ) -> None:
-        self.waiting = deque(requests)
+        self.waiting = deque(sorted(requests, key=lambda request: request.arrives))
+        self.turn = 0  # pieces of work given so far
         if groups < 1 or slots < 1 or slots % groups:
             raise ValueError(
                 f"slots={slots} in groups={groups}: each group takes slots / groups requests; "
@@ -151,7 +162,9 @@ class Book:
         mine = range(group * share, (group + 1) * share)
         free = [slot for slot in mine if slot not in self.running]
         active = [slot for slot in mine if slot in self.running]
-        if self.waiting and free and self.admits(active):
+        self.turn += 1
+        arrived = self.waiting and self.waiting[0].arrives < self.turn
+        if arrived and free and self.admits(active):
             request = self.running[free[0]] = self.waiting.popleft()
             return Work((free[0],), (request.number,), (request.prompt,), (0,))
         running = [self.running[slot] for slot in active]

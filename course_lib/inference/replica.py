@@ -130,8 +130,9 @@ def serve(replica: Replica, book: Book) -> Served:
     try:
         while _anyone_busy(book, others):
             work = NOTHING if book.done else book.next_work()
-            book.record(work, replica.step(work).tolist())
-            served.stamp(work)
+            if work or others is not None:  # else the next request is still to come
+                book.record(work, replica.step(work).tolist())
+                served.stamp(work)
             served.steps += 1
     finally:
         replica.cache.leave()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from dataclasses import replace
 
 import pytest
 import torch
@@ -185,6 +186,25 @@ def test_a_book_hands_out_prefills_and_decodes():
     assert not book.next_work()
 
 
+def test_a_request_that_comes_later_joins_those_that_run():
+    """Turn by turn: nobody is there, the first comes, decodes, the second joins it."""
+    book, works = Book([Request(0, (7,), 4, arrives=3), Request(1, (8, 9), 2, arrives=1)], 2), []
+    while not book.done:
+        works.append(book.next_work())
+        book.record(works[-1], [5] * len(works[-1].slots))
+    assert [work.requests for work in works] == [(), (1,), (1,), (0,), (0,), (0,), (0,)]
+    assert [work.is_prefill for work in works] == [False, True, False, True] + [False] * 3
+
+
+@pytest.mark.parametrize("arrivals", [[0, 0, 0, 0, 0], [0, 2, 2, 5, 9], [8, 0, 1, 4, 9]])
+def test_continuous_batching_takes_late_requests_in_while_others_run(arrivals):
+    config = CONFIGS["llama"]
+    coming = [replace(r, arrives=turn) for r, turn in zip(requests_of(), arrivals, strict=True)]
+    served = {kind: run(config, kind(coming, 3), 3) for kind in (Book, StaticBook)}
+    assert served[Book].tokens == served[StaticBook].tokens == twin(config)
+    assert served[Book].steps < served[StaticBook].steps
+
+
 def test_latency_and_throughput():
     served = inference.Served({}, start=0.0, times={0: [1.0, 2.0, 4.0], 1: [3.0]})
     assert served.latency == 1.5
@@ -320,6 +340,7 @@ def test_parts_join_to_the_whole(cuts, groups, large):
     [
         (lambda: Request(3, (), 1), "request 3 has an empty prompt"),
         (lambda: Request(3, (1,), 0), "request 3: max_new_tokens=0; 1 or more"),
+        (lambda: Request(3, (1,), 1, -1), "request 3: arrives=-1; turns count from 0"),
         (lambda: inference.make_requests([[1], [2]], [1]), "1 values of max_new_tokens for 2"),
         (lambda: run(sizes(2), Book([Request(0, (1,) * 49, 1)], 1), 1), "max_seq_len=48; shorten"),
         (lambda: run(sizes(2), Book([Request(0, (1,) * 40, 10)], 1), 1), "take 49 positions"),

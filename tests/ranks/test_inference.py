@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from fractions import Fraction
 from functools import cache, partial
 
@@ -64,13 +65,24 @@ def cut_model(config, mesh, experts=False):
 
 
 def answer(
-    config, *, slots=2, groups=1, sampling=None, make=None, experts=False, count=5, **mesh_sizes
+    config,
+    *,
+    slots=2,
+    groups=1,
+    sampling=None,
+    make=None,
+    experts=False,
+    count=5,
+    arrivals=(),
+    **mesh_sizes,
 ):
     """What one rank does: (tokens, bytes it sent by axis, calls, bytes of its cache, steps)."""
     mesh = make_mesh(**mesh_sizes)
     model = cut_model(config, mesh, experts)
     choose = None if sampling is None else inference.chooser(model, sampling)
-    mine = inference.share(requests_of(count), mesh.dp)
+    coming = dict(enumerate(arrivals))
+    known = [replace(r, arrives=coming.get(r.number, 0)) for r in requests_of(count)]
+    mine = inference.share(known, mesh.dp)
     if mesh.pp.size > 1:
         server = Stage(model, mesh, slots, choose)
         served = inference.serve_pipeline(server, Book(mine, slots, groups=groups))
@@ -147,6 +159,35 @@ def test_groups_in_flight_keep_the_stages_busy(worlds):
     # One group: four prefills and three decodes of all. Four groups: a prefill, three decodes each.
     assert list(worlds(4).run(ticks, 1)) == [(7 * 4, 7)] * 4
     assert list(worlds(4).run(ticks, 4)) == [(4 * 4 + 3, 16)] * 4
+
+
+LATE = [3, 0, 40, 1, 7]  # request 2 when all others are over: turns without any work
+WAYS = {
+    "dp": (4, {"dp": 4}),
+    "tp": (2, {"tp": 2}),
+    "pp": (2, {"pp": 2, "groups": 3, "slots": 3}),
+    "cp": (2, {"cp": 2}),
+    "ep": (2, {"dp": 2, "ep": 2, "experts": True}),
+    "dp-pp": (4, {"dp": 2, "pp": 2, "groups": 2, "slots": 4}),
+}
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_requests_that_come_later(worlds, way):
+    n, how = WAYS[way]
+    config = sizes(2)
+    results = worlds(n).run(partial(answer, config, arrivals=LATE, **how))
+    check(results, twin(config, how.get("experts", False)), how.get("dp", 1))
+
+
+@given(st.lists(st.integers(0, 25), min_size=5, max_size=5), st.sampled_from(["tp", "pp"]))
+def check_arrivals(worlds, arrivals, way):
+    n, how = WAYS[way]
+    check(worlds(n).run(partial(answer, sizes(2), arrivals=arrivals, **how)), twin(sizes(2)))
+
+
+def test_random_arrivals(worlds):
+    check_arrivals(worlds)
 
 
 CONTEXTS = {
