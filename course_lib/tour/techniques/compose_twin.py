@@ -11,17 +11,17 @@ from functools import cache
 import torch
 
 from course_lib import cp, ep
-from course_lib.model import Decoder
-from course_lib.tour.technique import Job, Report, Technique, adam
+from course_lib.tour.technique import Job, Technique
 from course_lib.tour.techniques.ep import (
-    COEFFICIENT,
     EXPERTS,
+    Batch,
+    before_last_step,
     exact,
     experts_model,
     experts_state_bytes,
     kept_beside_experts,
+    train_serially,
 )
-from course_lib.trace.memory import SavedActivations, state_bytes
 
 MICRO_BATCHES = 4
 TWIN = "serial-moe-4"
@@ -33,7 +33,7 @@ def every_place() -> list[Place]:
     return [(d, c, t) for d in range(2) for c in range(2) for t in range(2)]
 
 
-def micro_batches(job: Job, step: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
+def micro_batches(job: Job, step: int) -> list[Batch]:
     """Micro-batch k holds the k-th of each replica: what the ranks compute at the same time."""
     shares = [[x.chunk(MICRO_BATCHES) for x in job.rows_of(step, d, 2)] for d in range(2)]
     return [
@@ -42,37 +42,10 @@ def micro_batches(job: Job, step: int) -> list[tuple[torch.Tensor, torch.Tensor]
     ]
 
 
-def train_twin(job: Job) -> Report:
-    """One process, all experts, and a plain loop over micro-batches."""
-    return train_serially(experts_model(job), job, job.steps)
-
-
-def train_serially(model: Decoder, job: Job, steps: int) -> Report:
-    """``steps`` optimizer steps; the auxiliary loss of each micro-batch is its own."""
-    optimizer = adam(model.parameters())
-    loss_sum, losses = ep.loss_sum(model, COEFFICIENT), []
-    for step in range(steps):
-        optimizer.zero_grad()
-        batches, loss = micro_batches(job, step), 0.0
-        count = sum((targets != -100).sum() for _, targets in batches)
-        with SavedActivations(model) as saved:
-            for tokens, targets in batches:
-                share = loss_sum(tokens, targets)[0] / count
-                share.backward()
-                loss += float(share.detach())
-        optimizer.step()
-        losses.append(loss)
-    return Report(losses, state_bytes(model, optimizer), saved.peak)
-
-
 @cache
 def choices(job: Job) -> list[list[torch.Tensor]]:
     """Experts that each token of the last step wants, [micro-batch][layer] (C, B, S)."""
-    model = experts_model(job)
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)  # as in a rank: several, for so little, wait for each other
-    train_serially(model, job, job.steps - 1)
-    torch.set_num_threads(threads)
+    model = before_last_step(job, micro_batches)
     found: list[list[torch.Tensor]] = []
     for layer in ep.moe_layers(model):
         layer.register_forward_pre_hook(
@@ -141,7 +114,7 @@ EXPERTS_TWIN = Technique(
     sentence="One process, a model with 8 experts a layer, and four micro-batches a step, each "
     "balanced by itself: the twin of the next row, in float64.",
     mesh={},
-    train=train_twin,
+    train=lambda job: train_serially(experts_model(job), job, micro_batches, job.steps),
     formula=lambda job: {},
     state_formula=lambda job: experts_state_bytes(job, 1),
     peak_activation_formula=twin_peak,

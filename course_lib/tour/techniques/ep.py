@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from fractions import Fraction
 from functools import cache
 
 import torch
+from torch import Tensor
 
 from course_lib import dp, ep
 from course_lib.mesh import make_mesh
@@ -18,6 +20,8 @@ from course_lib.trace.memory import SavedActivations, state_bytes
 RANKS, EXPERTS, CHOICES = 4, 8, 2
 COEFFICIENT = 0.01  # of the auxiliary loss
 TWIN = "serial-moe"
+Batch = tuple[Tensor, Tensor]  # tokens and targets
+Batches = Callable[[Job, int], list[Batch]]  # the micro-batches of a step
 
 
 def exact(job: Job) -> Job:
@@ -31,23 +35,36 @@ def experts_model(job: Job) -> Decoder:
     return ep.add_experts(exact(job).model(), EXPERTS, CHOICES, seed=0)
 
 
-def train_twin(job: Job) -> Report:
-    """One process, all experts, and a plain loop."""
-    return train_serially(experts_model(job), job, job.steps)
+def whole_batch(job: Job, step: int) -> list[Batch]:
+    """One micro-batch."""
+    return [job.rows_of(step, 0, 1)]
 
 
-def train_serially(model: Decoder, job: Job, steps: int) -> Report:
-    """``steps`` optimizer steps on whole batches."""
+def train_serially(model: Decoder, job: Job, batches: Batches, steps: int) -> Report:
+    """``steps`` optimizer steps; the auxiliary loss of each micro-batch is its own."""
     optimizer = adam(model.parameters())
     loss_sum, losses = ep.loss_sum(model, COEFFICIENT), []
     for step in range(steps):
         optimizer.zero_grad()
+        micro_batches, loss = batches(job, step), 0.0
+        count = sum((targets != -100).sum() for _, targets in micro_batches)
         with SavedActivations(model) as saved:
-            total, count = loss_sum(*job.rows_of(step, 0, 1))
-            (total / count).backward()
+            for tokens, targets in micro_batches:
+                share = loss_sum(tokens, targets)[0] / count
+                share.backward()
+                loss += float(share.detach())
         optimizer.step()
-        losses.append(float(total.detach() / count))
+        losses.append(loss)
     return Report(losses, state_bytes(model, optimizer), saved.peak)
+
+
+def before_last_step(job: Job, batches: Batches) -> Decoder:
+    """The twin whose routers say who goes where in the last step."""
+    model, threads = experts_model(job), torch.get_num_threads()
+    torch.set_num_threads(1)  # as in a rank: several, for so little, wait for each other
+    train_serially(model, job, batches, job.steps - 1)
+    torch.set_num_threads(threads)
+    return model
 
 
 def train_expert_parallel(job: Job, ep_size: int) -> Report:
@@ -70,11 +87,7 @@ def train_expert_parallel(job: Job, ep_size: int) -> Report:
 @cache
 def twin_counts(job: Job) -> list[list[tuple[int, ...]]]:
     """What the twin's routers want in the last step, [layer][rank][expert]."""
-    model = experts_model(job)
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)  # as in a rank: several, for so little, wait for each other
-    train_serially(model, job, job.steps - 1)
-    torch.set_num_threads(threads)
+    model = before_last_step(job, whole_batch)
     counts: list[list[tuple[int, ...]]] = [[] for _ in range(job.config.layers)]
     for rank in range(RANKS):
         with torch.no_grad():
@@ -168,7 +181,7 @@ EXPERT_PARALLEL = [
         sentence="One process and a model with 8 experts a layer, of which each token takes 2: the "
         "twin of the next rows, in float64.",
         mesh={},
-        train=train_twin,
+        train=lambda job: train_serially(experts_model(job), job, whole_batch, job.steps),
         formula=lambda job: {},
         state_formula=lambda job: experts_state_bytes(job, 1),
         peak_activation_formula=twin_peak_bytes,
