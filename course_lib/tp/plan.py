@@ -18,6 +18,7 @@ from course_lib.tp.dropout import RankDropout
 from course_lib.tp.linear import ColumnLinear, RowLinear, as_it_is, key_value_sharers
 from course_lib.tp.vocabulary import VocabEmbedding, VocabHead, loss_sum
 
+CUT_MODULES = (ColumnLinear, RowLinear, VocabEmbedding, VocabHead)
 REGION = Region(enter=comm.copy, leave=comm.reduce, rows=as_it_is)
 
 
@@ -133,16 +134,22 @@ def parallelize(
 
     ``plan`` left out is :func:`plan_for` of the model. Call it before an optimizer takes the
     parameters, and on every rank of the world (it makes groups, as ``make_mesh`` does).
-    Raises ValueError for sizes that the axis does not divide, and for a key that matches nothing.
+    Raises ValueError for sizes that the axis does not divide, for a key that matches nothing, and
+    for modules that are cut already.
     """
-    check(model.config, axis)
     plan = plan_for(model) if plan is None else plan
+    check(model.config, axis, plan)
     tied = bool(
         model.embedding and model.head and model.head.weight is model.embedding.token.weight
     )
     if tied and ("head" in plan) != ("embedding.token" in plan):
         raise ValueError("plan: embedding.token and head share one weight; cut both or neither")
     places = [(name, entry) for key, entry in plan.items() for name in _matches(key, model)]
+    if done := [name for name, _ in places if isinstance(model.get_submodule(name), CUT_MODULES)]:
+        raise ValueError(
+            f"{len(done)} modules of the model, the first of them {done[0]}, are cut over tensor "
+            "parallel ranks already: parallelize a serial model, once"
+        )
     cut = Cut(axis, region, key_value_sharers(axis, model.config.kv_heads))
     for name, entry in places:
         parent, _, own_name = name.rpartition(".")
@@ -156,10 +163,10 @@ def parallelize(
     return model
 
 
-def check(config: ModelConfig, axis: Axis) -> None:
-    """Raises ValueError where ``config`` cannot be cut by the axis."""
-    n = axis.size
-    for name, size in (("heads", config.heads), ("ffn", config.ffn)):
+def check(config: ModelConfig, axis: Axis, plan: Mapping[str, Entry]) -> None:
+    """Raises ValueError where ``config`` cannot be cut by the axis as ``plan`` says."""
+    n, cuts_ffn = axis.size, any(".ffn" in key for key in plan)
+    for name, size in (("heads", config.heads), ("ffn", config.ffn if cuts_ffn else 0)):
         if size % n:
             raise ValueError(
                 f"{name}={size} is not divisible by the {n} ranks of axis {axis.name}: every rank "

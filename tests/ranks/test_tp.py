@@ -480,6 +480,14 @@ def test_gradients_that_are_not_there_and_norms_of_parts_are_refused():
         dp.clip_gradients(model.parameters(), 1.0)
 
 
+def test_a_model_is_cut_once():
+    model = tp.parallelize(build_model(sizes(tied=True)), axis_of(0, 1))
+    attention = {key: entry for key, entry in tp.LLAMA.items() if ".attn" in key}
+    for plan in (None, attention):
+        with pytest.raises(ValueError, match="are cut over tensor parallel ranks already"):
+            tp.parallelize(model, axis_of(0, 1), plan=plan)
+
+
 def test_a_plan_is_data_and_its_mistakes_are_named():
     one = axis_of(0, 1)
     with pytest.raises(ValueError, match=r"'blocks.\*.attn.query' matches no module.*attn"):
