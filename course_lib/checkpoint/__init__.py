@@ -16,7 +16,8 @@ ZeRO                   a run of the flattened tensor (or of tp's box), which is 
 =====================  ==================================================================
 
 A weight is saved in the precision it is updated in: ZeRO's float32 master, not its bfloat16 copy.
-Hyperparameters, learning-rate schedules and random states are the caller's.
+Numbers of the training, such as its count of steps, are saved beside them if the caller gives them;
+hyperparameters, learning-rate schedules and random states are the caller's.
 
 names says what the whole model calls a rank's weights, boxes where their values lie, and files has
 torch.distributed.checkpoint write and read them: it drops what several ranks hold, checks that the
@@ -25,8 +26,10 @@ boxes fill their tensor, and plans who reads which file.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from os import PathLike
+
+import torch
 
 from course_lib.checkpoint import files
 from course_lib.checkpoint.boxes import Box, Optimizer, State, holders, run_boxes
@@ -37,16 +40,23 @@ from course_lib.zero import Sharded
 __all__ = ["Optimizer", "load", "run_boxes", "save"]
 
 Optimizers = Optimizer | Sequence[Optimizer]
+PROGRESS = "progress."  # in the name of a number that belongs to no weight
 
 
-def save(path: str | PathLike[str], model: Model, optimizers: Optimizers, mesh: Mesh) -> None:
+def save(
+    path: str | PathLike[str],
+    model: Model,
+    optimizers: Optimizers,
+    mesh: Mesh,
+    progress: Mapping[str, float] | None = None,
+) -> None:
     """Write weights and optimizer state into the folder ``path``. Call it on every rank.
 
     ``model`` is this rank's decoder, or its stages by number (``pp.cut``'s result).
     ``optimizers`` is what updates it, or several, each with weights of its own (with experts under
     ZeRO one over edp and one over dp_cp); ``()`` saves weights alone, of a model that no ZeRO
-    holds. The folder must be one that all ranks see. A save that broke off leaves a folder that
-    :func:`load` refuses.
+    holds. ``progress`` are numbers to be saved with them, the same on all ranks. The folder must
+    be one that all ranks see. A save that broke off leaves a folder that :func:`load` refuses.
 
     Raises ValueError when the folder holds a checkpoint, when an optimizer has weights that are
     none of the model's, and for optimizer state that cannot be cut.
@@ -55,18 +65,23 @@ def save(path: str | PathLike[str], model: Model, optimizers: Optimizers, mesh: 
 
     def own() -> list[Box]:
         copies = tied_copies(stages)
-        return [
+        boxes = [
             box
             for holder in holders(names_in_whole(stages), several)
             for box in holder.boxes(State.of(holder), mesh.tp, without=copies)
             if not box.is_padding
         ]
+        return boxes + [_number(PROGRESS + key, value) for key, value in (progress or {}).items()]
 
     files.write(path, own, mesh.world)
 
 
-def load(path: str | PathLike[str], model: Model, optimizers: Optimizers, mesh: Mesh) -> None:
+def load(
+    path: str | PathLike[str], model: Model, optimizers: Optimizers, mesh: Mesh
+) -> dict[str, float]:
     """Read them back under this mesh; gradients are dropped. Call it on every rank.
+
+    Returns the ``progress`` that was saved, {} if there was none.
 
     Arguments as of :func:`save`; ``optimizers`` = ``()`` reads weights alone. What an optimizer
     knew before is forgotten; a checkpoint from before the first step leaves it without state.
@@ -81,6 +96,7 @@ def load(path: str | PathLike[str], model: Model, optimizers: Optimizers, mesh: 
     stages, several = stages_of(model), _several(optimizers)
     fresh: list[State] = []
     padding: list[Box] = []
+    numbers: list[Box] = []
 
     def own(saved: Collection[str]) -> list[Box]:
         with_state = {name.split(":")[0] for name in saved if ":" in name}
@@ -89,7 +105,8 @@ def load(path: str | PathLike[str], model: Model, optimizers: Optimizers, mesh: 
         )
         found = [box for state in fresh for box in state.holder.boxes(state, mesh.tp)]
         padding.extend(box for box in found if box.is_padding)
-        return [box for box in found if not box.is_padding]
+        numbers.extend(_number(name, 0.0) for name in saved if name.startswith(PROGRESS))
+        return [*numbers, *(box for box in found if not box.is_padding)]
 
     files.read(path, own, mesh.world, with_state=bool(several))
     for box in padding:
@@ -100,6 +117,11 @@ def load(path: str | PathLike[str], model: Model, optimizers: Optimizers, mesh: 
         optimizer.zero_grad()
         if isinstance(optimizer, Sharded):
             optimizer.refresh()
+    return {box.name.removeprefix(PROGRESS): box.values.item() for box in numbers}
+
+
+def _number(name: str, value: float) -> Box:
+    return Box(name, torch.tensor(value, dtype=torch.float64), (), ())
 
 
 def _several(optimizers: Optimizers) -> list[Optimizer]:

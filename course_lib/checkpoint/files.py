@@ -45,6 +45,8 @@ def write(path: Place, own: Callable[[], list[Box]], world: Axis) -> None:
     """Write the boxes that ``own`` gives on each rank, what several hold once."""
 
     def new() -> list[Box]:
+        if Path(path).is_file():
+            raise ValueError(f"{path} is a file, and a checkpoint is a folder: choose another name")
         if (Path(path) / FINISHED).exists():
             raise ValueError(
                 f"{path} holds a checkpoint: writing over it could end in a mixture of both; "

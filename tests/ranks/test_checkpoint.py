@@ -575,6 +575,14 @@ def test_nothing_is_written_over(worlds, saved):
         assert "holds a checkpoint" in said
 
 
+def test_a_file_is_no_folder(tmp_path):
+    place = tmp_path / "weights"
+    place.write_text("mine")
+    with pytest.raises(ValueError, match="weights is a file, and a checkpoint is a folder: choose"):
+        save_here(place, *serial_job())
+    assert place.read_text() == "mine"
+
+
 def test_a_folder_for_each_rank_is_refused(worlds, files):
     def save(path):
         mesh, model, z = zero_job(1, twin.F64)
