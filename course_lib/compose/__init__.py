@@ -18,7 +18,7 @@ formulas       bytes on each axis
 """
 
 from course_lib.compose.formulas import PartSize, part_sizes, wire_bytes
-from course_lib.compose.plan import GATHER, RING, ULYSSES, Core, Experts, LossScale, Plan
+from course_lib.compose.plan import GATHER, RING, ULYSSES, Core, Experts, LossScale, Plan, grid
 from course_lib.compose.refusals import discouraged, refusals
 from course_lib.compose.trainer import Step, Trainer, parallelize
 
@@ -34,6 +34,7 @@ __all__ = [
     "Step",
     "Trainer",
     "discouraged",
+    "grid",
     "parallelize",
     "part_sizes",
     "refusals",

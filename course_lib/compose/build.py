@@ -31,8 +31,8 @@ def build_stages(
     """This rank's stages of the serial ``model``, which is changed. Without pp that is one.
 
     Experts are shared out first, since tensor parallelism must leave them alone; both see the
-    whole model, because both make groups on all ranks. Attention over cp and recomputation come
-    last: they go around what is there.
+    whole model, because both make groups on all ranks (as a grid over cp does). Attention over cp
+    and recomputation come last: they go around what is there.
     """
     check_experts(model, plan.experts)
     if plan.experts is not None:
@@ -43,9 +43,10 @@ def build_stages(
             cuts = {key: entry for key, entry in cuts.items() if not key.startswith("blocks.*.ffn")}
         tp.parallelize(model, mesh.tp, plan.region, cuts)
     stages = {0: model} if schedule is None else pp.cut(model, schedule, mesh.pp.rank)
+    attention = plan.core.on(mesh.cp) if mesh.cp.size > 1 else None
     for stage in stages.values():
-        if mesh.cp.size > 1:
-            cp.parallelize(stage, plan.core.attention, mesh.cp, plan.layout)
+        if attention is not None:
+            cp.parallelize(stage, attention, mesh.cp, plan.layout)
         if plan.recompute is not None:
             plan.recompute(stage)
     return stages

@@ -7,7 +7,7 @@ other axes change is the size of what a formula is given:
 ========  ==================================================================================
 tp        S/c positions; sums of gradients are of shards under ZeRO; one region with experts
 tp_kv     the same sums
-cp        H/t heads
+cp        H/t heads; of a grid cp_heads and cp_ring
 dp, dp_cp the parameters of a stage that tp leaves, experts aside
 edp       E/e experts of a stage
 ep        what the routers want: counted, or taken to be even
@@ -70,14 +70,15 @@ def wire_bytes(
 
     ``sequences`` are those of one replica. ``leaving`` counts the pairs of a token and an expert
     on another rank, in all layers; left out, they are taken to be even. Exact where a part of the
-    parameters fits into one bucket, or dp x cp divides it; ZeRO pads every other bucket. All
-    parameters are trained: frozen ones send less than this says.
+    parameters fits into one bucket, or dp x cp divides every bucket; else stages 1 and 2 of ZeRO
+    pad each bucket with fewer than dp x cp elements more. All parameters are trained: of frozen
+    ones less is sent than this says, as no gradient is summed, and backward may end sooner.
     """
     mesh = _Mesh.of(sizes)
     total: dict[str, Fraction] = defaultdict(Fraction)
     for axis, sent in [
         *_over_tp(config, mesh, plan, sequences, seq_len).items(),
-        ("cp", _over_cp(config, mesh, plan, sequences, seq_len)),
+        *_over_cp(config, mesh, plan, sequences, seq_len).items(),
         ("pp", _over_pp(config, mesh, plan, sequences, seq_len)),
         ("ep", _over_ep(config, mesh, plan, sequences * seq_len, leaving)),
         *_over_data(config, mesh, plan),
@@ -121,15 +122,20 @@ def _of_rows(config: ModelConfig, mesh: _Mesh, plan: Plan) -> Fraction:
 
 def _over_cp(
     config: ModelConfig, mesh: _Mesh, plan: Plan, sequences: int, seq_len: int
-) -> Fraction:
+) -> dict[str, Fraction]:
+    core, forwards = plan.core, plan.core_forwards
     share = replace(
         config,
         hidden=config.hidden // mesh.t,
         heads=config.heads // mesh.t,
         kv_heads=max(config.kv_heads // mesh.t, 1),
     )
-    forwards = plan.core_forwards
-    return mesh.columns * plan.core.wire_bytes(share, sequences, seq_len, mesh.c, forwards=forwards)
+    if mesh.c > 1 and core.run > 1:
+        grid = core.run, mesh.c // core.run
+        of_rank = core.wire_bytes(share, sequences, seq_len, *grid, forwards=forwards)
+        return {f"cp_{way}": mesh.columns * of_rank[i] for i, way in enumerate(("heads", "ring"))}
+    own = core.wire_bytes(share, sequences, seq_len, mesh.c, forwards=forwards) if mesh.c > 1 else 0
+    return {"cp": Fraction(mesh.columns * own)}
 
 
 def _over_pp(
@@ -210,13 +216,14 @@ def _parts(config: ModelConfig, mesh: _Mesh, plan: Plan) -> list[PartSize]:
     if mesh.p > 1:
         placement = plan.schedule_for(mesh.p).placement
         layers = pp.partition(config.layers, len(placement))
+    dense = replace(config, ffn=mesh.t) if plan.experts else config  # an MLP that is not there
     one, two = (
-        tp_formulas.parameters_per_rank(replace(config, layers=count), mesh.t) for count in (1, 2)
+        tp_formulas.parameters_per_rank(replace(dense, layers=count), mesh.t) for count in (1, 2)
     )
     block, experts = two - one, 0
     if plan.experts is not None:
         router, experts = _experts_of_layer(config, plan.experts, mesh.e)
-        block += router - mlp_parameters(replace(config, ffn=config.ffn // mesh.t))
+        block += router - mlp_parameters(replace(dense, ffn=1))
     gpt, table = config.family == "gpt", padded_rows(config.vocab, mesh.t) * config.hidden
     apart = config.tied and mesh.p > 1  # two stages use it
     ends = [0] * len(layers)

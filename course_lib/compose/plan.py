@@ -4,14 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from fractions import Fraction
-from functools import lru_cache
+from functools import lru_cache, partial
+from typing import Any
 
 from torch import Tensor
 
 from course_lib import cp, recompute, sp, tp
 from course_lib.comm import Region
 from course_lib.cp import SequenceLayout
+from course_lib.mesh import Axis
 from course_lib.model import Decoder
 from course_lib.schedule import Schedule, make
 
@@ -24,18 +25,42 @@ class Core:
 
     ``attention`` as ``cp.parallelize`` takes it; ``wire_bytes(config, sequences, seq_len, n,
     forwards=...)`` is what a rank sends. ``whole_heads``: each rank gets whole sequences of some
-    heads, so that shards must join in order and there must be as many heads as ranks.
+    heads, so that shards must join in order and there must be as many heads as ranks. ``run``: of
+    a grid (:func:`grid`) the ranks that share out heads, else 1.
     """
 
     name: str
     attention: Callable[..., Tensor]
-    wire_bytes: Callable[..., Fraction]
+    wire_bytes: Callable[..., Any]
     whole_heads: bool = False
+    run: int = 1
+
+    def on(self, axis: Axis) -> cp.ParallelAttention:
+        """The attention on ``axis``. A grid makes groups: call it on every rank, once."""
+        if self.run == 1:
+            return self.attention
+        heads, ring = cp.split_axis(axis, self.run)
+        return partial(self.attention, heads_axis=heads, ring_axis=ring)
+
+    def sharing_heads(self, ranks: int) -> int:
+        """How many of cp's ``ranks`` share the heads of one sequence out."""
+        return ranks if self.whole_heads else self.run
 
 
 RING = Core("ring", cp.ring_attention, cp.ring_wire_bytes)
 GATHER = Core("gather", cp.gather_attention, cp.gather_wire_bytes)
 ULYSSES = Core("ulysses", cp.ulysses_attention, cp.ulysses_wire_bytes, whole_heads=True)
+
+
+def grid(run: int) -> Core:
+    """Ulysses among ``run`` neighbours, and a ring through all runs: for more ranks than heads.
+
+    The layout is ``cp.nested(cp.ZIGZAG, run)``; the ledger has axes cp_heads and cp_ring.
+    """
+    if run < 2:
+        raise ValueError(f"a grid of runs of {run}: 2 ranks or more share heads out; or take RING")
+    name = f"grid in runs of {run}"
+    return Core(name, cp.ulysses_ring_attention, cp.ulysses_ring_wire_bytes, run=run)
 
 
 @dataclass(frozen=True)

@@ -10,6 +10,7 @@ from collections.abc import Iterator, Mapping
 from math import inf, lcm
 
 from course_lib.compose.plan import Plan
+from course_lib.cp import Nested
 from course_lib.model import ModelConfig
 from course_lib.schedule import Schedule, validate
 
@@ -66,9 +67,9 @@ def _numbers(plan: Plan) -> Iterator[str]:
 
 
 def _model(config: ModelConfig, sizes: Sizes, plan: Plan) -> Iterator[str]:
-    """Heads and features against tp, heads against Ulysses."""
+    """Heads and features against tp (which leaves experts whole), heads against Ulysses."""
     t, c = _size(sizes, "tp"), _size(sizes, "cp")
-    for name, size in (("heads", config.heads), ("ffn", config.ffn)):
+    for name, size in (("heads", config.heads), ("ffn", 0 if plan.experts else config.ffn)):
         if size % t:
             yield f"{name}={size} is not divisible by tp={t}: every rank takes {name} / tp of them"
     kv, most = min(config.kv_heads, t), max(config.kv_heads, t)
@@ -77,17 +78,31 @@ def _model(config: ModelConfig, sizes: Sizes, plan: Plan) -> Iterator[str]:
             f"kv_heads={config.kv_heads} and tp={t}: one must divide the other, so that each rank "
             "has whole key and value heads or shares one"
         )
-    if c > 1 and plan.core.whole_heads:
-        if plan.layout.per_rank > 1:
-            yield (
-                f"core {plan.core.name} with the {plan.layout.name} layout: its shards must join "
-                "to the sequence in order; take the contiguous layout (its work is even anyway)"
-            )
-        if (config.heads // t) % c:
-            yield (
-                f"core {plan.core.name}: {config.heads} heads over tp={t} leave a rank "
-                f"{config.heads // t}, which cp={c} does not divide; take a ring or a gather"
-            )
+    if c > 1:
+        yield from _cores(config.heads // t, c, plan)
+
+
+def _cores(heads: int, c: int, plan: Plan) -> Iterator[str]:
+    """Heads of a rank and layout against Ulysses, alone and in a grid."""
+    core, layout = plan.core, plan.layout
+    if core.whole_heads and layout.per_rank > 1:
+        yield (
+            f"core {core.name} with the {layout.name} layout: its shards must join "
+            "to the sequence in order; take the contiguous layout (its work is even anyway)"
+        )
+    if core.run > 1 and not (isinstance(layout, Nested) and layout.heads == core.run):
+        yield (
+            f"core {core.name} with the {layout.name} layout: the ring goes through runs of "
+            f"{core.run} neighbours; take cp.nested(cp.ZIGZAG, {core.run})"
+        )
+    if c % core.run:
+        yield f"core {core.name}: cp={c} is no multiple of {core.run}; choose a divisor of {c}"
+    if heads % core.sharing_heads(c):
+        yield (
+            f"core {core.name}: a rank of tp has {heads} heads, which {core.sharing_heads(c)} "
+            "ranks of cp cannot share out equally; take a ring, a gather, or a grid in runs of a "
+            f"divisor of {heads}"
+        )
 
 
 def _zero(sizes: Sizes, plan: Plan) -> Iterator[str]:
@@ -174,10 +189,11 @@ def _sequence(config: ModelConfig, sizes: Sizes, plan: Plan, seq_len: int) -> It
 def _costly(config: ModelConfig, sizes: Sizes, plan: Plan) -> Iterator[str]:
     t, c, p = (_size(sizes, axis) for axis in ("tp", "cp", "pp"))
     kv = max(config.kv_heads // t, 1)
-    if c > 1 and plan.core.whole_heads and kv % c:
+    sharing = plan.core.sharing_heads(c)
+    if c > 1 and kv % sharing:
         yield (
-            f"core {plan.core.name}: {kv} key and value heads a rank on cp={c}, so that each "
-            f"travels in {lcm(kv, c) // kv} copies; a gather would send them once"
+            f"core {plan.core.name}: {sharing} ranks of cp share {kv} key and value heads out, so "
+            f"that each travels in {lcm(kv, sharing) // kv} copies; a gather would send them once"
         )
     if c > 1 and not plan.core.whole_heads and plan.layout.per_rank == 1:
         yield (

@@ -56,6 +56,18 @@ class Scale:
             self.value *= 2.0 if grows else 1.0 if fine else 0.5
         return fine
 
+    def progress(self) -> dict[str, float]:
+        """What a checkpoint must know; a scale that never changes is the plan's."""
+        if self.rule is None or self.rule.growth_interval is None:
+            return {}
+        return {"loss scale": self.value, "good steps": self._good}
+
+    def resume(self, progress: Mapping[str, float]) -> None:
+        """Go on from there."""
+        if self.progress():
+            self.value = progress.get("loss scale", self.value)
+            self._good = int(progress.get("good steps", self._good))
+
 
 class Trainer:
     """This rank's part of the model and of its training. Make one with :func:`parallelize`.
@@ -77,17 +89,26 @@ class Trainer:
         self.balance = BalanceLoss(stages, mesh, plan)
         self.steps = 0
         self._cut_before: set[torch.Size] = set()  # shapes that can be cut
+        self._broke_off = ""  # why there can be no next step
 
     def step(self, tokens_BS: Tensor, targets_BS: Tensor) -> Step:
         """One optimizer step on the rows of this rank's dp replica.
 
         All ranks of a replica (tp, cp, pp) give the same whole sequences: positions and
         micro-batches are cut here. Raises ValueError for a batch that cannot be cut, before
-        anything is sent. After any other exception make a new trainer and load a checkpoint:
-        messages of a pipeline and buckets under way cannot be taken back.
+        anything is sent. After any other exception make a new mesh and a new trainer and load a
+        checkpoint: messages of a pipeline and buckets under way cannot be taken back, so that
+        where there are any the next step is a RuntimeError.
         """
+        if self._broke_off:
+            raise RuntimeError(self._broke_off)
         batches = self._cut(tokens_BS, targets_BS)
         tokens = self._tokens_of_all(targets_BS) / self.scale.value
+        with self._remembers_errors():
+            return self._step(batches, tokens)
+
+    def _step(self, batches: Sequence[Batch], tokens: Tensor) -> Step:
+        """The step, each loss being divided by ``tokens``."""
         self.gradients.zero_grad()
         self.balance.start(tokens)
         with self._masks():
@@ -105,6 +126,20 @@ class Trainer:
                 comm.clip_gradients(held, norm, self.plan.max_norm)
             self.gradients.update()
         return Step(loss, norm, updated)
+
+    @contextmanager
+    def _remembers_errors(self) -> Iterator[None]:
+        """What breaks a step off while something is under way breaks the trainer."""
+        try:
+            yield
+        except BaseException as error:
+            if self.schedule is not None or self.plan.overlap:
+                self._broke_off = (
+                    f"a step of this trainer broke off ({type(error).__name__}: {error}), and "
+                    "messages or buckets that it had under way would be taken for those of the "
+                    "next step: make a new mesh and a new trainer, and load a checkpoint"
+                )
+            raise
 
     def _tokens_of_all(self, targets_BS: Tensor) -> Tensor:
         """By which every rank divides its loss: never by its own tokens, with a mean after."""
@@ -181,12 +216,30 @@ class Trainer:
             yield
 
     def save(self, path: str | PathLike[str]) -> None:
-        """Write weights and optimizer state, to be loaded under any mesh. Call it on every rank."""
-        checkpoint.save(path, self.stages, self.optimizers, self.mesh)
+        """Write weights, optimizer state, steps taken and loss scale. Call it on every rank.
+
+        To be loaded under any mesh and any plan for the same model and optimizer.
+        """
+        progress = {"steps": float(self.steps), **self.scale.progress()}
+        checkpoint.save(path, self.stages, self.optimizers, self.mesh, progress)
 
     def load(self, path: str | PathLike[str]) -> None:
-        """Read them back; steps taken and loss scale are the caller's. Call it on every rank."""
-        checkpoint.load(path, self.stages, self.optimizers, self.mesh)
+        """Read them back. Call it on every rank.
+
+        Under the same mesh and plan the next step is that of a training that never stopped, bit
+        for bit. A checkpoint that was not saved by a trainer says nothing of steps and loss scale:
+        then both stay as they are, with a warning on rank 0. A static scale is always the plan's.
+        """
+        progress = checkpoint.load(path, self.stages, self.optimizers, self.mesh)
+        self.steps = int(progress.get("steps", self.steps))
+        self.scale.resume(progress)
+        missing = [key for key in ("steps", *self.scale.progress()) if key not in progress]
+        if missing and self.mesh.rank == 0:
+            warnings.warn(
+                f"the checkpoint {path} does not say {' and '.join(missing)}: they stay as they "
+                "are in this trainer",
+                stacklevel=2,
+            )
 
     @property
     def optimizers(self) -> list[checkpoint.Optimizer]:

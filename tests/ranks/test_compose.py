@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import warnings
 from contextlib import contextmanager
 from dataclasses import replace
-from itertools import combinations
+from itertools import combinations, count
 
 import pytest
 import torch
@@ -27,7 +28,7 @@ from composed import (
 )
 from equality import assert_bitwise, assert_equal
 
-from course_lib import comm, compose, cp, ep, recompute, sp
+from course_lib import checkpoint, comm, compose, cp, ep, recompute, sp
 from course_lib.compose import LossScale, Plan
 from course_lib.launch import run
 from course_lib.mesh import make_mesh
@@ -134,6 +135,24 @@ THREE = {
         ),
         replace(TIED, tied=False),
     ),
+    "experts that tp does not divide": (
+        {"tp": 2, "dp": 2, "pp": 2, "ep": 2},
+        Plan(region=sp.REGION, zero=1, experts=replace(MOE, shared=True), **PIPELINE),
+        replace(TIED, tied=False, ffn=25),
+    ),
+}
+
+
+GRID = {"core": compose.grid(2), "layout": cp.nested(cp.ZIGZAG, 2)}
+THREE |= {  # heads shared out in runs of two, and a ring through the runs
+    "grid zero-1": ({"cp": 4, "dp": 2}, Plan(zero=1, max_norm=0.5, **GRID), TIED),
+    "grid sp": (
+        {"tp": 2, "cp": 4},
+        Plan(region=sp.REGION, recompute=recompute.selective, **GRID),
+        replace(F64, kv_heads=2),  # one a rank: each travels in two copies
+    ),
+    "grid pp": ({"cp": 4, "pp": 2}, Plan(schedule="zb-h1", **GRID, **PIPELINE), TIED),
+    "grid experts": ({"cp": 4, "dp": 2, "ep": 4}, Plan(experts=MOE, **GRID), F64),
 }
 
 
@@ -225,6 +244,20 @@ def early_sum(trainer):
     trainer.gradients.accumulate = accumulate
 
 
+def sum_at_first_micro_batch(trainer):
+    """Each gradient leaves with the first micro-batch; what the others add is never summed."""
+    for part in trainer.gradients.parts:
+        part.sync.finish = lambda: None
+        for parameter in part.parameters:
+            calls = count()
+
+            def leave(parameter, calls=calls, axis=part.axis):
+                if next(calls) % trainer.plan.micro_batches == 0:
+                    parameter.grad = comm.all_reduce(parameter.grad, axis)
+
+            parameter.register_post_accumulate_grad_hook(leave)
+
+
 def balance_on_last_stage(trainer):
     if trainer.mesh.pp.rank + 1 < trainer.mesh.pp.size:
         trainer.balance.coefficient = 0.0
@@ -245,6 +278,7 @@ MISTAKES = {
     own_tokens: ({"dp": 2, "cp": 2}, Plan(), F64),
     experts_averaged: ({"dp": 4, "ep": 2}, Plan(experts=MOE), F64),
     early_sum: ({"tp": 2, "dp": 2}, Plan(micro_batches=2), F64),
+    sum_at_first_micro_batch: ({"dp": 2, "pp": 2}, Plan(**PIPELINE), F64),
     balance_on_last_stage: ({"dp": 2, "pp": 2, "ep": 2}, Plan(experts=MOE, **PIPELINE), F64),
     balance_of_own_rows: ({"tp": 2, "dp": 2}, Plan(region=sp.REGION, experts=MOE), F64),
 }
@@ -375,6 +409,35 @@ def test_a_step_that_broke_off_leaves_nothing(worlds, zero):
         assert norm == pytest.approx(serial(F64).norms[0], rel=1e-12)
 
 
+def after_a_step_of_a_pipeline_that_broke_off(sizes, plan, config):
+    """A mistake on both stages: (what the next step says, the norm on a new mesh)."""
+    trainer = compose.parallelize(build(config), make_mesh(**sizes), plan, adam)
+    (stage,), seen = trainer.stages.values(), []
+
+    def wrong(*given):
+        seen.append(given)
+        if stage.head is not None or len(seen) == 2:  # the first stage sends once
+            raise ArithmeticError("wrong")
+
+    stage.register_forward_pre_hook(wrong)
+    with pytest.raises(ArithmeticError):
+        trainer.step(*rows(0))
+    with pytest.raises(RuntimeError) as caught:
+        trainer.step(*rows(0))
+    new = compose.parallelize(build(config), make_mesh(**sizes), plan, adam)
+    return str(caught.value), float(new.step(*rows(0)).norm)
+
+
+def test_a_pipeline_that_broke_off_is_refused_a_next_step():
+    results = run(after_a_step_of_a_pipeline_that_broke_off, {"pp": 2}, Plan(**PIPELINE), F64, n=2)
+    for said, norm in results:
+        assert said.startswith(
+            "a step of this trainer broke off (ArithmeticError: wrong), and mess"
+        )
+        assert said.endswith("make a new mesh and a new trainer, and load a checkpoint")
+        assert norm == pytest.approx(serial(F64).norms[0], rel=1e-12)
+
+
 # --- checkpoints ---------------------------------------------------------------------------------
 
 MESHES = [
@@ -412,3 +475,95 @@ def test_a_checkpoint_goes_from_mesh_to_mesh(worlds, tmp_path):
     assert_equal(before, twin.weights, 1e-8, "weights after three meshes")
     alone = worlds(1).run(part_of_training, {"dp": 1}, Plan(), TIED, [], str(tmp_path / "1"), found)
     assert_bitwise(joined([alone[0][0]], twin.weights, "weights"), before, "loaded on one process")
+
+
+def stopped_after(sizes, plan, config, path, numbers, found=""):
+    """Load what is at ``found``, train, save: (scale and whether it updated by step, weights)."""
+    mesh = make_mesh(**sizes)
+    trainer = compose.parallelize(build(config), mesh, plan, adam)
+    if found:
+        trainer.load(found)
+    scales = []
+    for number in numbers:
+        scale = trainer.scale.value
+        scales.append((scale, trainer.step(*rows(number, mesh.dp.rank, mesh.dp.size)).updated))
+    trainer.save(path)
+    return scales, weights_of(trainer)
+
+
+def test_a_training_that_stopped_goes_on_with_its_loss_scale(worlds, tmp_path):
+    """The scale was halved in step 1 and is due to be doubled after the first step on the other
+    mesh: steps, scale and the count of good steps are all in the checkpoint."""
+    plan = Plan(zero=1, micro_batches=4, loss_scale=LossScale(2.0**1020, growth_interval=2))
+    first, second = {"tp": 2, "pp": 2}, {"cp": 2, "dp": 2}
+    path, twin = str(tmp_path / "half"), serial(F64).weights
+    alone = worlds(4).run(stopped_after, first, plan, F64, str(tmp_path / "whole"), range(6))
+    begun = worlds(4).run(stopped_after, first, plan, F64, path, range(3))
+    ended = worlds(4).run(
+        stopped_after, second, plan, F64, str(tmp_path / "end"), range(3, 6), path
+    )
+    updates = [True, False, True, True, False, True]
+    assert [done for _, done in alone[0][0]] == updates
+    for one, half, rest in zip(alone, begun, ended, strict=True):
+        assert half[0] + rest[0] == one[0]
+    whole, resumed = (joined([got[1] for got in all_], twin, "weights") for all_ in (alone, ended))
+    assert_equal(resumed, whole, 1e-8, "weights of the training that stopped")
+
+
+@pytest.mark.parametrize("sizes", [{"tp": 2, "dp": 2}, {"dp": 2, "pp": 2}], ids=str)
+def test_on_the_same_mesh_it_goes_on_bit_for_bit(worlds, tmp_path, sizes):
+    """Dropout's masks too: they follow from the number of the step."""
+    config = replace(F64, dropout=0.2)
+    plan = Plan(zero=1, loss_scale=LossScale(8.0, growth_interval=1), max_norm=0.5, **PIPELINE)
+    half, end = str(tmp_path / "half"), str(tmp_path / "end")
+    alone = worlds(4).run(stopped_after, sizes, plan, config, str(tmp_path / "whole"), range(4))
+    worlds(4).run(stopped_after, sizes, plan, config, half, range(2))
+    ended = worlds(4).run(stopped_after, sizes, plan, config, end, range(2, 4), half)
+    for one, rest in zip(alone, ended, strict=True):
+        assert one[0][2:] == rest[0]
+        values = [{name: piece.values for name, piece in of[1].items()} for of in (rest, one)]
+        assert_bitwise(*values, "weights")
+
+
+def of_another_hand(path, plan):
+    """A checkpoint that no trainer saved, loaded after a step: what is said, and what is left."""
+    mesh = make_mesh()
+    trainer = compose.parallelize(build(F64), mesh, plan, adam)
+    checkpoint.save(path, trainer.stages, trainer.optimizers, mesh)
+    trainer.step(*rows(0, mesh.dp.rank, mesh.dp.size))
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        trainer.load(path)
+    return [str(one.message) for one in caught], trainer.steps, trainer.scale.value
+
+
+def test_a_checkpoint_without_steps_leaves_them_and_says_so(worlds, tmp_path):
+    for number, (plan, missing) in enumerate(
+        [
+            (Plan(loss_scale=LossScale(8.0, 1)), "steps and loss scale and good steps"),
+            (Plan(loss_scale=LossScale(16.0, None)), "steps"),
+        ]
+    ):
+        first, second = worlds(2).run(of_another_hand, str(tmp_path / str(number)), plan)
+        assert f"does not say {missing}: they stay" in first[0][0]
+        assert second[0] == []
+        assert first[1:] == second[1:] == (1, 16.0)
+
+
+def test_what_a_trainer_saved_is_a_checkpoint_like_any_other(worlds, tmp_path):
+    """Of no trainer: weights and optimizer state alone are read, and the numbers given back."""
+
+    def both(path):
+        mesh = make_mesh()
+        plan = Plan(loss_scale=LossScale(8.0, growth_interval=1))
+        trainer = compose.parallelize(build(F64), mesh, plan, adam)
+        trainer.step(*rows(0, mesh.dp.rank, mesh.dp.size))
+        trainer.save(path)
+        model = build(F64)
+        optimizer = adam(list(model.parameters()))
+        said = checkpoint.load(path, model, optimizer, mesh), checkpoint.load(path, model, (), mesh)
+        pairs = zip(model.parameters(), trainer.stages[0].parameters(), strict=True)
+        return said, all(torch.equal(mine, theirs) for mine, theirs in pairs)
+
+    numbers = {"steps": 1.0, "loss scale": 16.0, "good steps": 1.0}
+    assert worlds(2).run(both, str(tmp_path / "one")) == [((numbers, numbers), True)] * 2

@@ -104,7 +104,26 @@ FOUR = {"tp": 2, "cp": 2, "dp": 2, "pp": 2}
             {"tp": 4, "cp": 2},
             Plan(core=compose.ULYSSES, layout=cp.CONTIGUOUS),
             F64,
-            "leave a rank 1, which cp=2 does not divide",
+            "has 1 heads, which 2 ranks of cp cannot share",
+        ),
+        ({"cp": 4}, Plan(core=compose.grid(2)), F64, "take cp.nested(cp.ZIGZAG, 2)"),
+        (
+            {"cp": 4},
+            Plan(core=compose.grid(2), layout=cp.nested(cp.ZIGZAG, 4)),
+            F64,
+            "take cp.nested(cp.ZIGZAG, 2)",
+        ),
+        (
+            {"cp": 3},
+            Plan(core=compose.grid(2), layout=cp.nested(cp.ZIGZAG, 2)),
+            F64,
+            "cp=3 is no multiple of 2",
+        ),
+        (
+            {"tp": 4, "cp": 4},
+            Plan(core=compose.grid(2), layout=cp.nested(cp.ZIGZAG, 2)),
+            F64,
+            "has 1 heads, which 2 ranks of cp cannot share",
         ),
         ({"pp": 8}, Plan(micro_batches=8), F64, "4 layers cannot be cut into the 8 stages"),
         ({"pp": 2}, Plan(schedule="no such"), F64, "no schedule is called 'no such'"),
@@ -162,6 +181,7 @@ def test_nothing_is_said_against_a_good_plan():
     plan = Plan(zero=1, region=sp.REGION, micro_batches=4, max_norm=1.0)
     assert not refusals(F64, FOUR, plan, sequences=BATCH // 2, seq_len=SEQ)
     assert not discouraged(F64, FOUR, plan)
+    assert not refusals(replace(F64, ffn=25), FOUR, replace(plan, experts=MOE)), "experts are whole"
 
 
 def said(sizes, plan, config, model_has=None):
