@@ -2,14 +2,34 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from typing import Any
 
+import torch
 from torch import Tensor
 
 from course_lib.grading.compare import difference
-from course_lib.grading.ranked import Observed, Seen
+from course_lib.grading.exercise import Answer
+from course_lib.grading.ranked import Observed, Seen, Trial
+from course_lib.mesh import Mesh
 
 REFUSAL = "raised PermissionError: this is what you are asked to write"
+
+
+def drawn(trial: Trial, rank: int, seed: int) -> tuple[Tensor]:
+    """x of ``trial.size`` elements, another one on each rank."""
+    generator = torch.Generator().manual_seed(seed + rank)
+    return (torch.randn(trial.size, generator=generator),)
+
+
+def on_world(answers: Sequence[Answer], inputs: tuple[Any, ...], mesh: Mesh) -> Any:
+    """What the answer gives for x among all ranks."""
+    return answers[0](inputs[0], mesh.world)
+
+
+def given_to(seen: Seen) -> list[Tensor]:
+    """x of each rank, as :func:`drawn`."""
+    return [drawn(seen.trial, rank, seen.seed)[0] for rank in range(seen.trial.n)]
 
 
 def made_of_messages(look: Callable[[Seen], str]) -> Callable[[Seen], str]:

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from fractions import Fraction
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -12,37 +10,27 @@ from torch import Tensor
 
 from course_lib import comm
 from course_lib.grading.compare import agrees, difference
-from course_lib.grading.exercise import Answer, Wrong
+from course_lib.grading.exercise import Wrong
 from course_lib.grading.lessons.lesson_02.messages import (
     REFUSAL,
+    drawn,
+    given_to,
     left_alone,
     made_of_messages,
+    on_world,
     sent_to,
 )
 from course_lib.grading.ranked import RankCase, Ranked, Seen, Trial
-from course_lib.mesh import Axis, Mesh
+from course_lib.mesh import Axis
 
 TWO, FOUR, UNEVEN, ONE = range(4)
 TRIALS = (Trial(2, 8), Trial(4, 4096), Trial(3, 4), Trial(1, 5))  # 4 in 3: chunk gives 2 pieces
 
 
-def _inputs(trial: Trial, rank: int, seed: int) -> tuple[Tensor]:
-    generator = torch.Generator().manual_seed(seed + rank)
-    return (torch.randn(trial.size, generator=generator),)
-
-
-def _act(answers: Sequence[Answer], inputs: tuple[Any, ...], mesh: Mesh) -> Any:
-    return answers[0](inputs[0], mesh.world)
-
-
-def _given(seen: Seen) -> list[Tensor]:
-    return [_inputs(seen.trial, rank, seen.seed)[0] for rank in range(seen.trial.n)]
-
-
 @made_of_messages
 def _sums(seen: Seen) -> str:
     """Every rank holds the sum over all ranks, and messages alone have brought it there."""
-    given, n = _given(seen), seen.trial.n
+    given, n = given_to(seen), seen.trial.n
     total = torch.stack(given).sum(0)
     says = difference("outputs", seen.values, [total] * n)
     if says and n > 1 and not difference("outputs", seen.values, given):
@@ -237,13 +225,13 @@ RING = Ranked(
     right=(_by_ring, _right_backwards),
     stub=lambda x, axis: None,
     trials=TRIALS,
-    inputs=_inputs,
-    act=_act,
+    inputs=drawn,
+    act=on_world,
     looks=(
         RankCase("outputs", "two ranks", TWO, _sums),
         RankCase("outputs", "four ranks", FOUR, _sums),
         RankCase("outputs", "three ranks, uneven pieces", UNEVEN, _sums),
-        RankCase("outputs", "x is left as it is", TWO, left_alone(_given), later=True),
+        RankCase("outputs", "x is left as it is", TWO, left_alone(given_to), later=True),
         RankCase("outputs", "one rank", ONE, _sums),
         RankCase("wire", "messages and peers", FOUR, _ring_messages),
         RankCase("wire", "bytes", FOUR, _ring_bytes),

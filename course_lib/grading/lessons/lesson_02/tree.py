@@ -2,46 +2,34 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from math import ceil, log2
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from course_lib import comm
 from course_lib.grading.compare import difference
-from course_lib.grading.exercise import Answer, Wrong
+from course_lib.grading.exercise import Wrong
 from course_lib.grading.lessons.lesson_02.messages import (
     REFUSAL,
+    drawn,
+    given_to,
     left_alone,
     made_of_messages,
+    on_world,
     sent_to,
 )
 from course_lib.grading.ranked import RankCase, Ranked, Seen, Trial
-from course_lib.mesh import Axis, Mesh
+from course_lib.mesh import Axis
 
 TWO, EIGHT, THREE, ONE = range(4)
 TRIALS = (Trial(2, 6), Trial(8, 1000), Trial(3, 5), Trial(1, 4))
 
 
-def _inputs(trial: Trial, rank: int, seed: int) -> tuple[Tensor]:
-    generator = torch.Generator().manual_seed(seed + rank)
-    return (torch.randn(trial.size, generator=generator),)
-
-
-def _act(answers: Sequence[Answer], inputs: tuple[Any, ...], mesh: Mesh) -> Any:
-    return answers[0](inputs[0], mesh.world)
-
-
-def _given(seen: Seen) -> list[Tensor]:
-    return [_inputs(seen.trial, rank, seen.seed)[0] for rank in range(seen.trial.n)]
-
-
 @made_of_messages
 def _everywhere(seen: Seen) -> str:
     """Every rank holds the x of rank 0."""
-    given, n = _given(seen), seen.trial.n
+    given, n = given_to(seen), seen.trial.n
     says = difference("outputs", seen.values, [given[0]] * n)
     if says and n > 1 and not difference("outputs", seen.values, given):
         return f"every rank gives its own x back: nothing arrived ({says})"
@@ -215,13 +203,13 @@ TREE = Ranked(
     right=(_upwards, _by_halves),
     stub=lambda x, axis: None,
     trials=TRIALS,
-    inputs=_inputs,
-    act=_act,
+    inputs=drawn,
+    act=on_world,
     looks=(
         RankCase("outputs", "two ranks", TWO, _everywhere),
         RankCase("outputs", "eight ranks", EIGHT, _everywhere),
         RankCase("outputs", "three ranks", THREE, _everywhere),
-        RankCase("outputs", "x is left as it is", EIGHT, left_alone(_given), later=True),
+        RankCase("outputs", "x is left as it is", EIGHT, left_alone(given_to), later=True),
         RankCase("outputs", "one rank", ONE, _everywhere),
         RankCase("wire", "messages", EIGHT, _messages),
         RankCase("wire", "one after another", EIGHT, _rounds),
