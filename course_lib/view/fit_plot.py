@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 
 from matplotlib.axes import Axes
 from matplotlib.lines import Line2D
@@ -36,12 +36,7 @@ def fit_plot(
     names. The sentence says which point is farthest from its line. Raises ValueError when a name
     has no points, a model has no name, or there are more than four.
     """
-    if not measured or not all(measured.values()):
-        raise ValueError(f"there is nothing to draw: no points for {list(measured) or 'any name'}")
-    if unknown := set(models) - set(measured):
-        raise ValueError(f"lines for {sorted(unknown)}, but the points are of {list(measured)}")
-    if len(measured) > len(COLOURS):
-        raise ValueError(f"{len(measured)} names: more than {len(COLOURS)} cannot be told apart")
+    check(measured, models)
     caption = f"Points measured, lines by the model{_farthest(measured, models)}. {note}".strip()
     picture = frame(width, HEIGHT + LEGEND + BELOW, title, caption)
     ax = _axes(picture)
@@ -54,6 +49,16 @@ def fit_plot(
     ax.minorticks_off()
     style.legend(picture, entries, LEFT, BELOW + HEIGHT)
     return picture
+
+
+def check(measured: Mapping[str, Mapping], models: Mapping[str, Callable]) -> None:
+    """Raise ValueError where points and lines cannot be drawn."""
+    if not measured or not all(measured.values()):
+        raise ValueError(f"there is nothing to draw: no points for {list(measured) or 'any name'}")
+    if unknown := set(models) - set(measured):
+        raise ValueError(f"lines for {sorted(unknown)}, but the points are of {list(measured)}")
+    if len(measured) > len(COLOURS):
+        raise ValueError(f"{len(measured)} names: more than {len(COLOURS)} cannot be told apart")
 
 
 def _farthest(measured: Mapping[str, Times], models: Mapping[str, Model]) -> str:
@@ -96,8 +101,17 @@ def _draw(
     """The points of one name and the line of its model."""
     ax.plot(list(times), list(times.values()), dot, color=colour, ms=5, zorder=3)
     if model is not None:
-        first, last = min(times), max(times)
-        sizes = [first * (last / first) ** (at / SMOOTH) for at in range(SMOOTH + 1)]
+        sizes = smooth(times)
         ax.plot(sizes, list(map(model, sizes)), dashes, color=colour, lw=1.4)
-    line = "" if model is None else dashes
-    return Line2D([], [], color=colour, marker=dot, ls=line, ms=5, lw=1.4, label=name)
+    return entry(name, colour, dot, "" if model is None else dashes)
+
+
+def smooth(points: Collection[float]) -> list[float]:
+    """Where a model's line is drawn: over all ``points``, in even steps of a log axis."""
+    first, last = min(points), max(points)
+    return [first * (last / first) ** (at / SMOOTH) for at in range(SMOOTH + 1)]
+
+
+def entry(name: str, colour: str, dot: str, dashes: str) -> Line2D:
+    """What the legend shows of a name: its point, and its line if it has one."""
+    return Line2D([], [], color=colour, marker=dot, ls=dashes, ms=5, lw=1.4, label=name)

@@ -10,7 +10,7 @@ from matplotlib.ticker import FixedLocator, FuncFormatter, NullLocator
 
 from course_lib.view import style
 from course_lib.view.bars import BELOW, LEGEND
-from course_lib.view.fit_plot import DOTS, SMOOTH
+from course_lib.view.fit_plot import DOTS, check, entry, smooth
 from course_lib.view.memory import COLOURS, LINES
 from course_lib.view.style import NORMAL, SMALL, WIDTH, Picture, frame
 
@@ -34,12 +34,7 @@ def serving_plot(
     has most throughput at the fewest and at the most requests. Raises ValueError when a name has no
     points, a model has no name, or there are more than four.
     """
-    if not measured or not all(measured.values()):
-        raise ValueError(f"there is nothing to draw: no points for {list(measured) or 'any name'}")
-    if unknown := set(models) - set(measured):
-        raise ValueError(f"lines for {sorted(unknown)}, but the points are of {list(measured)}")
-    if len(measured) > len(COLOURS):
-        raise ValueError(f"{len(measured)} names: more than {len(COLOURS)} cannot be told apart")
+    check(measured, models)
     lines = ", lines by the model" if models else ""
     caption = " ".join(filter(None, (f"Points measured{lines}.", _best(measured), note)))
     picture = frame(width, HEIGHT + LEGEND + BELOW, title, caption)
@@ -103,9 +98,7 @@ def _draw(
         values = [scale * pair[which] for pair in points.values()]
         ax.plot(list(points), values, dot, color=colour, ms=5, zorder=3)
         if model is not None:
-            first, last = min(points), max(points)
-            sizes = [first * (last / first) ** (at / SMOOTH) for at in range(SMOOTH + 1)]
+            sizes = smooth(points)
             line = [scale * model(size)[which] for size in sizes]
             ax.plot(sizes, line, dashes, color=colour, lw=1.4)
-    line_style = "" if model is None else dashes
-    return Line2D([], [], color=colour, marker=dot, ls=line_style, ms=5, lw=1.4, label=name)
+    return entry(name, colour, dot, "" if model is None else dashes)
