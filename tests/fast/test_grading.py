@@ -51,9 +51,8 @@ def test_a_right_answer_passes_however_it_is_written(exercise, answer):
 
 @pytest.mark.parametrize("exercise", FUNCTIONS, ids=lambda exercise: exercise.id)
 def test_the_library_s_own_answer_refuses_while_judged_and_works_again_after(exercise):
-    if not exercise.refused:  # the library has no such function: the grader holds its own
-        assert exercise.reference.__module__.startswith("course_lib.grading.")
-        return
+    if exercise.reference.__module__.startswith("course_lib.grading."):
+        return  # the library has no such function: the grader holds its own
     case = exercise.drawn[0].draw(random.Random(0))[0]
     before = exercise.normal(exercise.reference(*case.values()))
     verdict = exercise.judge([exercise.reference], 0)
