@@ -554,69 +554,110 @@ print(f"raw ring and ours: equal to the last bit; all_reduce of gloo differs by 
 
 # %% [markdown]
 # ## Break it and diagnose
-# Four all-reduces of the same vectors. One is healthy. The others:
+# Five all-reduces of the same vectors. One is healthy. The others:
 #
-# - **half-way**: only the adding half of the ring was written, and its sum was put back into x;
+# - **half-way**: only the adding half of the ring was written; its sum is put back into x
 # - **summed twice**: what is already the sum is all-reduced again (a note writes `Y = AllReduce(Y1 + Y2)`, but no
-#   rank has Y1 + Y2: the all-reduce *is* that plus sign);
-# - **own order**: every rank collects all vectors and adds them up itself, as they come in.
+#   rank has Y1 + Y2: the all-reduce *is* that plus sign)
+# - **own order**: every rank collects all vectors and adds them up as they come in
+# - **own block**: in one half of the ring one rank passes on its own block, whatever arrives
 #
-# Run the folded cell, look at the table, and say which is which.
+# For each name the cause, the collective that is missing, one too many or wrong (`"reduce_scatter"`, `"all_gather"`,
+# `"all_reduce"`), and the rank (a number or `"all"`). The last columns are the four pieces of the result on ranks 0 to 3: `.`
+# is right, `x` is wrong. Another SEED, other patients.
 
 # %%
-# "healthy", "half-way", "summed twice" or "own order"
-diagnosis = {"A": None, "B": None, "C": None, "D": None}
+SEED = 2
+diagnosis = {  # such as ("half-way", "all_gather", "all"), or ("healthy", None, None)
+    "A": (None, None, None),
+    "B": (None, None, None),
+    "C": (None, None, None),
+    "D": (None, None, None),
+    "E": (None, None, None),
+}
 
 # %% jupyter={"source_hidden": true}
 # The patients. Run this cell folded; open it after your answer.
-PATIENTS = {"A": "own order", "B": "summed twice", "C": "healthy", "D": "half-way"}
+from course_lib.grading import Lab
+
+FAULTS = {
+    "healthy": (None, None),
+    "half-way": ("all_gather", "all"),
+    "summed twice": ("all_reduce", "all"),
+    "own order": ("reduce_scatter", "all"),
+    "own block": (["reduce_scatter", "all_gather"], range(RANKS)),
+}
+lab = Lab("02", SEED, FAULTS)
 
 
-def patient(illness):
+def ring_with_own_block(x, axis, half):
+    own, n = list(x.tensor_split(axis.size)), axis.size
+    pieces = list(own)
+    for adds in (True, False):
+        ill = half == ("reduce_scatter" if adds else "all_gather")
+        for turn in range(n - 1):
+            leaving = (axis.rank - turn - adds) % n
+            arriving = (leaving - 1) % n
+            like = pieces[arriving]
+            got = comm.exchange(pieces[leaving], axis, axis.next, axis.previous, like=like)
+            pieces[arriving] = own[arriving] if ill else got + like if adds else got
+    return torch.cat(pieces)
+
+
+def patient(ill):
     mesh = make_mesh()
     axis, x = mesh.world, x_of_rank[mesh.rank]
-    if illness == "half-way":
+    if ill.has("half-way"):
         pieces = list(x.tensor_split(axis.size))
         pieces[axis.rank] = comm.ring_reduce_scatter(x, axis)
         return torch.cat(pieces)
-    if illness == "own order":
+    if ill.has("own order"):
         return sum(block for _, block in comm.ring(x, axis))
+    if ill.has("own block"):
+        return ring_with_own_block(x, axis, ill.where if ill.rank == axis.rank else None)
     total = comm.ring_all_reduce(x, axis)
-    return comm.ring_all_reduce(total, axis) if illness == "summed twice" else total
+    return comm.ring_all_reduce(total, axis) if ill.has("summed twice") else total
+
+
+def marks(result):
+    pairs = zip(result.double().tensor_split(RANKS), exact.tensor_split(RANKS), strict=True)
+    return "".join("." if torch.allclose(one, right, 1e-4, 1e-4) else "x" for one, right in pairs)
 
 
 exact = x_of_rank.double().sum(0)
 print(
-    f"{'':4}{'error, relative':>17}{'length':>9}{'ranks differ by':>18}{'messages':>10}{'bytes a rank':>14}"
+    "    error, relative   length   ranks differ by   messages   bytes a rank   pieces on ranks 0 to 3"
 )
-for name, illness in PATIENTS.items():
-    result = run(patient, illness, n=RANKS)
+for each in lab:
+    result = run(patient, each, n=RANKS)
     error = max(((one - exact).norm() / exact.norm()).item() for one in result)
     length = (result[0].double().norm() / exact.norm()).item()
     apart = max((one - result[0]).abs().max().item() for one in result)
     own = result.ledgers[0]
-    print(
-        f"{name:4}{error:17.1e}{length:9.3f}{apart:18.1e}{own.calls(op='send'):10}{int(own.wire_bytes()):14,}"
-    )
+    print(f"{each.letter}{error:18.1e}{length:9.3f}{apart:18.1e}{own.calls(op='send'):11}", end="")
+    print(f"{int(own.wire_bytes()):15,}   {' '.join(map(marks, result))}")
 
 # %% [markdown]
-# <details><summary>Which is which</summary>
+# <details><summary>How to read it</summary>
 #
-# - **C is healthy**: an error of rounding, the same bits on all ranks, 2(n-1) messages.
-# - **B is summed twice**: exactly n times too long, twice the messages.
-# - **D stopped half-way**: half the messages, and every rank has something else.
-# - **A adds in its own order**: its error is rounding too, but the ranks round *differently*. Their copies are no
-#   longer equal, and training pulls them apart. In the ring each sum is made on one rank and copied. And A sends
-#   twice the bytes.
+# - **An error of rounding, the same bits on all ranks**, 2(n-1) messages: *healthy*.
+# - **Exactly n times too long**: *summed twice*.
+# - **Half the messages**: *half-way*.
+# - **An error of rounding, but ranks differ**: *own order*. Copies that are not equal drift apart in training. In the ring
+#   each sum is made on one rank and copied.
+# - **All messages, pieces wrong**: *own block*. If ranks agree, sums went wrong, in the reduce-scatter: the one right piece
+#   set out at the culprit, and piece k sets out from rank k + 1. If not, right sums were copied wrongly, in the
+#   all-gather: the culprit has only its own piece.
 #
 # </details>
 
 # %%
-right = sum(diagnosis[name] == illness for name, illness in PATIENTS.items())
-print(f"{right} of {len(PATIENTS)} right; you gave {diagnosis}")
+lab.grade(diagnosis)
 
 # %% [markdown]
-# A fifth illness is silent where it happens. Rank 0 sends three numbers to a rank that wants four:
+# What is wrong can be looked at again; `lab.reveal()` tells all.
+#
+# One more illness is silent where it happens. Rank 0 sends three numbers to a rank that wants four:
 
 
 # %%
@@ -707,6 +748,41 @@ for name, (operation, messages, share) in OPERATIONS.items():
     code = code_lines(operation, *HALVES.get(name, ())) if name != "all_to_all" else "torch"
     print(f"{name:22}{messages:9}{waited:11.1f}{share * 400_000:12,.0f}{int(sent):11,}{code:>6}")
     assert sent == share * 400_000
+
+# %% [markdown]
+# ## Cheat-sheet
+# Computed from the library's formulas, for a fast link.
+
+
+# %%
+from course_lib.ledger import wire
+
+
+def cheat_sheet(n, link):
+    levels = (n - 1).bit_length()
+    print(f"{n} ranks, S bytes in all; a message: alpha {1e6 * link.alpha:.0f} us + bytes / beta")
+    print(f"{'':22}{'sent by a rank, of S':>21}{'messages one after another':>28}")
+    for op, share, turns in (
+        ("all_gather, ring", wire("all_gather", 1, n) / n, n - 1),
+        ("reduce_scatter, ring", wire("reduce_scatter", n, n) / n, n - 1),
+        ("all_reduce, ring", wire("all_reduce", n, n) / n, 2 * (n - 1)),
+        ("all_reduce, tree", levels, 2 * levels),
+    ):
+        print(f"{op:22}{float(share):21.3f}{turns:28}")
+    print("\nall-reduce: 2(n-1) (alpha + S/n/beta) by a ring, 2 log2(n) (alpha + S/beta) by a tree")
+    print(f"{'S, bytes':>12}{'ring, us':>14}{'tree, us':>14}")
+    for size in (1e3, 1e6, 1e9):
+        times = (way(size, n, link) for way in (ring_seconds, tree_seconds))
+        print(f"{size:12,.0f}" + "".join(f"{1e6 * seconds:14,.0f}" for seconds in times))
+    print(
+        f"they cross at {crossing(n, link):,.0f} bytes; alpha beta is {link.alpha * link.beta:,.0f}"
+    )
+    print(
+        f"bus bandwidth = S / time x {float(wire('all_reduce', n, n) / n):.3f}: the bytes of a rank"
+    )
+
+
+cheat_sheet(8, Link(alpha=10e-6, beta=50e9))
 
 # %% [markdown]
 # ## Your turn
