@@ -528,63 +528,123 @@ print(f"gradients of torch's 1F1B and ours differ by {apart:.1e} at most")
 
 # %% [markdown]
 # ## Break it and diagnose
-# Three runs on a batch whose sequences have different lengths. One is healthy. In one the 1/m was **forgotten**: each
-# micro-batch's mean loss was taken whole. One takes the **mean of means**, as above. Which is which?
+# Five runs of 1F1B, of a model whose head is the table of its embedding (tied: rank 0 and the last have a copy each), on
+# sequences of different length. One run is healthy:
+#
+# - **forgotten**: the 1/m was forgotten, each micro-batch's mean loss is taken whole
+# - **mean of means**: each is divided by its own tokens, then by m, as above
+# - **tied**: the two ends do not add up the gradients of their copies
+# - **lost**: one rank sends zeros back, for one micro-batch
+#
+# For each name the cause, the call that is missing or wrong (`"all_reduce"`, `"send"`, or None) and the rank (a number, for
+# the ends 0; `"all"`, or None if healthy). "Off" compares each rank's gradients with those of one process, "ends" the two
+# copies of the table. Another SEED, other patients.
 
 # %%
-diagnosis = {"A": None, "B": None, "C": None}  # "healthy", "forgotten", "mean of means"
-
-# %% jupyter={"source_hidden": true}
-RAGGED, RAGGED_TARGETS = batch(0, seed=0, batch_size=M, seq_len=SEQ, shortest=8)
-COUNT = int((RAGGED_TARGETS >= 0).sum())
-PATIENTS = {"A": "mean of means", "B": "forgotten", "C": "healthy"}
-LOSSES = {
-    "healthy": lambda y, t: loss_sum(y, t)[0] / COUNT,
-    "mean of means": lambda y, t: loss_sum(y, t)[0] / (t >= 0).sum() / M,
-    "forgotten": lambda y, t: loss_sum(y, t)[0] / (t >= 0).sum(),
+SEED = 3
+diagnosis = {  # such as ("forgotten", None, "all"), or ("healthy", None, None)
+    "A": (None, None, None),
+    "B": (None, None, None),
+    "C": (None, None, None),
+    "D": (None, None, None),
+    "E": (None, None, None),
 }
 
+# %% jupyter={"source_hidden": true}
+# The patients. Run this cell folded; open it after your answer.
+from dataclasses import replace
 
-def patient(illness):
+from course_lib.grading import Lab
+
+FAULTS = {
+    "healthy": (None, None),
+    "forgotten": (None, "all"),
+    "mean of means": (None, "all"),
+    "tied": ("all_reduce", 0),
+    "lost": ("send", range(1, P)),
+}
+lab = Lab("07", SEED, FAULTS)
+TIED = replace(CONFIG, tied=True)
+RAGGED, RAGGED_TARGETS = batch(0, seed=0, batch_size=M, seq_len=SEQ, shortest=8)
+COUNT = int((RAGGED_TARGETS >= 0).sum())
+
+
+def loses(stage, micro_batch):
+    """Its gradient of the input of that micro-batch is zeros."""
+    numbers = iter(range(M))
+
+    def look(stage, inputs):
+        if next(numbers) == micro_batch:
+            inputs[0].register_hook(torch.zeros_like)
+
+    stage.register_forward_pre_hook(look)
+
+
+def patient(ill):
     mesh = make_mesh(pp=P)
-    schedule = make("1f1b", P, M)
-    stages = pp.cut(build_model(CONFIG, seed=0), schedule, mesh.pp.rank)
+    rank, schedule = mesh.pp.rank, make("1f1b", P, M)
+    stages = pp.cut(build_model(TIED, seed=0), schedule, rank)
     cut = list(zip(RAGGED.chunk(M), RAGGED_TARGETS.chunk(M), strict=True))
-    outcome = pp.run(schedule, stages, mesh, cut, LOSSES[illness])
-    return outcome.loss.item(), flat(pp.parameters(stages))
+    if ill.has("lost", rank):
+        loses(stages[rank], ill.pick(range(M)))
+
+    def loss(y, t):
+        own, whole = (t >= 0).sum(), ill.has("forgotten")
+        by_own = whole or ill.has("mean of means")
+        return loss_sum(y, t)[0] / (own * (1 if whole else M) if by_own else COUNT)
+
+    outcome = pp.run(schedule, stages, mesh, cut, loss, sum_tied=not ill.has("tied"))
+    return outcome.loss.item(), flat(pp.parameters(stages)), table(stages[rank])
 
 
-model = build_model(CONFIG, seed=0)
+def table(stage):
+    """The gradient of the copy at the end of the pipeline where this stage is; else None."""
+    end = stage.head if stage.embedding is None else stage.embedding.token
+    return None if end is None else end.weight.grad
+
+
+model = build_model(TIED, seed=0)
 total, count = model.loss_sum(RAGGED, RAGGED_TARGETS)
 (total / count).backward()
-right = flat(model.parameters())
-print(f"{'':8}{'loss':>9}{'|gradient| / serial':>21}{'angle to serial':>17}")
-print(f"{'serial':8}{total / count:9.4f}{1:21.4f}{0:15.1f}°")
-for name, illness in PATIENTS.items():
-    results = run(patient, illness, n=P)
-    gradient = torch.cat([one for _, one in results]).double()
-    cosine = torch.dot(gradient, right.double()) / gradient.norm() / right.double().norm()
+right = [flat(pp.parameters(pp.cut(model, make("1f1b", P, M), rank))) for rank in range(P)]
+whole_right = torch.cat(right).double()
+print(
+    f"{'':8}{'loss':>9}{'|gradient| / serial':>21}{'angle':>9}{'off, by rank':>22}{'ends apart':>26}"
+)
+print(f"{'serial':8}{total / count:9.4f}{1:21.4f}{0:8.1f}°")
+for each in lab:
+    results = run(patient, each, n=P)
+    gradient = torch.cat([one for _, one, _ in results]).double()
+    length = gradient.norm() / whole_right.norm()
+    cosine = torch.dot(gradient, whole_right) / gradient.norm() / whole_right.norm()
     angle = torch.rad2deg(torch.acos(cosine.clamp(-1, 1)))
-    print(f"{name:8}{results[-1][0]:9.4f}{gradient.norm() / right.norm():21.4f}{angle:15.1f}°")
+    pairs = zip((one for _, one, _ in results), right, strict=True)
+    off = "".join(f"{(one - wanted).norm() / wanted.norm():9.0e}" for one, wanted in pairs)
+    first, last = results[0][2], results[-1][2]
+    ends = ((first - last).norm() / last.norm()).item()
+    print(f"{each.letter:8}{results[-1][0]:9.4f}{length:21.4f}{angle:8.1f}°   {off}{ends:13.0e}")
 
 # %% [markdown]
-# <details><summary>Which is which</summary>
+# <details><summary>How to read it</summary>
 #
-# - **C is healthy**: length and direction are those of one process.
-# - **B forgot 1/m**: its gradient is about m = 8 times too long. AdamW, which divides a gradient by its size, hides it.
-# - **A takes the mean of means**: nearly the right length, another direction, since tokens of short sequences count more.
-#   No loss curve would show you that.
+# Below 1e-5 is rounding.
+#
+# - **Nearly the right length, all ranks off**: *mean of means*. Tokens of short sequences count more. No loss curve would
+#   show you that.
+# - **About m times too long**: *forgotten*, m times what *mean of means* gives. AdamW, which divides a gradient by its
+#   size, hides it.
+# - **Only the ends are off, and apart**: *tied*. From now on the copies are two tables.
+# - **Loss right, ranks before one are off**: *lost*. Behind the culprit nothing came back. (The last rank is off too:
+#   the first one's share is in its table; but the ends agree.)
 #
 # </details>
 
 # %%
-for name, illness in PATIENTS.items():
-    said = diagnosis[name]
-    print(
-        f"{name}:", "no diagnosis" if said is None else "right" if said == illness else "look again"
-    )
+lab.grade(diagnosis)
 
 # %% [markdown]
+# What is wrong can be looked at again; `lab.reveal()` tells all.
+#
 # **Both send first.** Where 1F1B alternates, rank 0 has an activation for rank 1 while rank 1 has a gradient for rank 0.
 # With a plain `send` and then `recv` on both:
 
@@ -676,7 +736,8 @@ for name, results in runs.items():
 # %% [markdown]
 # Code lines count the engine too, which all three share. State falls to about a quarter, which data parallelism cannot
 # do. The price is the bubble.
-#
+
+# %% [markdown]
 # ## The claims settled
 # **Claim 1: false.** The note says that 1F1B improves the bubble "significantly". With equal stages and free messages
 # its bubble is that of GPipe. When a hop takes time, it is larger: where 1F1B alternates, two neighbours wait for each
@@ -779,6 +840,32 @@ for first, rows in variants.items():
         f"{first:6} forwards at first: step {free:.0f}, {slow:.0f} when a hop takes 1; "
         f"in flight {schedule.peak_in_flight()}"
     )
+
+# %% [markdown]
+# ## Cheat-sheet
+# Computed: equal stages, free messages, a backward takes two forwards.
+
+
+# %%
+def cheat_sheet(p, m):
+    print(f"p = {p} stages, m = {m} micro-batches; a step of GPipe and 1F1B is (m+p-1)(F+B)")
+    print(f"{'':8}{'step / F':>9}{'bubble of total':>17}{'of ideal':>10}{'in flight, by rank':>22}")
+    for name in ("naive", "gpipe", "1f1b"):
+        schedule = make(name, p, m)
+        seen = simulate(schedule, COSTS)
+        line = f"{seen.makespan:9.0f}{seen.bubble_of_total:17.1%}{seen.bubble_of_ideal:10.1%}"
+        print(f"{name:8}{line}    {schedule.peak_in_flight()}")
+    print(
+        f"(p-1)/(m+p-1) = {(p - 1) / (m + p - 1):.1%} of total, (p-1)/m = {(p - 1) / m:.1%} of ideal"
+    )
+    print(
+        f"sent, all ranks: 2(p-1) = {2 * (p - 1)} times batch x sequence x hidden numbers, whatever m"
+    )
+    print("each loss is its share: the sum over its tokens / the tokens of the batch\n")
+
+
+cheat_sheet(4, 8)
+cheat_sheet(8, 32)
 
 # %% [markdown]
 # ## Your turn
