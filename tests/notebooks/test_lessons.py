@@ -386,6 +386,27 @@ def lesson_12_shows_all_axes(notebook):
     assert len(pictures(notebook)) == 3
 
 
+def lesson_10_shows_tokens_that_travel(notebook):
+    text = outputs(notebook)
+    for line in (
+        "rank 0  [1, 0, 1, 0]   [1.0, 20.0]               [1.5, 0.5]     [0.5, 1.5]",
+        "rank 2  [1, 0, 0, 1]   [0.0, 10.0, 11.0, 30.0] ",
+        "ep (0, 1)  edp (1, 3)  dp (0, 1, 2, 3)",
+        "if routing were even, ep = 4 would send 196,608 bytes",
+        "rows by rank [128, 128, 128, 128]",
+        "0 of 5 right",
+    ):
+        assert line in text
+    for name, experts in (
+        ("summed, ep = 4", "1.00"),
+        ("averaged, ep = 2", "2.00"),
+        ("averaged, ep = 4", "4.00"),
+    ):
+        assert re.search(rf"^{name} +{experts} +1.00 +1.00$", text, re.MULTILINE)
+    assert re.search(r"^[A-E] .* \[\d+, 0, \d+\]$", text, re.MULTILINE), "one sums over ep"
+    assert len(pictures(notebook)) == 3  # and the slider's, which is a widget
+
+
 SHOWS = {  # what a lesson must show
     "notebooks/00_start_here": lesson_00_shows_what_ranks_did,
     "notebooks/02_collectives": lesson_02_shows_collectives,
@@ -400,6 +421,7 @@ SHOWS = {  # what a lesson must show
     "notebooks/11_groups_in_anger": lesson_11_shows_groups,
     "notebooks/12_five_axes": lesson_12_shows_all_axes,
     "notebooks/13_inference": lesson_13_shows_serving,
+    "notebooks/10_expert_parallelism": lesson_10_shows_tokens_that_travel,
 }
 
 
