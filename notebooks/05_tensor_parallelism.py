@@ -670,7 +670,7 @@ print(f"{'ours':31}{sum(runs[4][0]['calls']):3} calls, {int(blocks_bytes(4)):,} 
 # - **bias**: row linears add their bias before the sum
 # - **heads**: one rank took the query heads of its neighbour
 #
-# For each, name illness, collective (`"forward"` or `"backward"` if an all-reduce is missing there, else None) and rank (a
+# For each, name cause, collective (`"forward"` or `"backward"` if an all-reduce is missing there, else None) and rank (a
 # number, or `"all"`; None if healthy). "Off" is against one process; "apart" is between ranks; gradients are of a norm, in
 # the first step. The last columns are sums over each rank's query weights. Another SEED, other patients.
 
@@ -686,19 +686,18 @@ diagnosis = {  # such as ("no sum", "forward", "all"), or ("healthy", None, None
 
 # %% jupyter={"source_hidden": true}
 # The patients. Run this cell folded; open it after your answer.
-import random
 from dataclasses import replace
 
-drawn = random.Random(SEED)
-ILLNESSES = {
+from course_lib.grading import Lab
+
+FAULTS = {
     "healthy": (None, None),
     "no sum": ("forward", "all"),
     "no f": ("backward", "all"),
     "bias": (None, "all"),
-    "heads": (None, drawn.randrange(RANKS)),
+    "heads": (None, range(RANKS)),
 }
-PATIENTS = dict(zip("ABCDE", drawn.sample(list(ILLNESSES), k=5), strict=True))
-ILL_LAYER = drawn.randrange(CONFIG.layers)
+lab = Lab("05", SEED, FAULTS)
 
 
 class BiasBeforeSum(tp.RowLinear):
@@ -706,33 +705,34 @@ class BiasBeforeSum(tp.RowLinear):
         return self.leave(F.linear(x, self.weight, self.bias), self.axis)
 
 
-def ill_plan(illness, culprit):
+def ill_plan(ill, own_rank):
     plan = dict(BLOCKS)
-    if illness == "no sum":
+    if ill.has("no sum"):
         del plan["blocks.*.attn.o"]
         for layer in range(CONFIG.layers):
-            leave = tp.REGION.rows if layer == ILL_LAYER else comm.reduce
+            here = layer == ill.pick(range(CONFIG.layers))
+            leave = tp.REGION.rows if here else comm.reduce
             plan[f"blocks.{layer}.attn.o"] = lambda linear, cut, leave=leave: tp.RowLinear(
                 linear, cut.axis, leave
             )
-    if illness == "no f":
+    if ill.has("no f"):
         del plan["blocks.*.ffn"]
-    if illness == "bias":
+    if ill.has("bias"):
         plan["blocks.*.attn.o"] = lambda linear, cut: BiasBeforeSum(linear, cut.axis)
         plan["blocks.*.ffn.fc_out"] = plan["blocks.*.attn.o"]
-    if illness == "heads":
+    if ill.has("heads", own_rank):
 
         def from_the_neighbour(linear, cut):
-            rank = (cut.axis.rank + culprit) % cut.axis.size
+            rank = (cut.axis.rank + 1) % cut.axis.size
             return tp.ColumnLinear(linear, replace(cut.axis, rank=rank))
 
         plan["blocks.*.attn.q"] = from_the_neighbour
     return plan
 
 
-def patient(n, illness, ill_rank):
+def patient(n, ill):
     mesh = make_mesh(tp=n)
-    plan = ill_plan(illness, int(mesh.rank == ill_rank))
+    plan = ill_plan(ill, mesh.rank)
     model = tp.parallelize(build_model(CONFIG, seed=0), mesh.tp, plan=plan)
     queries = model.blocks[0].attn.q.weight.sum().item()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
@@ -751,11 +751,11 @@ def patient(n, illness, ill_rank):
     return {"losses": losses, "norm": norms[0], "calls": calls, "queries": queries}
 
 
-healthy = run(patient, 1, "healthy", None, n=1)[0]
+healthy = run(patient, 1, next(each for each in lab if each.has("healthy")), n=1)[0]
 print(f"{'':11}{'loss off':^22}{'loss':>9}{'norm gradient':>20}   sums of query weights")
 print(f"{'':3}{'calls':8}{'first':>11}{'last':>11}{'apart':>9}{'off':>10}{'apart':>10}   by rank")
-for name, illness in PATIENTS.items():
-    result = run(patient, RANKS, illness, ILLNESSES[illness][1], n=RANKS)
+for each in lab:
+    result = run(patient, RANKS, each, n=RANKS)
     off = [abs(result[0]["losses"][at] - healthy["losses"][at]) for at in (0, -1)]
     apart = max(abs(one["losses"][0] - result[0]["losses"][0]) for one in result)
     norm = result[0]["norm"]
@@ -763,7 +763,7 @@ for name, illness in PATIENTS.items():
     norm_apart = max(((one["norm"] - norm).norm() / norm.norm()).item() for one in result)
     calls = "{} + {}".format(*result[0]["calls"])
     sums = " ".join(f"{one['queries']:6.2f}" for one in result)
-    print(f"{name:3}{calls:8}{off[0]:11.0e}{off[1]:11.0e}{apart:9.0e}", end="")
+    print(f"{each.letter:3}{calls:8}{off[0]:11.0e}{off[1]:11.0e}{apart:9.0e}", end="")
     print(f"{norm_off:10.0e}{norm_apart:10.0e}   {sums}")
 
 # %% [markdown]
@@ -784,12 +784,11 @@ for name, illness in PATIENTS.items():
 # </details>
 
 # %%
-answers = {name: (illness, *ILLNESSES[illness]) for name, illness in PATIENTS.items()}
-right = sum(tuple(diagnosis[name]) == answer for name, answer in answers.items())
-print(f"{right} of {len(answers)} right; you gave {diagnosis}")
+lab.grade(diagnosis)
 
 # %% [markdown]
-# In *heads*, the ring of neighbours tells which rank: it holds what the *next* rank holds too.
+# What is wrong can be looked at again; `lab.reveal()` tells all. In *heads*, the ring of neighbours tells which rank: it
+# holds what the *next* rank holds too.
 #
 # ## When not to use it
 # - **Across slow links.** Four exposed messages a layer: see two nodes above.
