@@ -515,10 +515,10 @@ for title, costs_for in (("rank 2 at half speed", slow_rank), ("a large head", w
 # %% [markdown]
 # Zero bubble is at the bound here too. But the busiest rank's own work is nearly the whole step, and the others wait for it: no order
 # mends that, other stages do (fewer layers for the slow rank, and for the one with the head). Does the simulation hold on ranks?
-# ZB-H1 with the slow rank:
+# ZB-H1 with the slow rank, 20 ms to a forward of the others:
 
 # %%
-slow = costs_of(schedules["zb-h1"], UNIT).on_ranks(SPEEDS, schedules["zb-h1"].placement)
+slow = costs_of(schedules["zb-h1"], UNIT / 2).on_ranks(SPEEDS, schedules["zb-h1"].placement)
 slow_schedule = make("zb-h1", P, M, costs=slow)
 slow_run = paced(slow_schedule, slow)
 expected = simulate(slow_schedule, slow)
@@ -616,7 +616,7 @@ def examined(patient, schedule):
 print(f"{'':3}{'step':>8}   {'off, by rank':42}{'first backward, ms by rank'}")
 for patient in lab:
     schedule = rows_of(patient)
-    pace = pp.pace_of(costs_of(schedule, UNIT), schedule)
+    pace = pp.pace_of(costs_of(schedule, 0.030), schedule)
     results = run(examined, patient, schedule, n=P, pace=pace)
     rows = pp.measured_rows(results.traces)
     off = [
