@@ -141,11 +141,12 @@ def _draw_bar(ax: Axes, parts: Parts, looks: Mapping[str, Look], top: float, sca
 
 
 def size_text(size: float) -> str:
-    """Bytes as text: whole ones below 10,000, else kB, MB or GB (powers of ten), three digits."""
+    """Bytes as text: whole ones below 10,000, else three digits or more of kB, MB or GB."""
     if size < 1e4:
         return f"{size:,.0f} B"
     factor, unit = unit_of(size)
-    return f"{size / factor:.3g} {unit}"
+    shown = size / factor
+    return f"{shown:.3g} {unit}" if shown < 999.5 else f"{shown:,.0f} {unit}"
 
 
 def unit_of(size: float) -> tuple[float, str]:

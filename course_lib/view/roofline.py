@@ -47,6 +47,7 @@ def roofline(
     bends = {name: peak / bandwidth for name, (peak, bandwidth) in roofs.items()}
     told = "; ".join(f"{name} bends at {bend:,.0f}" for name, bend in bends.items())
     caption = f"{told} FLOPs a byte: left of it bytes are the limit. {note}".strip()
+    caption = caption[0].upper() + caption[1:]
     picture = frame(width, HEIGHT + LEGEND + BELOW, title, caption)
     ax = _axes(picture, x)
     places = [*bends.values(), *(place for each in points.values() for place in each)]

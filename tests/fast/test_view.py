@@ -24,6 +24,7 @@ from course_lib.view import (
     terminal_timeline,
     timeline,
 )
+from course_lib.view.bars import size_text
 from course_lib.view.lanes import chunks, depths
 from course_lib.view.roofline import rate_text, roofline
 from course_lib.view.style import MEMORY, OPERATIONS, contrast, look_of, luminance
@@ -488,6 +489,15 @@ def test_fit_plot_refuses_what_it_cannot_show():
         fit_plot({str(number): RING for number in range(5)}, {})
 
 
+def test_sizes_beyond_the_largest_unit_have_no_exponent():
+    assert [size_text(size) for size in (9_999, 2.4e6, 999.6e6, 1.1289e12)] == [
+        "9,999 B",
+        "2.4 MB",
+        "1,000 MB",
+        "1,129 GB",
+    ]
+
+
 ROOFS = {"fast": (1e12, 1e11), "slow": (1e12, 1e9)}
 
 
@@ -499,7 +509,7 @@ def test_roofline_bends_where_peak_and_bandwidth_meet():
         assert line.get_ydata()[0] == pytest.approx(1e12 / bend * line.get_xdata()[0])
         assert line.get_ydata()[2] == 1e12
     assert dict(zip(*products.get_data(), strict=True)) == {1.0: 9e10, 100.0: 8e11}
-    assert "fast bends at 10; slow bends at 1,000 FLOPs a byte" in picture.caption
+    assert "Fast bends at 10; slow bends at 1,000 FLOPs a byte" in picture.caption
     assert picture.caption.endswith("Here.")
     legend = [text.get_text() for text in picture.legends[0].get_texts()]
     assert legend == ["fast", "slow", "products"]
