@@ -39,7 +39,7 @@ from course_lib.comm.operators import apply_weight
 from course_lib.model import ModelConfig
 
 # For each linear the graph of x and the weight, and a node that holds the gradient dy for it.
-PutOff = list[tuple[GradientEdge, Any]]
+PutOff = list[tuple[GradientEdge, GradientEdge]]
 Product = Callable[[Tensor], Tensor]
 
 
@@ -73,7 +73,8 @@ class _Linear(torch.autograd.Function):
     @once_differentiable
     def backward(ctx, dy: Tensor):
         with torch.enable_grad():  # else no node is made
-            held = _Held.apply(dy.detach().requires_grad_()).grad_fn
+            # An edge, and not its node alone: before torch 2.12 a node dies with its output.
+            held = get_gradient_edge(_Held.apply(dy.detach().requires_grad_()))
         ctx.put_off.append((ctx.weights_half, held))
         (weight,) = ctx.saved_tensors
         return dy @ weight if ctx.needs_input_grad[0] else None, None, None, None, None
@@ -112,7 +113,8 @@ class WeightsLater(TorchFunctionMode):
         """Add the gradients that I has put off, and free what they needed one by one."""
         while self.put_off:
             graph, held = self.put_off.pop(0)
-            torch.autograd.backward(graph, *held.saved_tensors)
+            node: Any = held.node
+            torch.autograd.backward(graph, *node.saved_tensors)
 
 
 def kept_for_weights(
