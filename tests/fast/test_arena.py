@@ -93,6 +93,24 @@ def test_every_illegal_move_has_its_reason(rows, wanted):
     assert f"{len(attempt.reasons)} illegal move" in str(attempt)
 
 
+def test_rows_may_be_a_text_a_list_or_a_schedule():
+    which, wanted = arena.level(1), make("1f1b", 2, 4)
+    lists = [[str(action) for action in row] for row in wanted.rows]
+    for rows in (ONE_F_ONE_B, write_csv(wanted), lists, [" ".join(row) for row in lists], wanted):
+        schedule, problems = arena.read(which, rows)
+        assert problems == []
+        assert schedule.rows == wanted.rows
+    assert arena.read(which, None)[1] == ["rows are a text or a list of lists, not NoneType"]
+
+
+def test_a_slip_of_the_finger_has_one_reason_and_a_flood_is_cut():
+    (reason,) = arena.play(1, ONE_F_ONE_B.replace("0F3", "0F333333333"), on_ranks=False).reasons
+    assert "the last micro-batch is 333333333; the level has 4" in reason
+    flood = arena.play(4, "\n".join(f"{rank}F0 {rank}F7" for rank in range(4)), on_ranks=False)
+    assert len(flood.reasons) == 32
+    assert str(flood).endswith("and 20 more")
+
+
 def test_too_much_in_flight():
     rows = "0F0 0F1 0F2 0B0 0F3 0B1 0B2 0B3\n1F0 1B0 1F1 1B1 1F2 1B2 1F3 1B3"
     assert not arena.play(1, rows, on_ranks=False).reasons

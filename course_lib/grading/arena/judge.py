@@ -12,6 +12,7 @@ from course_lib.schedule.data import as_rows
 from course_lib.schedule.simulate import Costs
 from course_lib.schedule.validate import before, reasons, settled
 
+TOLD = 12  # reasons that are printed
 OFF = 1e-5  # of a gradient: float32 sums in another order; a mistake is far larger
 HEAD = f"  {'':26}{'step':>8}{'bubble of total':>17}{'longest rank':>14}{'in flight':>11}"
 
@@ -41,7 +42,9 @@ class Attempt:
         """The reasons, or the score and what the ranks said."""
         if self.simulation is None:
             count = f"{len(self.reasons)} illegal move{'s' * (len(self.reasons) != 1)}"
-            return "\n".join([f"{count}:", *(f"  {reason}" for reason in self.reasons)])
+            told = [f"  {reason}" for reason in self.reasons[:TOLD]]
+            more = len(self.reasons) - TOLD
+            return "\n".join([f"{count}:", *told, *([f"  and {more} more"] if more > 0 else [])])
         which, took = self.level, self.simulation.makespan
         lines = [f"Level {which.number}, {which.title}", HEAD, line(self.name, self.simulation)]
         lines += [line(name, which.rivals[name]) for name in ("1f1b", "zb-h1", "zb-v")]
@@ -107,13 +110,17 @@ def waits(simulation: Simulation, most: int = 3) -> Iterator[str]:
 
 
 def read(
-    which: Level, rows: str | Sequence[object], *, limited: bool = True
+    which: Level, rows: str | Sequence[object] | Schedule, *, limited: bool = True
 ) -> tuple[Schedule | None, list[str]]:
     """The schedule in ``rows``, and everything that is wrong with it.
 
     ``rows`` is a text of one line a rank, or a list of such lines or of lists of cells.
     """
-    lines = rows.strip().splitlines() if isinstance(rows, str) else list(rows)
+    if isinstance(rows, Schedule):
+        rows = rows.rows
+    if not isinstance(rows, str | list | tuple):
+        return None, [f"rows are a text or a list of lists, not {type(rows).__name__}"]
+    lines = rows.strip().splitlines() if isinstance(rows, str) else rows
     cells = [_cells(one) for one in lines]
     actions: list[list[Action]] = []
     problems: list[str] = []
@@ -135,7 +142,8 @@ def read(
             f"the last micro-batch is {schedule.microbatches - 1}; the level has "
             f"{which.microbatches}, numbered from 0"
         )
-    problems += reasons(schedule, [which.limit] * which.ranks if limited else None)
+    if schedule.microbatches <= 2 * which.microbatches:  # else a slip: what is missing is endless
+        problems += reasons(schedule, [which.limit] * which.ranks if limited else None)
     return (None if problems else schedule), problems
 
 
@@ -147,7 +155,7 @@ def _cells(row: object) -> list[str]:
 
 def play(
     number: int,
-    rows: str | Sequence[object],
+    rows: str | Sequence[object] | Schedule,
     name: str = "you",
     *,
     on_ranks: bool = True,
