@@ -566,16 +566,18 @@ for way in ("zero 1", "zero 3"):
 # Whole tensors cannot be shared out evenly: look at the ranks of torch's stage 1.
 #
 # ## Break it and diagnose
-# Of the five runs below one is healthy and four are ill.
+# Of the six runs below one is healthy and five are ill.
 #
 # - **twice**: gradients are divided by the number of ranks once more after they arrived
+# - **double**: the norm for clipping is taken of whole gradients, and its square summed over the ranks once more
 # - **shifted**: one rank puts the padding in front, so that its gradient is one element off
 # - **late**: every rank gathers *before* its optimizer steps
 # - **stale**: one rank gathers into a copy that its model never sees
 #
 # The table shows the ledger and, after one step, where weights differ from those of one process: a line for each rank that
-# computes, a column for each owner. `.` is right, `x` is wrong. Say for each run what it has, in which collective it
-# shows (`"reduce_scatter"` or `"all_gather"`), and on which rank (a number, or `"all"`). Another SEED, other patients.
+# computes, a column for each owner. `.` is right, `x` is wrong. Norms are as they are clipped by. Say for each run what it
+# has, in which collective it shows (`"reduce_scatter"`, `"all_gather"`, or for a norm `"all_reduce"`), and on which rank (a
+# number, or `"all"`). Another SEED, other patients.
 
 # %%
 SEED = 4
@@ -585,50 +587,56 @@ diagnosis = {  # such as ("late", "all_gather", "all"), or ("healthy", None, Non
     "C": (None, None, None),
     "D": (None, None, None),
     "E": (None, None, None),
+    "F": (None, None, None),
 }
 
 # %% jupyter={"source_hidden": true}
 # The patients. Run this cell folded; open it after your answer.
-import random
+from course_lib.grading import Lab
 
-drawn = random.Random(SEED)
-ILLNESSES = {
+FAULTS = {
     "healthy": (None, None),
     "twice": ("reduce_scatter", "all"),
-    "shifted": ("reduce_scatter", drawn.randrange(RANKS)),
+    "double": ("all_reduce", "all"),
+    "shifted": ("reduce_scatter", range(RANKS)),
     "late": ("all_gather", "all"),
-    "stale": ("all_gather", drawn.randrange(RANKS)),
+    "stale": ("all_gather", range(RANKS)),
 }
-PATIENTS = dict(zip("ABCDE", drawn.sample(list(ILLNESSES), k=5), strict=True))
+lab = Lab("04", SEED, FAULTS)
+CLIP = 2.0  # the first gradient is longer
 
 
 def sgd(parameters):
     return torch.optim.SGD(parameters, lr=0.1)
 
 
-def a_step(z, illness, culprit):
+def a_step(z, ill, rank):
     """What stands after backward, with the fault."""
     z.finish()
     (flat,) = z.flats
-    if illness == "twice":
+    if ill.has("twice"):
         flat.shard.grad /= z.axis.size
-    if illness == "shifted" and culprit:
+    if ill.has("shifted", rank):
         flat.shard.grad = flat.shard.grad.roll(1)
-    norm = comm.squared_norm(z.held_gradients(), [z.axis]).sqrt().item()
-    if illness == "late":
+    held = z.held_gradients()
+    norm = comm.squared_norm(held, [z.axis]).sqrt()
+    if ill.has("double"):
+        norm = (norm**2 * z.axis.size).sqrt()  # each of the ranks adds the whole
+    comm.clip_gradients(held, norm, CLIP)
+    if ill.has("late"):
         z.refresh()
         z.optimizer.step()
-        return norm
+        return norm.item()
     before = flat.full_F.clone()
     z.step()
-    if illness == "stale" and culprit:
+    if ill.has("stale", rank):
         own = flat.shard.detach().clone()
         flat.full_F.copy_(before)
         flat.shard.data.copy_(own)
-    return norm
+    return norm.item()
 
 
-def patient(illness, ill_rank):
+def patient(ill):
     mesh = make_mesh()
     model = build_model(CONFIG, seed=0)
     z = zero.Zero1(model.parameters(), mesh.dp, sgd)  # one flat for all
@@ -638,7 +646,7 @@ def patient(illness, ill_rank):
         mesh.ledger.clear()
         total, count = model.loss_sum(*rows(step, mesh))
         (total / (count * mesh.dp.size)).backward()
-        norms.append(a_step(z, illness, mesh.rank == ill_rank))
+        norms.append(a_step(z, ill, mesh.rank))
         losses.append((total / count).item())
         if step == 0:
             first = z.flats[0].full_F[: z.flats[0].elements].clone()
@@ -653,15 +661,17 @@ def wrong_owners(weights, right):
     )
 
 
-truth = run(patient, "healthy", None, n=1)[0]
+healthy = next(each for each in lab if each.has("healthy"))
+truth = run(patient, healthy, n=1)[0]
 print("   loss first and last   gradient norm   reduce_scatter    all_gather   owners 0123")
-for name, illness in PATIENTS.items():
-    result = run(patient, illness, ILLNESSES[illness][1], n=RANKS)
+for each in lab:
+    result = run(patient, each, n=RANKS)
     first, last = (sum(one["losses"][at] for one in result) / RANKS for at in (0, -1))
     own = result.ledgers[0]
     sent = [int(own.wire_bytes(op=op)) for op in ("reduce_scatter", "all_gather")]
     norm = result[0]["norm"] / truth["norm"]
-    print(f"{name}{first:12.3f}{last:9.3f}{norm:12.2f} of 1{sent[0]:17,}{sent[1]:14,}", end="")
+    line = f"{first:12.3f}{last:9.3f}{norm:12.2f} of 1{sent[0]:17,}{sent[1]:14,}"
+    print(f"{each.letter}{line}", end="")
     for rank, one in enumerate(result):
         line = f"rank {rank}: {wrong_owners(one['first'], truth['first'])}"
         print(f"   {line}" if rank == 0 else f"{'':69}{line}")
@@ -669,23 +679,24 @@ for name, illness in PATIENTS.items():
 # %% [markdown]
 # <details><summary>How to read it</summary>
 #
-# The loss falls in all five, and the bytes are equal: neither tells you.
+# The loss falls in all six, and the bytes are equal: neither tells you.
 #
 # - **A column is wrong** (all ranks agree, one owner is off): that owner made a wrong step, from a wrong piece of the
 #   gradient. Look at its reduce-scatter: *shifted*.
 # - **A row is wrong but for its own column**: that rank never saw what it gathered: *stale*.
 # - **Only the diagonal is right**: nobody saw the others' new weights, because they were gathered too early: *late*.
-# - **Everything is wrong, all ranks agree**, and the gradient norm is 1/n of the right one: *twice*.
+# - **Everything is wrong, all ranks agree**: look at the norm. 1/n of the right one: *twice*. √n times: *double*, and
+#   clipping makes every step too short.
 #
 # Owner by reader is the picture to draw when a sharded run goes wrong.
 # </details>
 
 # %%
-answers = {name: (illness, *ILLNESSES[illness]) for name, illness in PATIENTS.items()}
-right = sum(tuple(diagnosis[name]) == answer for name, answer in answers.items())
-print(f"{right} of {len(answers)} right; you gave {diagnosis}")
+lab.grade(diagnosis)
 
 # %% [markdown]
+# What is wrong can be looked at again; `lab.reveal()` tells all.
+#
 # ## When not to use it
 # - **The model fits.** Stage 1 costs nothing on the wire and is worth having; stages 2 and 3 buy memory that nobody needs.
 # - **With a pipeline, stages 2 and 3.** They pay again for every micro-batch. A pipeline takes stage 1.

@@ -114,6 +114,27 @@ def pictures(notebook):
     return [o for c in notebook.cells for o in c.get("outputs", []) if "image/png" in str(o)]
 
 
+def lesson_01_shows_three_limits(notebook):
+    text = outputs(notebook)
+    for line in (
+        "gradients in both       1,706,240  5,118,720 10,237,596             20.000",
+        "gradients in bfloat16   1,706,240  1,706,240 10,237,596             16.000",
+        "405B      126  16,384   3,187,703,808   405,853,388,800      1.00",
+        "   64     31.41     16.64      1.88",
+        "measured 7,218,180 bytes, formula 7,218,180",
+        "products 1,258,291,200; 6 x 819,200 x 256 tokens = 1,258,291,200",
+        "64 GPUs between nodes: 5,192 tokens a GPU and step, of any model",
+        "a block of 405B: 3,187,703,808 parameters, 6.38 GB",
+        "0 of 5 right",
+    ):
+        assert line in text
+    rows = re.findall(r"^[A-E ] +[0-3] +919,808 .*$", text, re.MULTILINE)
+    others = [[int(number) for number in re.sub(",", "", row).split()[-3:]] for row in rows]
+    assert len(others) == 20
+    assert sum(first < last for first, _, last in others) == 1, "one rank's graph grows"
+    assert len(pictures(notebook)) == 3  # and the sliders', which is a widget
+
+
 def lesson_02_shows_collectives(notebook):
     text = outputs(notebook)
     for line in (
@@ -183,7 +204,7 @@ def lesson_04_shows_shards(notebook):
     assert peaks == sorted(peaks, reverse=True), "each stage has a lower peak"
     went_on = re.search(r"never stopped: (.*)", text)[1].strip()
     assert text.count(went_on) == 3, "a checkpoint goes on where it was, on other ranks"
-    for ranks in ("....", "xxxx", ".x..", "xx.x"):
+    for ranks in ("....", "xxxx", "x...", "xx.x"):
         assert f"rank 2: {ranks}" in text
     assert len(pictures(notebook)) == 3
 
@@ -409,6 +430,7 @@ def lesson_10_shows_tokens_that_travel(notebook):
 
 SHOWS = {  # what a lesson must show
     "notebooks/00_start_here": lesson_00_shows_what_ranks_did,
+    "notebooks/01_why": lesson_01_shows_three_limits,
     "notebooks/02_collectives": lesson_02_shows_collectives,
     "notebooks/03_data_parallelism": lesson_03_shows_one_gradient,
     "notebooks/04_zero": lesson_04_shows_shards,
