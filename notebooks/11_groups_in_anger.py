@@ -192,7 +192,7 @@ timeline(
 # A 51 ms bucket that is handed over first delays a call that all ranks wait for, to send something that nobody waits for.
 #
 # ## TP before PP before DP
-# Two remedies, both from ByteScheduler: *hold* the bucket back until the link has a gap, and *cut* it into pieces that fit
+# Two remedies, known from P3 and ByteScheduler: *hold* the bucket back until the link has a gap, and *cut* it into pieces that fit
 # into one. `Priorities` does both. The heart of it:
 
 # %%

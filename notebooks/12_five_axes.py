@@ -51,7 +51,7 @@ vote_2 = None
 # %%
 predicted_group = None  # the ranks with which rank 5 sums gradients, such as [4, 5]
 predicted_axis = None  # the axis that sends most bytes in a step: "tp", "dp" or "pp"
-predicted_norm = None  # the norm, divided by the right one, if every rank counts all it holds
+predicted_norm = None  # the norm, as a multiple of the right one, if every rank counts all it holds
 predicted_tokens = None  # tokens of a replica from which tp=4 sends more than dp=4; h = 64
 predicted_speedup = None  # of tp on 4 ranks across slow links
 
@@ -512,8 +512,9 @@ print(f"your prediction: {predicted_tokens}")
 # a fact about batches. Llama 3's 405B model has h = 16,384: a replica of its table 4 reads 131,072 tokens and more in a step.
 # There TP sends more. A small model with a small batch is the other way round.
 #
-# And PP? Per hop 2Th b, once for all layers of a stage, where TP pays for each: PP is the smallest unless a stage has
-# hardly a layer.
+# And PP? A rank sends 2Th numbers, forward and back, once for all l layers of its stage, where TP pays for each layer: less
+# than TP, always. It sends more than DP from 2Th = 24h²l/t on: T = 12hl/t tokens, or 12hl where sequence parallelism has
+# cut the activations too.
 #
 # ## Speed-up against N
 # The same work on more ranks: 8 sequences of 128 tokens, 4 layers. DP and PP take 8 micro-batches of one; TP fills no
@@ -893,8 +894,9 @@ for name, result in runs.items():
 # (5D has four times the experts of one MLP; its one process would hold more than the first line says.)
 #
 # ## The claims settled
-# **Claim 1: only if a replica has more than 3h tokens in a step** (in a mesh 3h(d-1)/(d(t-1))). TP's bytes grow with tokens,
-# DP's do not. What makes tp innermost in any case is that its messages are many and none can hide.
+# **Claim 1: only if a replica's tokens lie between two thresholds.** TP passes DP at 3h (in a mesh 3h(d-1)/(d(t-1))), and PP
+# passes DP at about 12hl/t: activations grow with tokens, gradients do not. What makes tp innermost in any case is that its
+# messages are many, and hardly any can hide (lesson 05).
 #
 # **Claim 2: false.** ep lies inside dp x cp: the ranks that share experts are ranks with different data. A framework's
 # guide prints that product; with ep=2 it would ask 5D for 32 ranks, and it ran on:
