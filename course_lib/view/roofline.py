@@ -10,7 +10,7 @@ from collections.abc import Mapping
 
 from matplotlib.axes import Axes
 from matplotlib.lines import Line2D
-from matplotlib.ticker import FuncFormatter
+from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
 
 from course_lib.view import style
 from course_lib.view.bars import BELOW, LEFT, LEGEND
@@ -81,7 +81,10 @@ def _axes(picture: Picture, x: str) -> Axes:
     ax.set_xscale("log")
     ax.set_yscale("log")
     ax.xaxis.set_major_formatter(FuncFormatter(lambda at, _: f"{at:,g}"))
+    ax.yaxis.set_major_locator(LogLocator(subs=(1.0, 3.0)))
     ax.yaxis.set_major_formatter(FuncFormatter(lambda rate, _: rate_text(rate)))
+    for axis in (ax.xaxis, ax.yaxis):
+        axis.set_minor_formatter(NullFormatter())
     ax.tick_params(labelsize=SMALL, length=3)
     ax.set_xlabel(x, size=NORMAL, labelpad=2)
     ax.grid(color="#CCCCCC", lw=0.5)
