@@ -509,97 +509,111 @@ print(f"after {STEPS} steps of AdamW, weights differ from ours by {difference:.1
 
 # %% [markdown]
 # ## Break it and diagnose
-# Of the four runs below three are ill and one is healthy:
+# One of six runs is healthy; two of the others end in a report.
 #
-# - **no sync**: somebody forgot to call `finish`;
-# - **n times**: each rank divides by its *own* tokens, and then the gradients are summed;
-# - **seeds**: each rank draws its own initial weights, and nobody broadcasts.
+# - **no sync**: nobody calls `finish`
+# - **n times**: each rank divides by its *own* tokens, and then gradients are summed
+# - **seeds**: one rank draws its weights from a seed of its own, and nobody broadcasts
+# - **shapes**: one rank cuts its buckets at another size
+# - **skipped**: one rank finds no tokens in its rows and leaves out a step
 #
-# Which is which? The code is folded: run it and read the table. Gradients are of the first step, weights after the last.
+# Run the folded cell. For each patient name the cause, the collective that is missing or on which ranks disagree
+# (`"all_reduce"`, `"broadcast"`, else None), and the rank (a number, `"all"`, or None if healthy). A report names who died,
+# and that may be a neighbour of who is wrong: then set CHECKED. Another SEED, other patients.
 
 # %%
-diagnosis = {"A": None, "B": None, "C": None, "D": None}  # "healthy", "no sync", "n times", "seeds"
+SEED = 3
+CHECKED = False
+diagnosis = {  # such as ("no sync", "all_reduce", "all"), or ("healthy", None, None)
+    "A": (None, None, None),
+    "B": (None, None, None),
+    "C": (None, None, None),
+    "D": (None, None, None),
+    "E": (None, None, None),
+    "F": (None, None, None),
+}
 
 # %% jupyter={"source_hidden": true}
 # The patients. Run this cell folded; open it after your answer.
-PATIENTS = {"A": "n times", "B": "seeds", "C": "healthy", "D": "no sync"}
+from course_lib.grading import Lab
+
+FAULTS = {
+    "healthy": (None, None),
+    "no sync": ("all_reduce", "all"),
+    "n times": (None, "all"),
+    "seeds": ("broadcast", range(RANKS)),
+    "shapes": ("all_reduce", range(RANKS)),
+    "skipped": ("all_reduce", range(RANKS)),
+}
+lab = Lab("03", SEED, FAULTS)
 
 
-def patient(illness):
+def patient(ill):
     mesh = make_mesh()
-    model = build_model(CONFIG, seed=mesh.dp.rank if illness == "seeds" else 0)
+    model = build_model(CONFIG, seed=1 if ill.has("seeds", mesh.rank) else 0)
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
-    sync = SYNCS["bucketed"](model, mesh.dp)
-    losses, gradients = [], []
+    limit = 2 * BUCKET if ill.has("shapes", mesh.rank) else BUCKET
+    sync = dp.Bucketed(model.parameters(), mesh.dp, limit)
+    losses, norms = [], []
     for step in range(STEPS):
+        if ill.has("skipped", mesh.rank) and step == ill.pick(range(STEPS)):
+            continue
         tokens, targets = rows(step, mesh)
         optimizer.zero_grad()
         total, count = model.loss_sum(tokens, targets)
-        (total / (count if illness == "n times" else count * mesh.dp.size)).backward()
+        (total / (count if ill.has("n times") else count * mesh.dp.size)).backward()
         mesh.ledger.clear()
-        if illness != "no sync":
+        if not ill.has("no sync"):
             sync.finish()
-        gradients.append(flat(p.grad for p in model.parameters()))
+        norms.append(flat(p.grad for p in model.parameters()).norm().item())
         losses.append((total / count).item())
         optimizer.step()
-    return {"losses": losses, "gradient": gradients[0], "weights": flat(model.parameters())}
+    return {"losses": losses, "norm": norms[0], "sum": flat(model.parameters()).sum().item()}
 
 
-def spread(result, what):
-    """Largest difference between any rank and rank 0."""
-    return max((one[what] - result[0][what]).abs().max().item() for one in result)
-
-
-print(f"{'':28}{'bytes':>11}{'norm of':>11}{'largest difference of ranks':>30}")
-heads = f"{'a rank':>13}{'gradient':>11}{'gradients':>18}{'weights':>12}"
-print(f"{'':4}{'loss, first and last':>22}{heads}")
-ill = {name: run(patient, illness, n=RANKS) for name, illness in PATIENTS.items()}
-for name, result in ill.items():
+model = build_model(CONFIG, seed=0)
+total, count = model.loss_sum(*batch(0, seed=0, batch_size=BATCH, seq_len=SEQ))
+(total / count).backward()
+one_norm = flat(p.grad for p in model.parameters()).norm().item()
+print(
+    "    loss, first and last   bytes a rank   norms of the first gradient    sums of the last weights"
+)
+print(f"{'':43}one process has 1, by rank     by rank")
+for each in lab:
+    try:
+        result = run(patient, each, n=RANKS, timeout=5, checked=CHECKED)
+    except RankError as error:
+        print(f"{each.letter}   {error.exception or error}")
+        continue
     first, last = (sum(one["losses"][step] for one in result) / RANKS for step in (0, -1))
-    sent, norm = int(result.ledgers[0].wire_bytes()), result[0]["gradient"].norm()
-    print(f"{name:4}{first:13.3f}{last:9.3f}{sent:13,}{norm:11.3f}", end="")
-    print(f"{spread(result, 'gradient'):18.1e}{spread(result, 'weights'):12.1e}")
+    norms = "".join(f"{one['norm'] / one_norm:6.2f}" for one in result)
+    sums = "".join(f"{one['sum']:9.2f}" for one in result)
+    sent = int(result.ledgers[0].wire_bytes())
+    print(f"{each.letter}{first:12.3f}{last:9.3f}{sent:17,}    {norms}    {sums}")
 
 # %% [markdown]
-# <details><summary>Which is which</summary>
+# <details><summary>How to read it</summary>
 #
-# The loss falls in all four.
+# The loss falls wherever the run ends.
 #
-# - **D has no sync.** It sends nothing: each rank trains a model of its own on a quarter of the data.
-# - **B has different seeds.** Gradients agree and weights never did: the gradient of four models is applied to each.
-# - **A has gradients n times too large.** Only the norm shows it. AdamW hides it; SGD would take steps four times too
-#   long, and clipping would always clip.
+# - **No bytes, and all four sums differ**: *no sync*. Each rank trains a model of its own on a quarter of the data.
+# - **One sum differs**: *seeds*, on that rank. Gradients agree and weights never did.
+# - **Norm n times too large**: *n times*. AdamW hides it; SGD would take steps four times too long, and clipping would
+#   always clip.
+# - **A rank ended by a signal**: *shapes*. It got more bytes than it expected. Checked mode lists what each was about to
+#   send: one differs.
+# - **A deadline, three at `finish`, one had returned**: *skipped*. Its calls are one short, and the others wait in the last.
 #
 # Three numbers are worth a log line in a real run: bytes sent, gradient norm, and a checksum of the weights, compared
 # across ranks.
 # </details>
 
 # %%
-right = sum(diagnosis[name] == illness for name, illness in PATIENTS.items())
-print(f"{right} of {len(PATIENTS)} right; you gave {diagnosis}")
+lab.grade(diagnosis)
 
 # %% [markdown]
-# The fourth illness stops the run: rank 2 finds no tokens in its rows and skips the step.
-
-
-# %%
-def skips_a_step():
-    mesh = make_mesh()
-    model = build_model(CONFIG, seed=0)
-    sync = SYNCS["bucketed"](model, mesh.dp)
-    tokens, targets = rows(0, mesh)
-    if mesh.dp.rank == 2:  # "nothing to do for me"
-        return
-    model.loss_sum(tokens, targets)[0].backward()
-    sync.finish()
-
-
-try:
-    run(skips_a_step, n=RANKS, timeout=5)
-except RankError as error:
-    print(error)
-
-# %% [markdown]
+# What is wrong can be looked at again; `lab.reveal()` tells all.
+#
 # A rank without tokens must still join every collective, with zeros.
 
 # %% [markdown]
@@ -663,7 +677,7 @@ print(f"with what a rank sends: {sizes[0] / 25:.1f} s")
 # %% [markdown]
 # Its figures are the *payload*; a rank sends 2(n-1)/n times that. It also has tensor parallelism overlap: but there the
 # next operation waits for the message, while for a gradient only the optimizer waits. And in the first note data
-# parallelism talks once an *epoch*: patient D, until then.
+# parallelism talks once an *epoch*: *no sync*, until then.
 
 # %%
 without, with_it = (1e3 * exposed[way] for way in ("bucketed", "overlapped"))
@@ -672,6 +686,27 @@ print(f"exposed without overlap {without:.0f} ms, with it {with_it:.0f} ms; your
 # %% [markdown]
 # **Claim 2: false.** The last bucket is full when backward ends, and on a GPU a collective takes processors and memory
 # bandwidth from the backward that it hides behind.
+
+# %% [markdown]
+# ## Cheat-sheet
+# Computed from the library's formulas: gradients in 2 bytes, a ring, 25 GB/s.
+
+
+# %%
+def cheat_sheet(billions, hidden):
+    print(
+        "the law: divide by the tokens of all ranks, then sum; clip after the sum; send once a step"
+    )
+    print("hidden: the buckets that are full before backward ends; exposed: the tail\n")
+    print(f"{billions} billion parameters, h = {hidden:,}")
+    print(f"{'ranks':>7}{'sent a rank, GB':>17}{'seconds':>9}{'messages in turn, a bucket':>28}")
+    for n in (1, 2, 8, 64, 1024):
+        sent = float(dp.wire_bytes(2 * billions * 10**9, n))
+        print(f"{n:7}{sent / 1e9:17.1f}{sent / 25e9:9.2f}{2 * (n - 1):28,}")
+    print(f"\ntensor parallelism sends less below 3h = {3 * hidden:,} tokens a rank, more above")
+
+
+cheat_sheet(billions=7, hidden=4096)
 
 # %% [markdown]
 # ## Your turn
