@@ -46,7 +46,7 @@ vote_2 = None
 
 # %% [markdown]
 # ## Predict
-# Eight ranks, tp=2, dp=2, pp=2, numbered in the order tp-dp-pp: tp varies fastest. Fill in what you can.
+# Eight ranks, tp=2, dp=2, pp=2, numbered in the order tp-dp-pp: tp varies fastest.
 
 # %%
 predicted_group = None  # the ranks with which rank 5 sums gradients, such as [4, 5]
@@ -510,7 +510,7 @@ print(f"your prediction: {predicted_tokens}")
 # %% [markdown]
 # At 3h, and at half of it in the mesh, the columns meet within a few percent: biases and norms are the rest. So "TP > DP" is
 # a fact about batches. Llama 3's 405B model has h = 16,384: a replica of its table 4 reads 131,072 tokens and more in a step.
-# There TP sends more. A small model with a small batch is the other way round.
+# There TP sends more.
 #
 # And PP? A rank sends 2Th numbers, forward and back, once for all l layers of its stage, where TP pays for each layer: less
 # than TP, always. It sends more than DP from 2Th = 24h²l/t on: T = 12hl/t tokens, or 12hl where sequence parallelism has
@@ -564,9 +564,8 @@ seconds = {
 # Now real ranks. Arithmetic is slept, links are emulated; messages and waiting are real. TP's compute is slept between real
 # all-reduces; DP and PP train.
 #
-# Processes that share two cores pay something that is in no formula: what gloo itself takes for a call, and for waking up
-# four ranks after it. Where a step makes 32 calls one after another, that is much. So we measure it, with one sequence and
-# no emulated link, and give it a column of its own.
+# Processes that share two cores pay what is in no formula: gloo's own time for a call. Where a step makes 32 calls one after
+# another, that is much. Measured with one sequence and no emulated link, it has a column of its own.
 
 
 # %%
@@ -852,8 +851,8 @@ for name, result in ward.items():
 #
 # The first loss is right in all five: it is computed before any gradient.
 #
-# - **All gradients right, the norm too large and equal on all ranks**: *replicas*. Nothing drifts apart; the steps are
-#   clipped too much.
+# - **All gradients right, the norm too large and equal on all ranks**: *replicas*. Steps are clipped too
+#   much.
 # - **All gradients right, the norm differs by rank**: *own norm*. Weights that should be copies drift apart.
 # - **Experts wrong on one rank**: *experts*. Its copies of them are no copies any more; the rank is the one whose ratio is
 #   not 1.
