@@ -638,8 +638,8 @@ def job(patient):
     return seen
 
 
-print("bytes after step 3, by kind; 'other' after each step")
-print(f"{'':3}{'rank':5}{'weights':>10}{'gradients':>11}{'optimizer':>11}{'other':>12}")
+print("bytes after step 3, by kind; what is alive besides, after each of three steps")
+print(f"{'':3}{'rank':5}{'weights':>10}{'gradients':>11}{'optimizer':>11}{'other, by step':>36}")
 for patient in lab:
     for rank, seen in enumerate(run(job, patient, n=4)):
         state, _ = seen[-1]
@@ -713,7 +713,8 @@ def cheat_sheet(name, gpus):
     print(
         f"  DP sends     2(n-1)/n P b          {4 * size * (gpus - 1) / gpus / 1e9:12,.0f} GB a step and GPU"
     )
-    print(f"  hides from   (n-1)/n b F / 3 beta  {least_tokens(50e9, gpus):12,.0f} tokens a GPU")
+    beta = ROOFS["inside a node" if gpus <= 8 else "between nodes"]
+    print(f"  hides from   (n-1)/n b F / 3 beta  {least_tokens(beta, gpus):12,.0f} tokens a GPU")
 
 
 for name, gpus in (("7B", 8), ("70B", 256), ("405B", 16384)):
