@@ -12,7 +12,7 @@ import pytest
 from nbformat.v4 import new_code_cell, new_markdown_cell, new_notebook, new_output
 
 from course_lib.grading.merge import merge, pristine, read
-from course_lib.grading.run import grade
+from course_lib.grading.run import grade, run_nbval
 
 COORDINATES = """\
 def coordinates(rank, sizes, order):
@@ -228,12 +228,37 @@ def test_nbformat_4_0_has_no_ids(hand_in):
 REAL = Path(__file__).parents[2]
 
 
+@pytest.fixture
+def ran(monkeypatch) -> list:
+    """Every code cell that a grade in this test has run."""
+    cells: list = []
+
+    def recorded(*given):
+        found = run_nbval(*given)
+        cells.extend(found)
+        return found
+
+    monkeypatch.setattr("course_lib.grading.run.run_nbval", recorded)
+    return cells
+
+
 @pytest.mark.parametrize("file", sorted((REAL / "exercises").glob("*.ipynb")), ids=lambda f: f.stem)
-def test_the_course_grades_its_own_notebooks(file):
+def test_the_course_grades_its_own_notebooks(file, ran):
+    """And no cell of them fails: this is their Run All too (they are built from one source)."""
     untouched = grade(file, REAL, seed=2)
     solved = grade(REAL / "solutions" / file.name, REAL, seed=2)
     assert (untouched.passed, solved.passed) == (0, solved.total)
     assert untouched.total == solved.total > 0
+    code = [each for each in read(file).cells if each.cell_type == "code"]
+    assert len(ran) == 2 * len(code)
+    assert not [each for each in ran if each.error or each.stopped]
+    committed = read(REAL / "solutions" / file.name)
+    assert committed.metadata.kernelspec.name == "python3"
+    for each in committed.cells:
+        if each.metadata.get("course", {}).get("role") == "check":
+            ex, line = each.metadata.course.ex, "".join(each.outputs[-1].data["text/plain"])
+            total = solved.scores[ex].total
+            assert line == f"{ex}: {total} of {total} passed.", "make execute refreshes it"
 
 
 def test_where_the_pristine_notebook_is_found(root):
