@@ -32,6 +32,20 @@ def odd_one(values: list) -> int | None:
     return alone[0] if len(alone) == 1 else None
 
 
+def reads_01(told: str, head: str) -> tuple[str, int | None]:
+    found = numbers(told)
+    ranks = [found[at + 1 : at + 7] for at in range(0, 28, 7)]
+    usual = [min(column) for column in zip(*ranks, strict=True)]
+    for rank, (_, gradients, optimizer, first, _, last) in enumerate(ranks):
+        if gradients > usual[1]:
+            return "gradients", rank
+        if optimizer > usual[2]:
+            return "moments", rank
+        if last > usual[-1]:
+            return "graph" if last > first else "copy", rank
+    return "healthy", None
+
+
 def reads_02(told: str, head: str) -> Diagnosis:
     error, _, apart, messages, *_ = numbers(told)
     pieces = re.findall(r"[.x]{4}", told)
@@ -89,6 +103,17 @@ def reads_05(told: str, head: str) -> Diagnosis:
     return ("bias", None, "all") if last > ROUNDING else HEALTHY
 
 
+def reads_06(told: str, head: str) -> Diagnosis:
+    gathers, scatters, _, first, _, _, norms, keys, *finite = numbers(told)
+    if first > ROUNDING:
+        return "padding", None, len(finite) - 1  # the last words are padding
+    if scatters < gathers:
+        return "gather", "reduce_scatter", "all"
+    if norms > ROUNDING:
+        return "norms", "all_reduce", "all"
+    return ("heads", "all_reduce", "all") if keys > ROUNDING else HEALTHY
+
+
 def reads_07(told: str, head: str) -> Diagnosis:
     loss, length, _, *off, ends = numbers(told)
     wrong = [rank for rank in range(4) if off[rank] > ROUNDING]
@@ -106,7 +131,15 @@ def reads_07(told: str, head: str) -> Diagnosis:
     return "lost", "send", culprit
 
 
-READERS = {"02": reads_02, "03": reads_03, "04": reads_04, "05": reads_05, "07": reads_07}
+READERS = {
+    "01": reads_01,
+    "02": reads_02,
+    "03": reads_03,
+    "04": reads_04,
+    "05": reads_05,
+    "06": reads_06,
+    "07": reads_07,
+}
 
 
 def diagnoses(number: str, printed: str) -> dict[str, Diagnosis]:
