@@ -109,7 +109,8 @@ for n in (1, 2, 4):
 print(f"your prediction for four ranks: {predicted_speedup}")
 
 # %% [markdown]
-# Computing shrinks with n. Sending does not: a rank sends 2(n-1)/n times the gradient, more with every rank that joins. The
+# Computing shrinks with n. Sending does not. The sum is a *ring all-reduce*: pieces go round the ranks, first to be added up, then
+# to be handed on (lesson 02 builds it). So a rank sends 2(n-1)/n times the gradient, more with every rank that joins. The
 # speed-up has a ceiling, here 3: 240 ms over the 80 ms of 2 S/beta, however many ranks come; and alphas lower it.
 #
 # ## Memory: what stays between steps
@@ -299,8 +300,8 @@ print(f"your prediction for 70B: {predicted_cache_gb} GB")
 # Look at 405B: one sequence of activations is more than a GPU has, and no cut of the *state* helps. That is why there are
 # lessons 05 to 09. (Recomputed: the inputs of all blocks, embedding and loss, and one block in full while its backward runs.)
 #
-# The last column but one is what serving keeps: 2 L G K numbers a token. Llama 3 has 8 heads of keys and values instead of
-# 64 or 128, which is why its cache is small.
+# The last column but one is what serving keeps: in each of L layers and G heads a key and a value of K numbers, 2 L G K a token.
+# Llama 3 has 8 heads of keys and values instead of 64 or 128, which is why its cache is small.
 #
 # ## Compute: six operations
 # A matrix of p parameters multiplies a token with p multiplications and p additions: 2p FLOPs. Backward does it twice, for
@@ -442,15 +443,16 @@ roofline(
 
 # %% [markdown]
 # Left of the bend more GPUs do not help, and the batch cannot grow for ever. Llama 3 has 16 million tokens a step and 16,384
-# GPUs: 1,024 tokens for each, left of the bend between nodes. But where several GPUs share *one* replica each sends its part of
-# the gradients only, and the tokens of the replica count: with 128 replicas they are 131,072, far on the right.
+# GPUs: 1,024 tokens for each, left of the bend between nodes. But where several GPUs share *one* replica (a copy of the model)
+# each sends its part of the gradients only, and the tokens of the replica count: with 128 replicas they are 131,072, far on the
+# right.
 #
 # Watch units: 400 Gb/s are 50 GB/s. "900 GB/s" counts both directions. A formula in *elements* (many papers) wants a factor
 # of 2 in bfloat16.
 #
 # ## The table that the course fills in
-# Eight GPUs, 70B, eight sequences of 8,192 tokens a step, one technique at a time, all from the library's formulas. Each lesson
-# adds its measured twin.
+# Eight GPUs, 70B, eight sequences of 8,192 tokens a step, one technique at a time, all from the library's formulas: data (DP),
+# tensor (TP), sequence (SP), pipeline (PP), context (CP) and expert parallelism (EP). Each lesson adds its measured twin.
 
 # %%
 from course_lib import compose, sp

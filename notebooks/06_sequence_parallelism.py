@@ -203,7 +203,8 @@ print(f"your predictions: {predicted_bytes} bytes, share {predicted_kept}")
 # an all-gather. Each is right, of another variant.
 #
 # ## Korthikanti's formula, and ours
-# They count bytes of a GPT layer in units of s·b·h, with 2-byte numbers and F = 4h:
+# They count bytes of a GPT layer in units of s·b·h (positions, sequences, hidden features), with 2-byte numbers, an MLP of 4h
+# features and t ranks:
 #
 # | | theirs, without attention's scores |
 # |---|---|
@@ -212,7 +213,7 @@ print(f"your predictions: {predicted_bytes} bytes, share {predicted_kept}")
 # | sequence (again) | 34/t |
 #
 # The 10: inputs of two norms (4), of q, k, v (2) and of the MLP (2), two dropout masks (2). Their attention adds 5·a·s/h for
-# scores; ours is a fused kernel and keeps none, but a log-sum-exp a row: one number, from which backward makes the
+# the scores of a heads; ours is a fused kernel and keeps none, but a log-sum-exp a row: one number, from which backward makes the
 # row's weights again. Now measure it with our layer in bfloat16:
 
 # %%
