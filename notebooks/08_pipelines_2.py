@@ -295,7 +295,7 @@ for name, schedule in schedules.items():
 # ## ZB-V and DualPipe-V: there and back
 # Two thin stages a rank, but in a V: rank 0 has the first *and* the last. So a micro-batch ends where it began, and rank 0
 # starts the backward itself. Every rank has an early stage, whose micro-batches wait long, and a late one, whose wait is short:
-# memory is equal on all ranks, and no larger than 1F1B's.
+# memory is equal on all ranks, and no larger than on 1F1B's rank 0.
 
 # %%
 schedule_picture(simulated["zb-v"], title="ZB-V: no gap either, with 1F1B's memory on every rank")
@@ -308,7 +308,7 @@ schedule_picture(simulated["zb-v"], title="ZB-V: no gap either, with 1F1B's memo
 # %%
 schedule_picture(
     simulated["dualpipe-v"],
-    title="DualPipe-V: forwards and whole backwards in pairs; gaps on rank 0",
+    title="DualPipe-V: forwards and whole backwards in pairs, with some gaps",
 )
 
 # %% [markdown]
