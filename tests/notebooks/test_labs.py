@@ -131,6 +131,31 @@ def reads_07(told: str, head: str) -> Diagnosis:
     return "lost", "send", culprit
 
 
+def reads_09(told: str, head: str) -> Diagnosis:
+    _, _, gradient, *rest = numbers(told)
+    wrong = [rank for rank in range(4) if rest[rank]]
+    norms = rest[4:]
+    if 0 in norms:
+        return "lost", "backward", norms.index(0)
+    if not gradient:
+        return HEALTHY
+    if len(wrong) == 1:
+        return "labels", "forward", wrong[0]
+    return ("positions", "forward", "all") if wrong else ("mean", "backward", "all")
+
+
+def reads_10(told: str, head: str) -> Diagnosis:
+    *losses, factor, _, _, routers, over_ep, _, _ = numbers(told)
+    wrong = [rank for rank in range(4) if losses[rank] > ROUNDING]
+    if wrong:
+        return "order", "ep", wrong[0]
+    if over_ep:
+        return "group", "edp", "all"
+    if abs(factor - 1) > 0.1:
+        return "divided", "edp", "all"
+    return ("router", "dp", "all") if routers > ROUNDING else HEALTHY
+
+
 READERS = {
     "01": reads_01,
     "02": reads_02,
@@ -139,6 +164,8 @@ READERS = {
     "05": reads_05,
     "06": reads_06,
     "07": reads_07,
+    "09": reads_09,
+    "10": reads_10,
 }
 
 
