@@ -145,7 +145,7 @@ def test_a_flood_of_printing_is_cut(capsys):
     assert "is left out" in printed
 
 
-def test_arguments_that_an_answer_overwrites_are_its_own_copies():
+def test_who_uses_up_an_argument_is_told_so_and_spoils_no_other_call():
     def empties(rank, sizes, order):
         found = {}
         for axis in order.split("-"):
@@ -153,7 +153,9 @@ def test_arguments_that_an_answer_overwrites_are_its_own_copies():
             rank, found[axis] = divmod(rank, size)
         return found
 
-    assert check("00-1", empties, seed=5).ok
+    message = check("00-1", empties, seed=5).message
+    assert "changed sizes, which is its caller's: copy it" in message
+    assert "KeyError" not in message
 
 
 def test_the_first_failing_axis_is_told_first():
