@@ -663,8 +663,8 @@ lab.grade(diagnosis)
 # - **Lost W**, **W twice**: a rank's gradient is below 1, or above; all others are right, also those of the ranks before it: I was
 #   sent. Nothing hangs and no time is lost, so only a comparison with a twin shows it.
 # - **Whole B**: all gradients are right and the step is longer. From rank to rank the first backward comes one I later; before
-#   the ill rank it comes one I and one W later.
-# - **Hoards**: gradients and times are right, and a rank keeps all eight micro-batches.
+#   the ill rank it comes one I and one W later. It also keeps less: no W waits.
+# - **Hoards**: a rank keeps all eight micro-batches, and the step ends with its Ws. Its first backward comes in time.
 #
 # `lab.reveal()` tells.
 # </details>
