@@ -131,6 +131,20 @@ def reads_07(told: str, head: str) -> Diagnosis:
     return "lost", "send", culprit
 
 
+def reads_08(told: str, head: str) -> tuple[str, int | None]:
+    _, *rest = numbers(told)
+    shares, first, kept = rest[:4], rest[4:8], rest[8:12]
+    wrong = [rank for rank in range(4) if abs(shares[rank] - 1) > 0.005]
+    if wrong:
+        return "lost W" if shares[wrong[0]] < 1 else "W twice", wrong[0]
+    if max(kept) > 4:
+        return "hoards", kept.index(max(kept))
+    gaps = [first[rank - 1] - first[rank] for rank in range(1, 4)]
+    if max(gaps) > 30:  # ms: one I takes 20, and one W
+        return "whole B", 1 + gaps.index(max(gaps))
+    return "healthy", None
+
+
 def reads_09(told: str, head: str) -> Diagnosis:
     _, _, gradient, *rest = numbers(told)
     wrong = [rank for rank in range(4) if rest[rank]]
@@ -156,6 +170,18 @@ def reads_10(told: str, head: str) -> Diagnosis:
     return ("router", "dp", "all") if routers > ROUNDING else HEALTHY
 
 
+def reads_13(told: str, head: str) -> Diagnosis:
+    agree, serial = re.findall(r"\b(yes|no)\b", told)
+    _, largest, *rows = numbers(told)
+    if agree == "no":
+        return "own dice", "all_gather", "all"
+    if largest < 64:  # words that a rank has
+        return "local names", "all_gather", "all"
+    if len(set(rows)) > 1:
+        return "lost rows", None, odd_one(rows)
+    return HEALTHY if serial == "yes" else ("own noise", None, "all")
+
+
 READERS = {
     "01": reads_01,
     "02": reads_02,
@@ -164,8 +190,10 @@ READERS = {
     "05": reads_05,
     "06": reads_06,
     "07": reads_07,
+    "08": reads_08,
     "09": reads_09,
     "10": reads_10,
+    "13": reads_13,
 }
 
 
