@@ -71,8 +71,9 @@ class Handle:
         What went wrong in the backend is raised, again and again too.
         """
         if self._flight is not None:
-            self._value = self._flight.land()
+            flight, self._value = self._flight, self._flight.land()
             self._flight = None  # its tensors are free now
+            flight.leave_gap()
         return self._value
 
 
@@ -167,7 +168,10 @@ class _Flight:
         trace.sleep(end - time.perf_counter())
         label = "control" if call.control else call.label
         trace.add(call.op, start, end, axis=self._axis.name, payload=call.payload, label=label)
-        value = self._result()
-        if call.op != "send" and (priorities := self._axis.context.priorities) is not None:
+        return self._result()
+
+    def leave_gap(self) -> None:
+        """The program goes on to compute: where there are priorities a held call may leave."""
+        priorities = self._axis.context.priorities
+        if priorities is not None and self._call.op != "send":
             priorities.gap(self._axis)
-        return value

@@ -403,6 +403,24 @@ def test_a_held_call_that_failed_in_a_gap_says_so_again_where_it_is_waited_for(w
     assert worlds(4).run(waited_for, checked=True) == [(said, 2.0)] * 4
 
 
+def test_what_was_waited_for_is_there_though_a_held_call_failed_in_its_gap(worlds):
+    """A second wait for a message of gloo would never end."""
+
+    def received():
+        mesh = make_mesh(pp=2)
+        if mesh.pp.rank == 0:
+            comm.send(SMALL, mesh.pp, to=1)
+            return 10.0
+        priorities = comm.Priorities(mesh.pp, mesh.dp, piece_bytes=10**6)
+        with suppress(ZeroDivisionError), priorities:
+            message = comm.start_recv(SMALL, mesh.pp, source=0)
+            priorities.hold(mesh.dp, lambda: 1 / 0)
+            message.wait()
+        return message.wait().sum().item()
+
+    assert worlds(4).run(received, timeout=20) == [10.0] * 4
+
+
 @pytest.mark.parametrize(
     ("names", "piece_bytes", "said"),
     [
