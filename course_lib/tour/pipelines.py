@@ -23,8 +23,8 @@ from course_lib.trace import overshoot
 
 NAMES = ("gpipe", "1f1b", "zb-h1")
 RANKS, MICRO_BATCHES = 4, 8
-# Seconds. A message costs gloo about a millisecond on two cores, and in ZB-H1 nearly all of them are
-# on the critical chain: actions must be long beside it. B is I and W.
+# Seconds. A message costs gloo about a millisecond on two cores, and in ZB-H1 nearly all of them
+# are on the critical chain: actions must be long beside it. B is I and W.
 PACE = {"F": 0.040, "B": 0.080, "I": 0.040, "W": 0.040}
 
 
