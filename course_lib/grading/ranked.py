@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from course_lib.comm.waits import waits
 from course_lib.grading import registry
 from course_lib.grading.answers import NotRight, guarded
 from course_lib.grading.exercise import Answer, Exercise
@@ -24,6 +25,10 @@ from course_lib.trace import PeakLiveBytes
 
 RESULTS = ("outputs", "gradients", "weights")  # what an answer is for; the other axes say how
 PATIENCE = 15.0  # seconds of a second try, where the machine was too busy for the first
+DEAF = (
+    ". Every rank waits for a message: either nobody has sent one, or what isend returned was "
+    "dropped before its wait(), and the message with it"
+)
 LATER = "this counts only once the results are right on two ranks or more"
 
 
@@ -32,7 +37,8 @@ class Trial:
     """One launch: ``n`` ranks; ``size`` is what the exercise makes of it (elements, layers).
 
     ``hang`` is the mistake to name where some ranks of this trial wait for ever for one that is
-    done; where all wait, the machine may just be slow.
+    done; where all wait, the machine may just be slow. Where calls met that do not fit together it
+    is told as what may be the reason.
     """
 
     n: int
@@ -42,12 +48,16 @@ class Trial:
 
 @dataclass(frozen=True)
 class Observed:
-    """What one rank gave: its result, its calls, its peak of live bytes, its inputs afterwards."""
+    """What one rank gave: its result, its calls, its peak of live bytes, its inputs afterwards.
+
+    ``waits`` is how often it waited for one of its calls.
+    """
 
     value: Any
     calls: list[WireCall]
     peak: int
     inputs: tuple[Any, ...]
+    waits: int = 0
 
 
 @dataclass(frozen=True)
@@ -62,6 +72,22 @@ class Seen:
     def values(self) -> list[Any]:
         """The results by rank."""
         return [rank.value for rank in self.ranks]
+
+
+def unwaited(seen: Seen) -> str:
+    """For exercises made of messages alone: which rank left one that it had begun to itself.
+
+    A wait too many for one message can hide one too few for another; no right answer is refused.
+    """
+    for rank, observed in enumerate(seen.ranks):
+        messages = sum(call.op in ("send", "recv") for call in observed.calls)
+        if observed.waits < messages:
+            return (
+                f"rank {rank} began {messages} messages and waited for {observed.waits} of them: "
+                "until wait() returns the network still reads what isend was given, and has not "
+                "filled what irecv was given"
+            )
+    return ""
 
 
 @dataclass(frozen=True)
@@ -157,6 +183,8 @@ class Ranked(Exercise):
                 raise NotRight(f"{self.names[0]} is not written yet ({error.exception})") from None
             left_alone = isinstance(error, RankDeadline) and "had returned" in error.report
             hint = f". {trial.hang}" if trial.hang and left_alone else ""
+            if trial.hang and "(SIGABRT)" in error.report.splitlines()[0]:
+                hint = f". The reason may be this. {trial.hang}"
             raise NotRight(f"on {trial.n} ranks {said(error, deadline)}{hint}") from None
         except TypeError as error:  # an answer that cannot travel
             raise NotRight(str(error)) from None
@@ -169,9 +197,14 @@ def graded_rank(exercise_id: str, number: int, seed: int, *answers: Answer) -> O
     assert isinstance(exercise, Ranked)
     mesh = make_mesh()
     inputs = exercise.inputs(exercise.trials[number], mesh.rank, seed)
-    with refusing(exercise.refused), PeakLiveBytes() as peak, WireCalls() as wire:
+    with (
+        refusing(exercise.refused),
+        PeakLiveBytes() as peak,
+        WireCalls() as wire,
+        waits() as waited,
+    ):
         value = exercise.act(answers, inputs, mesh)
-    return Observed(value, wire.calls, peak.peak, inputs)
+    return Observed(value, wire.calls, peak.peak, inputs, waited.count)
 
 
 def _starved(error: RankError) -> bool:
@@ -210,7 +243,9 @@ def _said(error: RankError, deadline: float) -> str:
                 "they wait for ever; post both at once, or let half of the ranks receive first "
                 f"({places})"
             )
-        return f"the answer had not returned after {deadline:g} s: {places}"
+        heard = [line for line in error.standing.values() if re.search(r"was at: \S*recv", line)]
+        why = DEAF if len(heard) == len(error.standing) else ""
+        return f"the answer had not returned after {deadline:g} s: {places}{why}"
     lines = error.report.splitlines()
     own = [line.strip() for line in lines[1:] if re.match(r"  (cell|line)", line)]
     if "(SIGABRT)" in lines[0]:  # what the backend does then, and a rank's own words do not say it

@@ -7,6 +7,7 @@ import torch
 import torch.distributed as dist
 
 from course_lib import comm
+from course_lib.comm.waits import waits
 from course_lib.grading import check, registry
 from course_lib.grading.attack import DEADLINE, attack, table
 from course_lib.grading.compare import difference
@@ -111,6 +112,22 @@ def test_what_is_counted_of_each_operation():
     assert first[:-1] == second[:-1] == [WireCall(op, 32) for op in ops]
     assert (first[-1], second[-1]) == (WireCall("send", 32, 1), WireCall("recv", 32, 0))
     assert [int(call.wire(2)) for call in first] == [32, 32, 16, 16, 16, 32]
+
+
+def count_waits():
+    x, peer = torch.zeros(8), 1 - dist.get_rank()
+    with waits() as waited:
+        sending = dist.isend(x, peer)
+        dist.irecv(torch.empty(8), peer).wait()
+        one = waited.count
+        sending.wait()
+        dist.send(x, peer) if peer else dist.recv(x, peer)
+    dist.barrier()
+    return one, waited.count
+
+
+def test_a_message_that_nobody_waits_for_is_seen():
+    assert list(run(count_waits, n=2)) == [(1, 3), (1, 3)]
 
 
 RIGHT = [torch.tensor([1.0, 2.0, 3.0]), torch.tensor([4.0, 5.0, 6.0])]

@@ -18,7 +18,7 @@ from course_lib.grading.lessons.lesson_02.messages import (
     made_of_messages,
     sent_to,
 )
-from course_lib.grading.ranked import RankCase, Ranked, Seen, Trial
+from course_lib.grading.ranked import RankCase, Ranked, Seen, Trial, unwaited
 from course_lib.mesh import Mesh, make_mesh
 
 TWO, FOUR, THREE, ONE = range(4)
@@ -84,7 +84,7 @@ def _peers(seen: Seen) -> str:
         if sorted(peers) != [other for other in range(n) if other != rank]:
             named = ", ".join(map(str, peers)) or "nobody"
             return f"rank {rank} sent to {named}; one message to every other rank is wanted"
-    return ""
+    return unwaited(seen)
 
 
 def _bytes(seen: Seen) -> str:
@@ -109,6 +109,17 @@ def _in_one_batch(x: Tensor) -> Tensor:
     for work in dist.batch_isend_irecv(operations) if operations else ():
         work.wait()
     return result
+
+
+def _without_waiting(x: Tensor) -> Tensor:
+    rank, n = dist.get_rank(), dist.get_world_size()
+    rows = [torch.zeros_like(row) for row in x]
+    rows[rank] = x[rank].clone()
+    for other in range(n):
+        if other != rank:
+            dist.isend(x[other], other)
+            dist.irecv(rows[other], other)
+    return torch.stack(rows)
 
 
 def _lower_rank_first(x: Tensor) -> Tensor:
@@ -234,6 +245,7 @@ ALL_TO_ALL = Ranked(
         Wrong(lambda x: _turn_by_turn(x, sends="all"), words="send each rank its row, not all"),
         Wrong(lambda x: _turn_by_turn(x).T, words="is right"),
         Wrong(_of_vectors, words="compare calls, peers and shapes by rank"),
+        Wrong(_without_waiting, words="began 2 messages and waited for 0 of them"),
         Wrong(_send_first, words="every rank waits in send"),
         Wrong(_through_rank_0, words="one message to every other rank is wanted"),
         Wrong(_collective, words="called all_to_all: use send and recv alone"),

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from course_lib.grading.compare import difference
 from course_lib.grading.exercise import Answer
-from course_lib.grading.ranked import Observed, Seen, Trial
+from course_lib.grading.ranked import Observed, Seen, Trial, unwaited
 from course_lib.mesh import Mesh
 
 REFUSAL = "raised PermissionError: this is what you are asked to write"
@@ -33,13 +33,17 @@ def given_to(seen: Seen) -> list[Tensor]:
 
 
 def made_of_messages(look: Callable[[Seen], str]) -> Callable[[Seen], str]:
-    """``look``, which counts only where no collective of torch did the work."""
+    """``look``, which counts only where no collective of torch did the work.
+
+    What is wrong has one more cause where messages were not waited for.
+    """
 
     def honest(seen: Seen) -> str:
         for rank, observed in enumerate(seen.ranks):
             if others := sorted({call.op for call in observed.calls} - {"send", "recv"}):
                 return f"rank {rank} called {', '.join(others)}: use send and recv alone"
-        return look(seen)
+        says, why = look(seen), unwaited(seen)
+        return f"{why} ({says})" if says and why else says
 
     return honest
 

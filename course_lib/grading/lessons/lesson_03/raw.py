@@ -116,6 +116,23 @@ def _skips(model: nn.Module, batches: Batches, optimizer: Optimizer, max_norm: f
     _train(model, some, optimizer, max_norm)
 
 
+def _skips_the_count(
+    model: nn.Module, batches: Batches, optimizer: Optimizer, max_norm: float
+) -> None:
+    """A rank without rows has nothing to add to their number, and leaves that call out."""
+    start = flat(list(model.parameters()))
+    dist.broadcast(start, 0)
+    nn.utils.vector_to_parameters(start, model.parameters())
+    for x, y in batches:
+        rows = torch.tensor(len(x))
+        if len(x):
+            dist.all_reduce(rows)
+        own = gradient_of(model, x, y) / rows.clamp(min=1)
+        dist.all_reduce(own)
+        set_gradients(model, clipped(own, max_norm))
+        optimizer.step()
+
+
 def _broadcasts_each_step(
     model: nn.Module, batches: Batches, optimizer: Optimizer, max_norm: float
 ) -> None:
@@ -183,6 +200,7 @@ RAW = Ranked(
         Wrong(_but(zeroed=False), words="zero_grad() is missing"),
         Wrong(_averages_weights, words="weights are averaged where gradients should be summed"),
         Wrong(_skips, words="it must make all calls of that step too"),
+        Wrong(_skips_the_count, words="it must make all calls of that step too"),
         Wrong(_broadcasts_each_step, words="one broadcast of the weights"),
         Wrong(_gathers, words="one all-reduce of the gradients a step"),
         Wrong(_by_ddp, words=REFUSAL),

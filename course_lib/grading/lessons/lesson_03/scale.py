@@ -28,6 +28,10 @@ NO_GRADIENT = (
     "the loss that you return carries no gradient: what a collective returns has none, and a "
     "number has none either; scale total itself"
 )
+COUNT_WRITTEN = (
+    "count was written: its caller may need it again; comm.all_reduce returns the sum in a new "
+    "tensor, dist.all_reduce works in place, so give it a copy"
+)
 
 
 def _inputs(trial: Trial, rank: int, seed: int) -> tuple[Tensor, Tensor, Tensor]:
@@ -51,7 +55,10 @@ def _summed_loss(inputs: tuple[Tensor, Tensor, Tensor]) -> tuple[Tensor, Tensor]
 
 def _act(answers: Sequence[Answer], inputs: tuple[Any, ...], mesh: Mesh) -> Any:
     total, w = _summed_loss(inputs)
-    loss = answers[0](total, torch.tensor(len(inputs[0])), mesh.dp)
+    count = torch.tensor(len(inputs[0]))
+    loss = answers[0](total, count, mesh.dp)
+    if mesh.dp.size > 1 and int(count) != len(inputs[0]):
+        return COUNT_WRITTEN
     if isinstance(loss, Tensor) and not loss.requires_grad:
         return NO_GRADIENT
     if isinstance(loss, Tensor):
@@ -128,6 +135,11 @@ def _in_raw_torch(total: Tensor, count: Tensor, axis: Axis) -> Tensor:
     return total * (1 / count)
 
 
+def _in_place(total: Tensor, count: Tensor, axis: Axis) -> Tensor:
+    dist.all_reduce(count, group=axis.group)
+    return total / count
+
+
 def _with_loss(total: Tensor, count: Tensor, axis: Axis) -> Tensor:
     """Sends the loss as well, which nobody needs for the gradient."""
     comm.all_reduce(total, axis)
@@ -182,6 +194,7 @@ SCALE = Ranked(
             ),
             words="this is what you are asked to write",
         ),
+        Wrong(_in_place, words="count was written"),
         Wrong(_with_loss, words="made 2 calls"),
         Wrong(_one_hot, words="handed 512 bytes to its call"),
     ),

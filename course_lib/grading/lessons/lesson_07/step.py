@@ -24,7 +24,7 @@ from course_lib.grading.lessons.lesson_07.toy import (
     serial,
     stages,
 )
-from course_lib.grading.ranked import RankCase, Ranked, Seen, Trial
+from course_lib.grading.ranked import RankCase, Ranked, Seen, Trial, unwaited
 from course_lib.mesh import Mesh
 from course_lib.schedule import one_f_one_b
 from course_lib.trace import SavedActivations
@@ -194,7 +194,7 @@ def _messages(seen: Seen) -> str:
         odd = next((call.payload for call in sends if call.payload != size), None)
         if odd is not None:
             return f"rank {rank} sent a message of {odd} bytes; activations have {size}"
-    return ""
+    return unwaited(seen)
 
 
 def _kept(seen: Seen) -> str:
@@ -262,6 +262,7 @@ STEP = Ranked(
         Wrong(answers.KeepsGraphs(), words="rank 0 held the activations of 8 micro-batches"),
         Wrong(answers.PlainSend(), words="every rank waits in send"),
         Wrong(answers.TellsAllTheLoss(), words="called all_reduce"),
+        Wrong(answers.ForgetsItsSends(), words="began 16 messages and waited for 8 of them"),
         Wrong(answers.InHalves(), words="sent 16 messages to rank 1; 8 activations are wanted"),
         Wrong(answers.moves_weights, words="nothing with its stage"),
         Wrong(answers.Always1F1B(), words="in its order, whatever the schedule"),
