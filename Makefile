@@ -4,14 +4,17 @@ PYTHON ?= $(shell for python in python3 python3.13 python3.12 python3.11; do \
 BIN := .venv/bin
 READY := .venv/.ready
 PYTEST := $(BIN)/python -m pytest
-TESTS := tests/test_architecture.py tests/fast tests/ranks tests/notebooks tests/browser
+TESTS := tests/test_architecture.py tests/fast tests/notebooks tests/browser tests/ranks
+# Two at once: ranks and kernels wait much of their time. WORKERS=0 wants less memory and more time.
+WORKERS ?= 2
+SPREAD := -n $(WORKERS) --dist loadfile --no-loadscope-reorder
 
 .PHONY: help setup tour test test-long test-gpu attack lab lint fmt notebooks execute length clean
 
 help:
 	@echo "make setup      make .venv and install the course into it"
 	@echo "make tour       the main job: train on 4 ranks with each technique, compare with one process"
-	@echo "make test       every test that a learner runs (what is missing is skipped, with the reason)"
+	@echo "make test       every test that a learner runs, two at once (what is missing is skipped, with the reason)"
 	@echo "make test-long  the rest: large worlds, soak"
 	@echo "make test-gpu   what only NVIDIA cards can show; without one all of it is skipped"
 	@echo "make attack     every exercise against its wrong answers, which must all be rejected"
@@ -34,7 +37,10 @@ tour: $(READY)
 	$(BIN)/course tour
 
 test: $(READY)
-	$(PYTEST) -m "not long" $(TESTS)
+	@status=0; \
+	$(PYTEST) -m "not long and not alone" $(SPREAD) $(TESTS) || status=$$?; \
+	$(PYTEST) -m "not long and alone" $(TESTS) || status=$$?; \
+	exit $$status
 
 test-long: $(READY)
 	$(PYTEST) -m long $(TESTS)

@@ -37,20 +37,34 @@ def need() -> Callable[[object, str], None]:
 
 
 @pytest.fixture(scope="session")
-def worlds() -> Iterator[Callable[[int], Any]]:
+def kept_worlds() -> Iterator[dict[int, Any]]:
+    """The worlds that tests share, by their number of ranks."""
+    kept: dict[int, Any] = {}
+    yield kept
+    for world in kept.values():
+        world.close()
+
+
+@pytest.fixture(scope="session")
+def worlds(kept_worlds: dict[int, Any]) -> Callable[[int], Any]:
     """``worlds(4)`` is a World of 4 ranks that all tests of the session share."""
     from course_lib.launch import World
 
-    kept: dict[int, Any] = {}
-
     def world(n: int) -> Any:
-        if n not in kept:
-            kept[n] = World(n)
-        return kept[n]
+        if n not in kept_worlds:
+            kept_worlds[n] = World(n)
+        return kept_worlds[n]
 
-    yield world
-    for world_ in kept.values():
-        world_.close()
+    return world
+
+
+@pytest.fixture(autouse=True, scope="module")
+def large_worlds_end_with_their_file(kept_worlds: dict[int, Any]) -> Iterator[None]:
+    """A rank is 100 MB and each worker has its own: 8 and 16 ranks start anew where wanted."""
+    yield
+    for n, world in kept_worlds.items():
+        if n > 4:
+            world.close()
 
 
 @pytest.fixture(autouse=True, scope="session")

@@ -83,8 +83,8 @@ def test_make_target_exists_and_ends_in_what_the_readme_says(target, need):
     lines = dry_run(target)
     runs = {
         "tour": ".venv/bin/course tour",
-        "test": '-m pytest -m "not long" tests/test_architecture.py tests/fast tests/ranks '
-        "tests/notebooks tests/browser",
+        "test": '-m pytest -m "not long and not alone" -n 2 --dist loadfile --no-loadscope-reorder '
+        "tests/test_architecture.py tests/fast tests/notebooks tests/browser tests/ranks",
         "lab": ".venv/bin/course lab",
         "lint": ".venv/bin/mypy",
     }

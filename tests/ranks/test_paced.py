@@ -10,6 +10,7 @@ from course_lib.mesh import Conditions
 from course_lib.schedule import Action, bubble, makespan, simulate
 from course_lib.trace import TOO_BUSY, overshoot
 
+pytestmark = pytest.mark.alone
 NEAR = 1.15  # on an idle machine 1.02-1.05
 
 

@@ -10,6 +10,8 @@ from course_lib.bench import dp as bench
 from course_lib.bench.rounds import interleave, ratios, slowest_rank
 from course_lib.trace import TOO_BUSY, Trace, overshoot
 
+pytestmark = pytest.mark.alone
+
 
 def busy() -> float:
     """By how much sleeps overshoot on this machine now."""
