@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import time
 from fractions import Fraction
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -20,10 +22,11 @@ from course_lib.grading.lessons.lesson_02.messages import (
     on_world,
     sent_to,
 )
-from course_lib.grading.ranked import RankCase, Ranked, Seen, Trial
+from course_lib.grading.ranked import RankCase, Ranked, Seen, Trial, unwaited
 from course_lib.mesh import Axis
 
 TWO, FOUR, UNEVEN, ONE = range(4)
+TIME = 0.3  # seconds in which all messages have left
 TRIALS = (Trial(2, 8), Trial(4, 4096), Trial(3, 4), Trial(1, 5))  # 4 in 3: chunk gives 2 pieces
 
 
@@ -70,7 +73,7 @@ def _ring_messages(seen: Seen) -> str:
             return f"rank {rank} sent to ranks {names}: in a ring it sends to one neighbour"
         if len(sends) != 2 * (n - 1):
             return f"rank {rank} sent {len(sends)} messages; a ring of {n} sends {2 * (n - 1)}"
-    return ""
+    return unwaited(seen)
 
 
 def _ring_bytes(seen: Seen) -> str:
@@ -138,6 +141,24 @@ def _raw_all_reduce(x: Tensor, axis: Axis) -> Tensor:
     total = x.clone()
     dist.all_reduce(total)
     return total
+
+
+class _KeepsWithoutWaiting:
+    """Right, since it holds what isend returned and the others have time; none of it is sure."""
+
+    def __init__(self) -> None:
+        self.begun: list[Any] = []
+
+    def __call__(self, x: Tensor, axis: Axis) -> Tensor:
+        pieces = [piece.clone() for piece in x.tensor_split(axis.size)]
+        for turn in range(2 * (axis.size - 1)):
+            leaving, arriving = (axis.rank - turn) % axis.size, (axis.rank - turn - 1) % axis.size
+            self.begun.append(dist.isend(pieces[leaving], axis.next))
+            got = torch.empty_like(pieces[arriving])
+            dist.recv(got, axis.previous)
+            pieces[arriving] = pieces[arriving] + got if turn < axis.size - 1 else got
+        time.sleep(TIME)
+        return torch.cat(pieces)
 
 
 def _one_piece_behind(x: Tensor, axis: Axis) -> Tensor:
@@ -213,6 +234,7 @@ RING = Ranked(
         Wrong(_two_halves, words=REFUSAL),
         Wrong(_up_and_down, words=REFUSAL),
         Wrong(lambda x, axis: _by_ring(x, axis, adding=False), words="outputs are wrong on every"),
+        Wrong(_KeepsWithoutWaiting(), words="began 12 messages and waited for 6 of them"),
         Wrong(_one_piece_behind, words="outputs are wrong on every rank"),
         Wrong(_listens_to_next, words="on 4 ranks the answer had not returned"),
         Wrong(lambda x, axis: comm.tree_all_reduce(x, axis), words=REFUSAL),

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from course_lib.grading.compare import agrees, difference
 from course_lib.grading.exercise import Answer, Wrong
-from course_lib.grading.ranked import RankCase, Ranked, Seen, Trial
+from course_lib.grading.ranked import RankCase, Ranked, Seen, Trial, unwaited
 from course_lib.mesh import Mesh
 
 TWO, FOUR = range(2)
@@ -126,7 +126,7 @@ def _messages(seen: Seen) -> str:
                     f"rank {rank} posted {len(made)} {op}s {_shown(made)}; wanted are "
                     f"{len(wanted)} {_shown(wanted)}: one a swap"
                 )
-    return ""
+    return unwaited(seen)
 
 
 def _shown(messages: Sequence[tuple[int | None, int]]) -> str:
@@ -157,6 +157,27 @@ def _batch(mine: Tensor, into: Tensor, peer: int) -> list[Any]:
 def _without_waiting(mine: Tensor, like: Tensor, peer: int) -> Tensor:
     got = torch.zeros_like(like)
     _batch(mine, got, peer)
+    return got
+
+
+class _WaitsForTheReceive:
+    """What arrives is right; when mine has left nobody knows. It holds what isend returned."""
+
+    def __init__(self) -> None:
+        self.begun: list[Any] = []
+
+    def __call__(self, mine: Tensor, like: Tensor, peer: int) -> Tensor:
+        self.begun.append(dist.isend(mine, peer))
+        got = torch.empty_like(like)
+        dist.recv(got, peer)
+        time.sleep(2 * LATE)  # here it will have left
+        return got
+
+
+def _drops_the_handle(mine: Tensor, like: Tensor, peer: int) -> Tensor:
+    dist.isend(mine, peer)
+    got = torch.empty_like(like)
+    dist.recv(got, peer)
     return got
 
 
@@ -244,8 +265,10 @@ SWAP = Ranked(
     ),
     wrong=(
         Wrong(_both_send, words="every rank waits in send"),
-        Wrong(_both_receive, words="the answer had not returned"),
+        Wrong(_both_receive, words="either nobody has sent one"),
+        Wrong(_drops_the_handle, words="or what isend returned was dropped"),
         Wrong(_without_waiting, words="wait for the receive before you return"),
+        Wrong(_WaitsForTheReceive(), words="began 4 messages and waited for 2 of them"),
         Wrong(_into_like, words="like was written"),
         Wrong(_of_default_dtype, words="compare calls, peers and shapes by rank"),
         Wrong(_own, words="returned what rank 0 sent, not what rank 1 sent"),
