@@ -52,6 +52,7 @@ from course_lib import inference
 from course_lib.data import batch, decode, encode
 from course_lib.model import build_model, tiny_config
 
+torch.set_num_threads(1)  # matrices so small: threads would wait for each other
 RANKS = 4
 CONFIG = tiny_config(dtype=torch.float64)
 model = build_model(CONFIG, seed=0)
