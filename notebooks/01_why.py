@@ -42,8 +42,8 @@ vote_2 = None
 #                     another one needs                   50 GB/s between nodes
 # ```
 #
-# One GPU has no network, and two limits. More GPUs move the first two and bring the third. Every technique of this course
-# is a choice of what to cut, and what to send instead.
+# (The numbers are an H100's: bfloat16, without sparsity.) One GPU has no network, and two limits. More GPUs move the first
+# two and bring the third. Every technique of this course is a choice of what to cut, and what to send instead.
 
 # %% [markdown]
 # ## Predict
@@ -165,7 +165,7 @@ for state, size in zip(kept.values(), each, strict=True):
 
 # %% [markdown]
 # To the byte: 16, 18 or 20, by where the gradients live. All three numbers are in the literature, and none of them is a
-# mistake; ask which one is meant. (Plain float32 training keeps 4 + 4 + 8: 16 as well.)
+# mistake (ZeRO has 16, Megatron-LM 18 and 20); ask which one is meant. (Plain float32 training keeps 4 + 4 + 8: 16 as well.)
 #
 # ## The models
 # The count of parameters is a sum over shapes, and so is all that follows. Five published models:
@@ -271,7 +271,7 @@ assert activations == formula
 
 # %% [markdown]
 # The same formula on the large ones, for a single sequence as long as the model was trained on. *Full recomputation* keeps the
-# input of each block alone and computes the block twice (lesson 06).
+# input of each block alone and runs its forward twice (lesson 06).
 
 # %%
 from course_lib.inference import Cache, cache_bytes
@@ -368,8 +368,9 @@ print(f"\nyour prediction for 70B: {predicted_days_70b} days")
 #
 # ## Your machine's roof
 # Why not 100 %? A product must also bring its matrices from memory. With few rows a byte that arrives is used few times.
-# FLOPs for each byte moved is a product's *intensity*: left of the bend memory is the limit, right of it arithmetic. Measured
-# here: the slope from a large copy, the ceiling from the fastest product, the points from products of ever more rows.
+# FLOPs for each byte moved is a product's *arithmetic intensity*: left of the bend (the *ridge point*) memory is the limit,
+# right of it arithmetic. Measured here: the slope from a large copy, the ceiling from the fastest product, the points from
+# products of ever more rows.
 
 # %%
 import torch.nn.functional as F
@@ -415,8 +416,8 @@ roofline(
 #
 # ## Network: the same picture, a lower roof
 # A link is a slower memory. T(S) = alpha + S/beta for a message (lesson 02 measures both). Take data parallelism: each GPU
-# computes 6 P t FLOPs for its t tokens and sends 2(n-1)/n gradients of 2 bytes. FLOPs for each byte sent are 1.5 t n/(n-1), and
-# P has cancelled: *how many tokens a GPU has* decides, not how large the model is.
+# computes 6 P t FLOPs for its t tokens and sends 2(n-1)/n times its P gradients of 2 bytes. FLOPs for each byte sent are
+# 1.5 t n/(n-1), and P has cancelled: *how many tokens a GPU has* decides, not how large the model is.
 
 # %%
 ROOFS = {  # bytes a second and GPU, one direction
@@ -446,6 +447,8 @@ roofline(
 # GPUs: 1,024 tokens for each, left of the bend between nodes. But where several GPUs share *one* replica (a copy of the model)
 # each sends its part of the gradients only, and the tokens of the replica count: with 128 replicas they are 131,072, far on the
 # right.
+#
+# (And where eight GPUs of a node are eight replicas, a sum in two levels, lesson 02, sends an eighth over each port.)
 #
 # Watch units: 400 Gb/s are 50 GB/s. "900 GB/s" counts both directions. A formula in *elements* (many papers) wants a factor
 # of 2 in bfloat16.
@@ -963,6 +966,12 @@ check("01-5", fullest)
 # - Rajbhandari et al. 2019, *ZeRO*, [arXiv:1910.02054](https://arxiv.org/abs/1910.02054): section 3, where memory goes.
 # - Korthikanti et al. 2022, [arXiv:2205.05198](https://arxiv.org/abs/2205.05198): activations by formula.
 # - Narayanan et al. 2021, [arXiv:2104.04473](https://arxiv.org/abs/2104.04473): FLOPs, and days on many GPUs.
+# - Chowdhery et al. 2022, *PaLM*, [arXiv:2204.02311](https://arxiv.org/abs/2204.02311): MFU, and HFU beside it; Kaplan et al.
+#   2020, [arXiv:2001.08361](https://arxiv.org/abs/2001.08361): 6 P T; Williams et al. 2009,
+#   [doi:10.1145/1498765.1498785](https://doi.org/10.1145/1498765.1498785): the roofline.
+# - 18 and 20 bytes: Megatron-LM, [distributed
+#   optimizer](https://docs.nvidia.com/megatron-core/developer-guide/latest/distrib_optimizer.html). The GPU: NVIDIA,
+#   [H100](https://www.nvidia.com/en-us/data-center/h100/), whose 1,979 TFLOP/s count sparsity: half is dense.
 # - Shapes: Llama [arXiv:2302.13971](https://arxiv.org/abs/2302.13971) and Llama 2
 #   [arXiv:2307.09288](https://arxiv.org/abs/2307.09288); GPT-3 [arXiv:2005.14165](https://arxiv.org/abs/2005.14165), tables 2.1
 #   and D.1; Llama 3 [arXiv:2407.21783](https://arxiv.org/abs/2407.21783), tables 3 and 4.

@@ -20,7 +20,7 @@
 # all-reduce, in two ways out of plain messages, and predict from two numbers which way is faster when. You need
 # lesson 00 (`run`, ranks, the ledger).
 #
-# Vote first. Write `"true"`, `"false"` or `"only if ..."`; `None` means no vote. The last section settles both.
+# Vote first. Write `"true"`, `"false"` or `"only if ..."`; `None` means no vote.
 #
 # 1. *A ring all-reduce takes the same time however many ranks take part.*
 # 2. *Eight GPUs all-reduce 620 GB over NVLink with 600 GB/s in about a second.* (From a study note for interviews.)
@@ -309,7 +309,7 @@ timeline(
 
 # %% [markdown]
 # In the ring every rank receives in every turn. In the tree ranks 1 and 3 give their vectors away at once and then
-# wait for the sum, rank 3 through all four rounds.
+# wait for the sum, rank 3 through all four rounds. (Rank 1's comes with rank 2's: here each pair has its own link.)
 
 # %% [markdown]
 # ## Two numbers: alpha and beta
@@ -451,11 +451,10 @@ for size in here["ring"]:
     print(f"{size:10,}" + "".join(f"{1e3 * said:20.2f}{1e3 * took:10.2f}" for said, took in pairs))
 
 # %% [markdown]
-# Here the model may be far off. It is worth knowing why: alpha and beta came from the best moments of *two* ranks, of
-# which one sends at a time. Now four send at once. Where they share two cores a message waits until its receiver gets
-# a core, and the ring, which needs all four in every turn, waits most. **alpha and beta belong to a situation.**
-# Measure them with as many ranks, on the links and under the load that you mean. That is also why this course asks
-# its questions about time on slow links and paced ranks.
+# Here the model may be far off. Alpha and beta came from the best moments of *two* ranks, of which one sends at a time. Now
+# four send at once. Where they share two cores a message waits until its receiver gets a core, and the ring, which needs all
+# four in every turn, waits most. **alpha and beta belong to a situation.** Measure them with as many ranks, on the links and
+# under the load that you mean. That is also why this course asks its questions about time on slow links and paced ranks.
 
 # %% [markdown]
 # ## Algorithm bandwidth and bus bandwidth
@@ -508,8 +507,8 @@ for said, means in {
 
 # %% [markdown]
 # The notes set NVLink's 600 (both ways) beside InfiniBand's 25 (one way): a factor of 24 where 12 is right. They mix
-# volumes too: "data parallel 2M, tensor parallel 4BSH a layer". 2M is what a rank *sends* for one all-reduce of M
-# bytes; 4BSH is the *payload* of four all-reduces of BSH. On one footing it is 2M and 8BSH, each times (n-1)/n.
+# volumes too: "data parallel 2M, tensor parallel 4BSH a layer". 2M is what a rank *sends* for one all-reduce of M;
+# 4BSH is the *payload* of four all-reduces of BSH. On one footing it is 2M and 8BSH, each times (n-1)/n.
 
 # %% [markdown]
 # ## The same in PyTorch

@@ -598,8 +598,8 @@ for each in lab:
 #
 # - **No bytes, and all four sums differ**: *no sync*. Each rank trains a model of its own on a quarter of the data.
 # - **One sum differs**: *seeds*, on that rank. Gradients agree and weights never did.
-# - **Norm n times too large**: *n times*. AdamW hides it; SGD would take steps four times too long, and clipping would
-#   always clip.
+# - **Norm n times too large**: *n times*. AdamW hides it; SGD would take steps four times too long, and clipping
+#   sets in n times too early.
 # - **A rank ended by a signal**: *shapes*. It got more bytes than it expected. Checked mode lists what each was about to
 #   send: one differs.
 # - **A deadline, three at `finish`, one had returned**: *skipped*. Its calls are one short, and the others wait in the last.

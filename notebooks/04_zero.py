@@ -441,8 +441,9 @@ timeline(
 )
 
 # %% [markdown]
-# Look at the lower line of a rank: gathers under the forward, gathers and reduce-scatters in turn under the backward. Stage
-# 1 sends less and waits longer: all of its messages come after backward. Bytes are one price; where they stand is
+# Look at the lower line of a rank: gathers under the forward, gathers and reduce-scatters in turn under the backward. Stage 1
+# sends less and waits longer: all of its messages come after backward. (They need not: Megatron-LM's distributed optimizer
+# hides its reduce-scatters in backward and its gathers in the next forward.) Bytes are one price; where they stand is
 # another.
 #
 # ## A checkpoint that forgets the ranks
@@ -513,9 +514,9 @@ picture_sliders(
 
 # %% [markdown]
 # ## The same in PyTorch
-# `ZeroRedundancyOptimizer` is stage 1, with whole tensors instead of equal shards: it broadcasts each from its owner.
-# `fully_shard` (FSDP2) is stage 3, with one shard of each *tensor*, cut along its first dim. Both average gradients over
-# the ranks, so the loss is the plain mean.
+# `ZeroRedundancyOptimizer` is stage 1, with whole tensors instead of equal shards: it broadcasts each from its owner, after
+# DDP's all-reduce of all gradients: half more bytes. `fully_shard` (FSDP2) is stage 3, with one shard of each *tensor*, cut
+# along its first dim. Both average gradients over the ranks, so the loss is the plain mean.
 
 # %%
 import torch.distributed as dist
@@ -777,7 +778,8 @@ cheat_sheet(billions=7, n=64, micro_batches=8)
 
 # %% [markdown]
 # State here is weights and optimizer; gradients come and go. Stage 1 is even cheaper than DP in this precision: the sums
-# travel in float32, the weights that it gathers in bfloat16.
+# travel in float32, the weights that it gathers in bfloat16. A DP that sums in bfloat16, as in lesson 01's table, sends half of
+# what stands here, 27.6 GB, and less than stage 1.
 
 # %% [markdown]
 # ## Your turn
@@ -1086,6 +1088,8 @@ check("04-5", sharded_pass)
 # ## Sources and what next
 # - Rajbhandari et al. 2019, *ZeRO*, [arXiv:1910.02054](https://arxiv.org/abs/1910.02054): table 1 and sections 5 and 7.
 # - Zhao et al. 2023, *PyTorch FSDP*, [arXiv:2304.11277](https://arxiv.org/abs/2304.11277): prefetch, and what is kept.
+# - Megatron Core, [distributed
+#   optimizer](https://docs.nvidia.com/megatron-core/developer-guide/latest/distrib_optimizer.html): stage 1 in production.
 # - [FSDP2's design notes](https://github.com/pytorch/torchtitan/blob/main/docs/fsdp.md): why one shard for each tensor.
 # - The library: `course_lib/zero`, whose formulas are in `cost.py`.
 #

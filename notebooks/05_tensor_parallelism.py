@@ -401,8 +401,8 @@ for tokens in (64, 128, 192, 256):
     print(f"{tokens:7}{int(sent[0]):10,}{int(sent[1]):10,}")
 
 # %% [markdown]
-# At 3h they are within a few percent; biases and norms are the rest. Real batches have far more tokens than 3h: there TP
-# sends more, and in every layer.
+# At 3h they are within a few percent; biases and norms are the rest. Above it TP sends more, in every layer. Large runs are
+# there: 131,072 tokens a replica in Llama 3 405B, where 3h is 49,152.
 #
 # ## See it: messages that cannot hide
 # A paced step through two blocks, first with the four ranks in one node, then in two nodes of two. Compute is slept to 10
@@ -537,8 +537,8 @@ print(f"your prediction: {predicted_hidden} of TP's hides")
 # across.
 #
 # ## Second step: cut the product, and it can hide
-# The all-reduce waits for the whole product. Cut x into blocks of rows, and the sum of one block can travel while the next
-# is multiplied. This needs activations that lie by rows between the regions (`sp.REGION`, lesson 06): then g is a
+# The all-reduce waits for the whole product. Cut x into blocks of rows, and the sum of one block can travel while the next is
+# multiplied. The library does it where activations lie by rows between the regions (`sp.REGION`, lesson 06): there g is a
 # reduce-scatter and f an all-gather, and both become rings between matrix products.
 
 # %%
@@ -569,7 +569,7 @@ assert off < 1e-4
 print(f"outputs differ by {off:.0e}; plain TP forward sends {int(blocks_bytes(RANKS) / 2):,}")
 
 # %% [markdown]
-# The same bytes in smaller pieces, each beside arithmetic. (`course bench tp` times it.) Smaller still: in backward, f's
+# The same bytes in smaller pieces, each beside arithmetic. (`course bench tp` times it.) Without any cut: in backward, f's
 # all-reduce can run beside the *weight* gradients, which nobody waits for; Megatron does so.
 #
 # ## Serving one token

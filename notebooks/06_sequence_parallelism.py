@@ -131,7 +131,8 @@ for gather in (comm.unshard, comm.gather):
 #
 # - `sp.REGION` keeps it. The bytes are those of tensor parallelism, and two activations a block stay whole.
 # - `sp.GATHER_AGAIN` keeps this rank's rows and gathers once more in backward. Everything is divided by n, for a third
-#   message in each region's backward. This is what Korthikanti et al. describe.
+#   message in each region's backward. This is what Korthikanti et al. describe; they hide that
+#   message behind a gradient's product.
 #
 # Bytes and memory of each, measured on the blocks alone. Read a line as a whole: one variant's bytes with the other's
 # memory is a machine that nobody has.
@@ -415,6 +416,9 @@ for name, (a, s_, h_) in {"this model": (8, SEQ, 64), "GPT-3": (96, 2048, 12288)
 print(f"Korthikanti, table 5, 175B: {52.8 / 51.4 - 1:.1%} more arithmetic (52.8 % against 51.4 %)")
 
 # %% [markdown]
+# 54 % is the paper's count for this shape: 2-byte numbers, dropout on the scores. Ours above, 4 bytes and no dropout, spared
+# 33 %.
+#
 # The last line is their share of the peak with what runs again, over that without. It is three times our count: s/6h, what
 # attention's products take in forward *and* backward. Only their forward runs twice.
 #
@@ -768,7 +772,7 @@ lab.grade(diagnosis)
 # %% [markdown]
 # ## When not to use it
 # - **Without tensor parallelism.** It divides what TP leaves whole, over the same ranks. Beyond them, for long sequences,
-#   there is context parallelism (lesson 09), which cuts attention too.
+#   there is context parallelism (lesson 09), which cuts attention by positions too.
 # - **Sequences that n does not divide**, such as one token served: there plain TP does it.
 # - **Full recomputation where memory suffices**: a third more arithmetic, and half more of TP's messages. Take the shared
 #   rows first, then selective if scores are kept, and full for as few blocks as will do.
@@ -794,8 +798,9 @@ for way, result in runs.items():
 # **Claim 1: false.** Either the bytes are tensor parallelism's and what enters a region stays whole; or all is divided by n
 # and the blocks send 1.25 times as much.
 #
-# **Claim 2: only if attention keeps its scores.** A fused kernel keeps none, and selective recomputation spares a log-sum-exp
-# a row.
+# **Claim 2: only if attention keeps its scores, and the sequence is long.** Scores were a third of what a block keeps here,
+# and are 70 % of it at GPT-3's size by the paper's count. A fused kernel keeps none, and selective recomputation spares a
+# log-sum-exp a row.
 
 # %%
 kept_by_way = {way: round(shares[4, way], 2) for way in WAYS}
