@@ -287,8 +287,8 @@ print(f"your prediction: {predicted_busiest}")
 
 # %% [markdown]
 # Contiguous comes to 2 - (s+1)/(S+1): nearly 2 on many ranks. Zig-zag is exactly 1, and in every turn: of another rank's block
-# each rank sees one half, either its late queries all keys or all its queries the early keys. It needs no
-# mask.
+# each rank sees one half, either its late queries all keys or all its queries the early keys. Only its own
+# block needs a mask.
 #
 # ## See it
 # The same ring forward and backward, *paced*: every entry takes 0.1 ms forward and 0.2 ms backward, and links are emulated.
@@ -658,7 +658,7 @@ print(
 # A mean over ranks gives the last rank's few tokens the largest weight.
 #
 # ## What a rank keeps
-# Whichever way, what a layer keeps is cut by n, or nearly; what a ring keeps is what one process keeps of a sequence n times shorter.
+# Whichever way, what a layer keeps is cut by n, but for the gather's K and V; what a ring keeps is what one process keeps of a sequence n times shorter.
 
 # %%
 from course_lib.view import memory_plot
@@ -671,7 +671,7 @@ memory_plot(
 
 # %% [markdown]
 # ## The same in PyTorch
-# A ring in fifteen raw lines, forward only, contiguous: all messages of a turn go into one `batch_isend_irecv`. The kernel
+# A ring in twenty raw lines, forward only, contiguous: all messages of a turn go into one `batch_isend_irecv`. The kernel
 # is torch's, behind `FLASH_CPU`, and gives the log-sum-exp too.
 
 # %%
@@ -887,7 +887,7 @@ for way, result in runs.items():
 # it. (Nor does each card compute "the complete attention", as the note says: only its own queries' rows.)
 #
 # **Claim 2: only if queries are not grouped, or ranks are many.** Ulysses' bytes fall with n, a ring's do not; grouped queries
-# shrink the ring's alone.
+# shrink all that a ring sends, and of Ulysses' only K and V.
 
 # %%
 print(
@@ -1156,7 +1156,7 @@ check("09-5", to_heads, to_rows)
 # parallelism is an axis of its own, whose ranks hold the whole weights and only their positions, in attention too.
 # </details>
 #
-# **4.** Outputs of a ring agree with the serial ones to the last digit; gradients of the key weights do not. Where do you look?
+# **4.** Outputs of a ring agree with the serial ones up to rounding; gradients of the key weights do not. Where do you look?
 #
 # <details><summary>Answer</summary>
 # At dK and dV: do they come home, is every rank's share added, and are they added in float32? dq stays on its rank.

@@ -485,8 +485,8 @@ picture_sliders(
 # %% [markdown]
 # <details><summary>What you should have seen</summary>
 #
-# Of the factors here only 4 drops nothing, and then rank 0 computes 2.5 times the mean. At 1.25 it is 1.8 times, for a third of
-# the pairs.
+# Of the factors here only 4 drops nothing, and then rank 0 computes 2.5 times the mean. At 1.25 it is 1.8 times, and a third
+# of the pairs is dropped.
 # </details>
 #
 # ## A shared expert
@@ -730,7 +730,7 @@ lab.grade(diagnosis)
 # - **All experts fit.** Replicate them: gradients travel once a step and hide behind backward; tokens travel four times a
 #   layer, and the next computation waits for them.
 # - **Slow links inside the ep group.** All-to-all loads every link at once. Keep ep inside a node, or route in two steps.
-# - **Few tokens.** Every expert's product gets thin: C T / E rows. A GPU wants hundreds.
+# - **Few tokens.** Every expert's product gets thin: n C T / E rows from n ranks. A GPU wants hundreds.
 # - **The load stays skewed.** Then n ranks work at the speed of one.
 #
 # ## The table that grows

@@ -129,8 +129,9 @@ timeline(
 )
 
 # %% [markdown]
-# A group carries its calls one after another, in the order in which they were started. That is its promise, and the reason
-# to give each axis a group of its own, even where two axes have the same ranks: `make_mesh` does.
+# A group carries its calls one after another, in the order in which they were started: nccl does so, and our emulated links.
+# (gloo promises the order of matching alone, and works on two at a time.) It is the reason to give each axis a group of its own,
+# even where two axes have the same ranks: `make_mesh` does.
 #
 # The third line of the table: groups of their own do not help where the *link* is one. An axis is isolated by its queue, not
 # by its wire. In the first two cases each axis has a link to itself, as with NVLink inside a node and network cards between
@@ -403,7 +404,8 @@ report(two_sums, n=2, checked=True)
 # ```
 #
 # Two mistakes. A rank's pp list begins at the rank itself, not at its group's first. And `new_group` wants *every* rank, for
-# *every* group, members or not, in one order.
+# *every* group, members or not, in one order. (With `use_local_synchronization=True` groups are named by their ranks and members
+# alone call; the order of overlapping groups still has to be one.)
 
 # %%
 from course_lib.layout import make_layout
@@ -854,7 +856,7 @@ check("11-5", make_groups)
 #   concurrently](https://docs.nvidia.com/deeplearning/nccl/user-guide/docs/usage/communicators.html); discussed in
 #   [nccl #195](https://github.com/NVIDIA/nccl/issues/195).
 # - PyTorch, [`new_group`](https://docs.pytorch.org/docs/stable/distributed.html#torch.distributed.new_group) and
-#   [#25390](https://github.com/pytorch/pytorch/issues/25390): groups made in different orders.
+#   [#25390](https://github.com/pytorch/pytorch/issues/25390): each rank made its own group alone.
 # - [torchrec #4708](https://github.com/meta-pytorch/torchrec/pull/4708): one group is one queue, on cards.
 # - Peng et al. 2019, *ByteScheduler*, [doi:10.1145/3341301.3359642](https://doi.org/10.1145/3341301.3359642); Jayarajan et al.
 #   2019, *P3*, [arXiv:1905.03960](https://arxiv.org/abs/1905.03960): priorities and pieces.

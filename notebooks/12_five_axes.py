@@ -647,7 +647,7 @@ curves(
 )
 
 # %% [markdown]
-# Read TP's points against `and gloo`, which knows this machine; DP and PP also run a real optimizer, which is in no line.
+# Read TP's points against `and gloo`, roughly this machine's cost; DP and PP also run a real optimizer, which is in no line.
 # Read the lines against each other: they are what a cluster pays, where a call's own cost is microseconds. DP ends at 8 sequences, PP at 4 layers, TP at 8 heads. That is the reason for several axes: 8 sequences x 8 heads x 4 layers are
 # 256 ranks, where no single axis goes beyond 8.
 #
@@ -897,8 +897,8 @@ for name, result in runs.items():
 # passes DP at about 12hl/t: activations grow with tokens, gradients do not. What makes tp innermost in any case is that its
 # messages are many, and hardly any can hide (lesson 05).
 #
-# **Claim 2: false.** ep lies inside dp x cp: the ranks that share experts are ranks with different data. A framework's
-# guide prints that product; with ep=2 it would ask 5D for 32 ranks, and it ran on:
+# **Claim 2: false.** ep lies inside dp x cp: the ranks that share experts are ranks with different data. [Megatron Core's
+# guide](https://docs.nvidia.com/megatron-core/developer-guide/latest/user-guide/parallelism-guide.html) prints that product; with ep=2 it would ask 5D for 32 ranks, and it ran on:
 
 # %%
 print(f"5D ran on {len(runs['5D'])} ranks; your votes: 1 {vote_1}; 2 {vote_2}")

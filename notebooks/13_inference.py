@@ -161,8 +161,8 @@ for kv_heads in (64, 8, 1):
 print(f"reading and arithmetic take the same time at {989 / 3.35:.0f} requests at once")
 
 # %% [markdown]
-# So a decode step costs about W + B c: W to read the weights, whatever the batch, and a little c for each of B requests.
-# Remember this line; the ranks below are paced by it.
+# So a decode step costs about W + B c: W to read the weights, whatever the batch, and a little c for each of B requests,
+# first of all to read its cache. Remember this line; the ranks below are paced by it.
 #
 # ## Data parallelism: nothing is sent
 # A replica a rank, every n-th request to each.
@@ -338,7 +338,8 @@ perfetto(in_turn[4].traces, path, title="Four groups in flight")
 print(f"{path.name}: {path.stat().st_size / 1000:.0f} kB")
 
 # %% [markdown]
-# (A box without a number is the prefill of a request; numbers are groups.) Look at `ms a token`: it does not fall. Four groups give nearly four times the tokens because there are four times the requests;
+# (A box without a number is the prefill of a request; numbers are groups.) Look at `ms a token`: it does not fall. Four groups
+# give more than three times the tokens because there are four times the requests (and a pipeline to fill and drain);
 # six are more than there are stages, and each waits longer. Cutting the *same* requests into more groups gains little where
 # a step's time is W, whatever it holds.
 #
@@ -479,7 +480,7 @@ for requests in (1, 8):
 
 # %% [markdown]
 # With the note's own numbers TP8 wins on *both* counts, as long as a step costs W. When do replicas win? With B requests in
-# all on n ranks, a step of DP takes W + (B/n) c, of TP (W + B c)/n + messages(B). The arithmetic is the same, and cancels:
+# all on n ranks, a step of DP takes W + (B/n) c, of TP (W + B c)/n + messages(B). The share of c is the same, and cancels:
 #
 # $$\text{TP is faster while}\quad \tfrac{n-1}{n}\, W > \text{messages}(B)$$
 #
