@@ -515,8 +515,8 @@ for title, costs_for in (("rank 2 at half speed", slow_rank), ("a large head", w
 
 # %% [markdown]
 # Zero bubble reaches the bound here too (ZB-V with a large head only by a search). But the busiest rank's own work is nearly the
-# whole step, and the others wait for it: no order mends that, other stages do (fewer layers for the slow rank, and for the one with the head). Does the simulation hold on ranks?
-# ZB-H1 with the slow rank, 20 ms to a forward of the others:
+# whole step, and the others wait for it: no order mends that, other stages do (fewer layers for the slow rank, and for
+# the one with the head). Does the simulation hold on ranks? ZB-H1 with the slow rank, 20 ms to a forward of the others:
 
 # %%
 slow = costs_of(schedules["zb-h1"], 0.020).on_ranks(SPEEDS, schedules["zb-h1"].placement)
@@ -735,8 +735,8 @@ print(
 # %% [markdown]
 # **Claim 2: only if** F, I and W take the same time and messages none, memory is enough (2p-1 micro-batches for ZB-H2, p for
 # ZB-V), and the span is what counts: ranks begin one after another, and with a meeting at the optimizer they wait for one another
-# there. With the authors' own times (1.5B, p = 8, m = 24, W half of F) ZB-H2 leaves 10.8 % and 1F1B 24.3 %. Notes that say "almost
-# no bubble" leave out the base. ZB-H2 at other costs:
+# there. With the authors' own times (1.5B, p = 8, m = 24, W half of F) they count 24.3 % of total for 1F1B and 10.8 % for ZB-H2,
+# and so does this simulation. Notes that say "almost no bubble" leave out the base. ZB-H2 at other costs:
 
 # %%
 for costs in (Costs(1, 1, 1), Costs(1, 1, 0.5), Costs(1, 1.3, 0.7), Costs(1, 1, 1, comm=0.2)):

@@ -658,7 +658,8 @@ print(
 # A mean over ranks gives the last rank's few tokens the largest weight.
 #
 # ## What a rank keeps
-# Whichever way, what a layer keeps is cut by n, but for the gather's K and V; what a ring keeps is what one process keeps of a sequence n times shorter.
+# Whichever way, what a layer keeps is cut by n, but for the gather's K and V; what a ring keeps is what one process
+# keeps of a sequence n times shorter.
 
 # %%
 from course_lib.view import memory_plot
@@ -1175,6 +1176,6 @@ check("09-5", to_heads, to_rows)
 # - Brandon et al. 2023, *Striped Attention*, [arXiv:2311.09431](https://arxiv.org/abs/2311.09431): the imbalance, and another layout.
 # - Jacobs et al. 2023, *DeepSpeed-Ulysses*, [arXiv:2309.14509](https://arxiv.org/abs/2309.14509); Fang and Zhao 2024,
 #   [arXiv:2405.07719](https://arxiv.org/abs/2405.07719): with a ring.
-# - Llama Team 2024, [arXiv:2407.21783](https://arxiv.org/abs/2407.21783), section 3.3.2: the all-gather.
+# - Llama Team 2024, [arXiv:2407.21783](https://arxiv.org/abs/2407.21783), section 3.3.2: the all-gather, and 2n chunks, two a rank.
 #
 # Next: lesson 10 cuts a layer into experts and sends tokens to them.

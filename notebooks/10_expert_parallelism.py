@@ -490,7 +490,7 @@ picture_sliders(
 # </details>
 #
 # ## A shared expert
-# DeepSeek's layers have one more expert that every token uses. It is a plain MLP: replicated, summed over dp, nothing of it
+# DeepSeek-V3's layers have one more expert that every token uses. It is a plain MLP: replicated, summed over dp, nothing of it
 # travels. It takes what all tokens need, so that the others may differ, and it could compute while rows are on their way.
 
 # %%

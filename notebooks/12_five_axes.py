@@ -898,7 +898,8 @@ for name, result in runs.items():
 # messages are many, and hardly any can hide (lesson 05).
 #
 # **Claim 2: false.** ep lies inside dp x cp: the ranks that share experts are ranks with different data. [Megatron Core's
-# guide](https://docs.nvidia.com/megatron-core/developer-guide/latest/user-guide/parallelism-guide.html) prints that product; with ep=2 it would ask 5D for 32 ranks, and it ran on:
+# guide](https://docs.nvidia.com/megatron-core/developer-guide/latest/user-guide/parallelism-guide.html) prints that product; with
+# ep=2 it would ask 5D for 32 ranks, and it ran on:
 
 # %%
 print(f"5D ran on {len(runs['5D'])} ranks; your votes: 1 {vote_1}; 2 {vote_2}")
