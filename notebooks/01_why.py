@@ -448,7 +448,9 @@ roofline(
 # each sends its part of the gradients only, and the tokens of the replica count: with 128 replicas they are 131,072, far on the
 # right.
 #
-# (And where eight GPUs of a node are eight replicas, a sum in two levels, lesson 02, sends an eighth over each port.)
+# The bend is where sending takes as long as *all* computing. Only backward can hide gradients, 4 of the 6 FLOPs: that wants
+# 1.5 times the tokens. (Where eight GPUs of a node are eight replicas, a sum in two levels, lesson 02, sends an eighth over each
+# port.)
 #
 # Watch units: 400 Gb/s are 50 GB/s. "900 GB/s" counts both directions. A formula in *elements* (many papers) wants a factor
 # of 2 in bfloat16.
@@ -509,8 +511,8 @@ table("70B")
 # eight sequences. Sums of gradients travel in float32 under ZeRO here, hence its larger ones.)
 #
 # ## Move it
-# The static picture first; below it the same with sliders (in Jupyter). Find the smallest number of GPUs on which 70B fits
-# when all state is cut evenly, and see how long it would train there.
+# The static picture first; below it the same with sliders (in Jupyter). Find the smallest number of GPUs on which the
+# state of 70B fits, cut evenly, and see how long it would train there.
 
 # %%
 from course_lib.trace import StateBytes

@@ -185,7 +185,7 @@ show_source(zero.Zero2._ready, zero.Zero2._send_next, zero.Zero2.accumulate)
 
 # %% [markdown]
 # The price: what has been freed cannot be added to. So *every* micro-batch scatters its gradients, and the sum grows in
-# the shard.
+# the shard. (FSDP2's `set_requires_gradient_sync(False)` keeps them whole instead: DP's bytes again, without what stage 2 saves.)
 #
 # ## Stage 3: weights come and go
 # The weights of a block are needed twice: in its forward and in its backward. Stage 3 gathers them before each, and

@@ -482,9 +482,9 @@ paced_picture("one node")
 paced_picture("two nodes")
 
 # %% [markdown]
-# All the grey is waiting. g stands between this half and the next: the norm needs the sum. In DP nothing but the optimizer
-# waits for a gradient, so it travels while backward goes on. The same slow link carries DP's buckets below, of four blocks
-# (the best of three runs):
+# Most of the grey is waiting (the rest is norms and residuals, outside the boxes). g stands between this half and the next:
+# the norm needs the sum. In DP nothing but the optimizer waits for a gradient, so it travels while backward goes on. The same
+# slow link carries DP's buckets below, of four blocks (the best of three runs):
 
 # %%
 from course_lib.trace.blocks import MeasuredBlocks
@@ -596,8 +596,9 @@ print(
 assert own.calls() == 2 * CONFIG.layers
 
 # %% [markdown]
-# A token's price is the *number* of messages. A note counts 192 for GPT-3's 96 layers: right. TP still makes a token come
-# sooner, because every rank reads only its share of the weights; replicas (DP) send nothing but make no token faster.
+# What a token pays on the network is the *number* of messages. A note counts 192 for GPT-3's 96 layers: right. TP still makes
+# a token come sooner, because every rank reads only its share of the weights; replicas (DP) send nothing but make no token
+# faster.
 
 # %% [markdown]
 # ## The same in PyTorch

@@ -816,7 +816,7 @@ print(
 #
 # Its first backward waits until the first micro-batch has come back. With one forward less it waits in every round where
 # it could have computed. With one more it keeps one micro-batch more and gains nothing, unless messages are slow: then
-# the extra one hides them. The cell below has the numbers.
+# the extra one hides a part. The cell below has the numbers.
 #
 # </details>
 #
