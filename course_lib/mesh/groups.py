@@ -62,8 +62,8 @@ def _make_axis(name: str, groups: list[list[int]], rank: int, context: RankConte
     """Create every group of an axis (all ranks must, in one order) and return this rank's.
 
     As Megatron-LM's parallel_state.initialize_model_parallel does. Each axis has groups of its
-    own, even of the same ranks as another's: one group carries its calls one after another
-    (github.com/meta-pytorch/torchrec/pull/4708).
+    own, even of the same ranks as another's: the calls of one group keep an order, in nccl each
+    waits for the one before (github.com/meta-pytorch/torchrec/pull/4708).
     """
     if context.conditions.checked and any(len(ranks) > 1 for ranks in groups):
         _compare_groups(name, groups, context)

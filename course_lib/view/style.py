@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from matplotlib.artist import Artist
 from matplotlib.figure import Figure
 from matplotlib.patches import Patch
+from PIL import Image
 
 ORANGE, SKY, GREEN, YELLOW = "#E69F00", "#56B4E9", "#009E73", "#F0E442"
 BLUE, VERMILLION, PURPLE, BLACK = "#0072B2", "#D55E00", "#CC79A7", "#000000"
@@ -105,9 +106,11 @@ class Picture(Figure):
 
     def _repr_png_(self) -> bytes:
         """PNG for notebooks, also where no inline backend was set up."""
-        png = io.BytesIO()
-        self.savefig(png, format="png", dpi=SCREEN_DPI)
-        return png.getvalue()
+        drawn, small = io.BytesIO(), io.BytesIO()
+        self.savefig(drawn, format="png", dpi=SCREEN_DPI)
+        # 256 colours are enough for few and flat ones, and take less than half the bytes.
+        Image.open(drawn).convert("RGB").quantize(256).save(small, format="PNG")
+        return small.getvalue()
 
 
 def wrap(caption: str, width: float = WIDTH) -> str:
