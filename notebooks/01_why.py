@@ -535,7 +535,7 @@ def limits(model, gpus):
         activations={f"1 of {gpus}": kept},
         title=f"{model} on {gpus:,} GPUs of 80 GB: {says}",
         note=f"State cut evenly, one sequence of {config.max_seq_len:,} tokens. {days:,.0f} days at "
-        f"40 % of the peak. Gradients hide from {wants:,.0f} tokens a GPU on.",
+        f"40 % of the peak. Sending gradients takes as long as computing at {wants:,.0f} tokens a GPU.",
     )
 
 
@@ -721,7 +721,7 @@ def cheat_sheet(name, gpus):
         f"  DP sends     2(n-1)/n P b          {4 * size * (gpus - 1) / gpus / 1e9:12,.0f} GB a step and GPU"
     )
     beta = ROOFS["inside a node" if gpus <= 8 else "between nodes"]
-    print(f"  hides from   (n-1)/n b F / 3 beta  {least_tokens(beta, gpus):12,.0f} tokens a GPU")
+    print(f"  breaks even  (n-1)/n b F / 3 beta  {least_tokens(beta, gpus):12,.0f} tokens a GPU")
 
 
 for name, gpus in (("7B", 8), ("70B", 256), ("405B", 16384)):

@@ -290,6 +290,19 @@ picture("bucketed", "Bucketed: everybody waits for the gradients")
 picture("overlapped", "Overlapped: buckets travel while backward goes on")
 
 # %% [markdown]
+# For a closer look open `overlapped.json`, which lies in your folder for temporary files, in [ui.perfetto.dev](https://ui.perfetto.dev).
+
+# %%
+import tempfile
+from pathlib import Path
+
+from course_lib.view import perfetto
+
+path = Path(tempfile.gettempdir()) / "overlapped.json"
+perfetto(paced["overlapped"].traces, path, title="data parallelism, overlapped")
+print(f"{path.name}: {path.stat().st_size / 1000:.0f} kB")
+
+# %% [markdown]
 # *Exposed* is the time in which ranks wait with nothing to compute. Bucket k of b bytes starts when it is full and the
 # one before it has left the link:
 #

@@ -441,6 +441,19 @@ timeline(
 )
 
 # %% [markdown]
+# For a closer look open `zero3.json`, which lies in your folder for temporary files, in [ui.perfetto.dev](https://ui.perfetto.dev).
+
+# %%
+import tempfile
+from pathlib import Path
+
+from course_lib.view import perfetto
+
+path = Path(tempfile.gettempdir()) / "zero3.json"
+perfetto(paced["zero 3"].traces, path, title="ZeRO-3")
+print(f"{path.name}: {path.stat().st_size / 1000:.0f} kB")
+
+# %% [markdown]
 # Look at the lower line of a rank: gathers under the forward, gathers and reduce-scatters in turn under the backward. Stage 1
 # sends less and waits longer: all of its messages come after backward. (They need not: Megatron-LM's distributed optimizer
 # hides its reduce-scatters in backward and its gathers in the next forward.) Bytes are one price; where they stand is
@@ -750,7 +763,7 @@ def cheat_sheet(billions, n, micro_batches):
     bf16 = {"dtype": torch.bfloat16}
     elements = [billions * 10**9]
     print(f"{billions} billion parameters, bfloat16, {n} ranks, {micro_batches} micro-batch(es)")
-    print("gradients are reduced in float32, as the library does it; GB\n")
+    print("gradients are reduced in float32, as ZeRO does it here, DP's too; GB\n")
     print(f"{'':9}{'state kept':>11}{'sent a step':>13}{'of DP':>7}   cut            travels")
     words = {
         0: ("nothing", "gradients: all-reduce, once"),

@@ -482,6 +482,19 @@ paced_picture("one node")
 paced_picture("two nodes")
 
 # %% [markdown]
+# For a closer look open `tp.json`, which lies in your folder for temporary files, in [ui.perfetto.dev](https://ui.perfetto.dev).
+
+# %%
+import tempfile
+from pathlib import Path
+
+from course_lib.view import perfetto
+
+path = Path(tempfile.gettempdir()) / "tp.json"
+perfetto(paced["two nodes"].traces, path, title="tensor parallelism on two nodes")
+print(f"{path.name}: {path.stat().st_size / 1000:.0f} kB")
+
+# %% [markdown]
 # Most of the grey is waiting (the rest is norms and residuals, outside the boxes). g stands between this half and the next:
 # the norm needs the sum. In DP nothing but the optimizer waits for a gradient, so it travels while backward goes on. The same
 # slow link carries DP's buckets below, of four blocks (the best of three runs):

@@ -449,6 +449,19 @@ timeline(
 )
 
 # %% [markdown]
+# For a closer look open `1f1b.json`, which lies in your folder for temporary files, in [ui.perfetto.dev](https://ui.perfetto.dev).
+
+# %%
+import tempfile
+from pathlib import Path
+
+from course_lib.view import perfetto
+
+path = Path(tempfile.gettempdir()) / "1f1b.json"
+perfetto(pp.stage_traces(paced["1f1b"].traces), path, title="1F1B, paced")
+print(f"{path.name}: {path.stat().st_size / 1000:.0f} kB")
+
+# %% [markdown]
 # ## Serving one token
 # Without a backward there are only messages forward. One token, four stages, the same pace:
 

@@ -756,7 +756,7 @@ def cheat_sheet(p, m):
         f"p = {p} ranks, m = {m} micro-batches; bubble of total time with a barrier, of the span without"
     )
     print(
-        f"{'':12}{'step':>7}{'of total':>10}{'of span':>9}{'in flight':>11}{'hops':>6}   waits in its span"
+        f"{'':12}{'step':>7}{'of total':>10}{'of span':>9}{'in flight':>11}{'hops':>6}   waits, if F = I = W"
     )
     words = {
         "gpipe": "(p-1)(F+I+W)",

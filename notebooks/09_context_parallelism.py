@@ -926,7 +926,7 @@ def cheat_sheet(n):
         print(f"work, busiest over mean, {name}: {float(cp.imbalance(layout, seq, n)):.3f}")
     hidden = 989e12 / 50e9
     print(
-        f"a ring hides from c = F/B = {hidden:,.0f} positions a rank (H100: 989 TFLOP/s, 50 GB/s)"
+        f"a ring hides from c = F/B = {hidden:,.0f} positions a rank (an H100's 989 TFLOP/s, 50 GB/s of network)"
     )
 
 
