@@ -110,8 +110,8 @@ print(f"every rank holds {sums[0]['after']:g}; your prediction {predicted_value}
 
 # %% [markdown]
 # ## What happened when
-# A step of training: forward (F) and backward (B) of three micro-batches, then one all-reduce of 4 MB of
-# gradients. On a small machine four ranks would fight for the cores, so this run is *paced*: F and B are sleeps of
+# A step of training: forward (F) and backward (B) of three *micro-batches* (a batch cut in parts), then one all-reduce
+# of 4 MB of gradients. On a small machine four ranks would fight for the cores, so this run is *paced*: F and B are sleeps of
 # 20 and 40 ms, and the network is slowed down to 100 MB/s. The processes, the messages and the waiting are real, and
 # rank 3 begins 60 ms late: see who waits for whom.
 
@@ -193,13 +193,15 @@ print(f"\nrank 5 averages with {dp_group}; your prediction {predicted_dp_group}"
 print(f"groups that cross: {', '.join(crossing)}; your prediction {predicted_axis}")
 
 # %% [markdown]
-# The slowest axis crosses. That is why tp, which talks in every layer, is nearly always the fastest one, and why pp
-# and dp, which talk less often, are laid across machines.
+# (A node is a machine; an `mp` group, tp and pp together, has one copy of the model; `cp` is lesson 09's.) The slowest axis
+# crosses. That is why tp, which talks in every layer, is nearly always the fastest one, and why pp and dp, which talk less
+# often, are laid across machines.
 #
 # ## The same in PyTorch
 # Nothing here is magic. `run(..., init=False)` starts the ranks and leaves the rest to you: this is what a training
-# script does when `torchrun` has started it. Two things differ from ours. `dist.all_reduce` *writes into* its
-# tensor, where `comm.all_reduce` returns a new one. And a device mesh names the *slowest* axis first.
+# script does when `torchrun`, PyTorch's launcher, has started it. (`gloo` sends between CPUs.) Two things differ from ours.
+# `dist.all_reduce` *writes into* its tensor, where `comm.all_reduce` returns a new one. And a device mesh names the *slowest*
+# axis first.
 
 # %%
 import torch.distributed as dist

@@ -111,7 +111,7 @@ print(f"your prediction for four ranks: {predicted_speedup}")
 # %% [markdown]
 # Computing shrinks with n. Sending does not. The sum is a *ring all-reduce*: pieces go round the ranks, first to be added up, then
 # to be handed on (lesson 02 builds it). So a rank sends 2(n-1)/n times the gradient, more with every rank that joins. The
-# speed-up has a ceiling, here 3: 240 ms over the 80 ms of 2 S/beta, however many ranks come; and alphas lower it.
+# speed-up has a ceiling, here 3: 240 ms over the 80 ms that twice the gradient takes on this link; the 1 ms a message lowers it.
 #
 # ## Memory: what stays between steps
 # Training in mixed precision with AdamW keeps 16 bytes for each parameter: the weight in bfloat16 (2), its gradient (2), and
@@ -210,8 +210,8 @@ for name, model in MODELS.items():
     assert size == model.parameters
 
 # %% [markdown]
-# 7B and 13B are Llama 2, 70B and 405B Llama 3, 175B is GPT-3. The rule of thumb 12 L h² is within a tenth. It is that of
-# GPT's block; in Llama 3 fewer heads of keys and values and a wider MLP nearly cancel.
+# 7B and 13B are Llama 2, 70B and 405B Llama 3, 175B is GPT-3. The rule of thumb 12 L h² (L layers, h hidden) is within a
+# tenth. It is that of GPT's block; in Llama 3 fewer heads of keys and values and a wider MLP nearly cancel.
 #
 # ## Memory: what a GPU would have to hold
 # GB is 1e9 bytes, GiB is 2^30. Papers use both and call both GB. They are 7 % apart, which is the difference between a model
@@ -256,8 +256,8 @@ for n, printed in PRINTED.items():
 # %% [markdown]
 # ## Memory: what backward needs
 # Between forward and backward a model keeps *activations*: the inputs of its matrices, norms and functions. They grow with
-# tokens, not with parameters. The library's formula is a sum over the operations of a block, and the small model says
-# whether it is right:
+# tokens, not with parameters. The library's formula is a sum over the operations of a block; D hidden features, F in the MLP,
+# H heads, G of keys and values with K numbers each, S positions. The small model says whether it is right:
 
 # %%
 from course_lib import recompute
@@ -336,10 +336,10 @@ assert products == 6 * multiplied(SMALL) * BATCH * SEQ
 
 # %% [markdown]
 # On the CPU the counter has no formula for the core of attention. By hand: every token meets S others in two products of h
-# numbers, forward and twice backward: 12 L S h a token, or half of that if what causality hides is not computed. Papers use
-# both. Beside 6P it is small until sequences are long.
+# numbers: 4 S h forward, twice that backward, 12 L S h in L layers, or half of that if what causality hides is not computed.
+# Papers use both. Beside 6 P (P parameters) it is small until sequences are long.
 #
-# Two papers print the FLOPs of their runs. The rule 6 P T gives them:
+# Two papers print the FLOPs of their runs. The rule 6 P T, for T tokens, gives them:
 
 # %%
 PEAK, MFU = 989e12, 0.40
@@ -362,8 +362,8 @@ for name, model in MODELS.items():
 print(f"\nyour prediction for 70B: {predicted_days_70b} days")
 
 # %% [markdown]
-# *MFU*, model FLOPs utilization, is the share of the peak that arrives as 6 P T (with attention, and without what is
-# recomputed: with it, it is called HFU). The Llama 3 paper reports 38 to 43 % on 8,192 to 16,384 GPUs; the 40 % above is
+# *MFU*, model FLOPs utilization, is the share of the peak that arrives as 6 P T (attention counts, what is recomputed does
+# not; where it does, the share is called HFU). The Llama 3 paper reports 38 to 43 % on 8,192 to 16,384 GPUs; the 40 % above is
 # that. Nobody waits for one GPU: what forces the thousands is compute. What forces the cuts is memory.
 #
 # ## Your machine's roof
@@ -412,12 +412,12 @@ roofline(
 
 # %% [markdown]
 # A roof is a bound, and kernels for a few rows do not reach it. (A point a little above the slope: a product mostly reads, the
-# copy also writes.) Decoding has one row for each request: it lives on the left. Training has thousands: on the right.
+# copy also writes.) Serving, token by token, has one row a request: it lives on the left. Training has thousands: on the right.
 #
 # ## Network: the same picture, a lower roof
-# A link is a slower memory. T(S) = alpha + S/beta for a message (lesson 02 measures both). Take data parallelism: each GPU
-# computes 6 P t FLOPs for its t tokens and sends 2(n-1)/n times its P gradients of 2 bytes. FLOPs for each byte sent are
-# 1.5 t n/(n-1), and P has cancelled: *how many tokens a GPU has* decides, not how large the model is.
+# A link is a slower memory: alpha + S/beta seconds for S bytes (lesson 02 measures both). Take data parallelism: each GPU has
+# the whole model, computes 6 P t FLOPs for its t tokens and sends 2(n-1)/n times its P gradients of 2 bytes. FLOPs for each
+# byte sent are 1.5 t n/(n-1), and P has cancelled: *how many tokens a GPU has* decides, not how large the model is.
 
 # %%
 ROOFS = {  # bytes a second and GPU, one direction

@@ -196,7 +196,7 @@ print("\nreduce_scatter, then all_gather, is all_reduce")
 # ## Build it: the ring
 # The first half adds, the second copies. In each turn a rank sends one piece to the next rank and receives one from
 # the previous: always the piece that it received, and perhaps added to, in the turn before. Rank r begins with piece
-# r-1, so that it ends the first half with the sum of piece r.
+# r-1 (from 0), so that it ends the first half with the sum of piece r.
 
 # %%
 show_source(comm.ring_reduce_scatter, comm.ring_all_gather, comm.ring_all_reduce)
@@ -309,7 +309,7 @@ timeline(
 
 # %% [markdown]
 # In the ring every rank receives in every turn. In the tree ranks 1 and 3 give their vectors away at once and then
-# wait for the sum, rank 3 through all four rounds. (Rank 1's comes with rank 2's: here each pair has its own link.)
+# wait for the sum, rank 3 through all four rounds. (Rank 1 gets it with rank 2: each pair has its own link.)
 
 # %% [markdown]
 # ## Two numbers: alpha and beta
@@ -508,7 +508,7 @@ for said, means in {
 # %% [markdown]
 # The notes set NVLink's 600 (both ways) beside InfiniBand's 25 (one way): a factor of 24 where 12 is right. They mix
 # volumes too: "data parallel 2M, tensor parallel 4BSH a layer". 2M is what a rank *sends* for one all-reduce of M;
-# 4BSH is the *payload* of four all-reduces of BSH. On one footing it is 2M and 8BSH, each times (n-1)/n.
+# 4BSH the *payload* of four of BSH: batch, sequence, hidden. On one footing: 2M and 8BSH, each times (n-1)/n.
 
 # %% [markdown]
 # ## The same in PyTorch
@@ -645,7 +645,7 @@ for each in lab:
 # - **An error of rounding, but ranks differ**: *own order*. Copies that are not equal drift apart in training. In the ring
 #   each sum is made on one rank and copied.
 # - **All messages, pieces wrong**: *own block*. If ranks agree, sums went wrong, in the reduce-scatter: the one right piece
-#   set out at the culprit, and piece k sets out from rank k + 1. If not, right sums were copied wrongly, in the
+#   started at the culprit, and piece k starts at rank k + 1. If not, right sums were copied wrongly, in the
 #   all-gather: the culprit has only its own piece.
 #
 # </details>

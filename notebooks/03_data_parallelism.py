@@ -30,7 +30,7 @@ vote_2 = None
 
 # %% [markdown]
 # ## The question
-# One process computes the gradient of the mean loss over 8 sequences; four ranks are to do the same with two each.
+# One process computes the gradient of the mean loss over 8 sequences (*rows*); four ranks are to do the same with two each.
 # Every rank has the whole model, so forward and backward need nobody else. What must the ranks tell each other, how
 # often, and how much is it?
 #
@@ -532,7 +532,7 @@ print(f"after {STEPS} steps of AdamW, weights differ from ours by {difference:.1
 #
 # Run the folded cell. For each patient name the cause, the collective that is missing or on which ranks disagree
 # (`"all_reduce"`, `"broadcast"`, else None), and the rank (a number, `"all"`, or None if healthy). A report names who died,
-# and that may be a neighbour of who is wrong: then set CHECKED. Another SEED, other patients.
+# and that may be a neighbour of who is wrong: then set CHECKED = True and run both cells again. Another SEED, other patients.
 
 # %%
 SEED = 3
@@ -662,7 +662,7 @@ for way, result in runs.items():
 # ## The claims settled
 # **Claim 1: only if a rank handles many tokens in a step.** A study note for interviews orders the traffic "tensor
 # parallel > data parallel > pipeline". But data parallelism sends parameters, about 12 h² a layer (h: hidden size), and
-# tensor parallelism tokens: 4 all-reduces a layer, each of tokens × h numbers. With equal n:
+# tensor parallelism tokens: 4 all-reduces a layer (lesson 05), each of tokens × h numbers. With equal n:
 #
 # $$12\,h^2 \text{ against } 4 \cdot \text{tokens} \cdot h \quad\Rightarrow\quad \text{equal at tokens} = 3h$$
 #
@@ -689,8 +689,8 @@ print(f"with what a rank sends: {sizes[0] / 25:.1f} s")
 
 # %% [markdown]
 # Its figures are the *payload*; a rank sends 2(n-1)/n times that. It also has tensor parallelism overlap: but there the
-# next operation waits for the message, while for a gradient only the optimizer waits. And in the first note data
-# parallelism talks once an *epoch*: *no sync*, until then.
+# next operation waits for the message, while for a gradient only the optimizer waits. And the first note lets data
+# parallelism talk once an *epoch*: until then its ranks have the illness *no sync*.
 
 # %%
 without, with_it = (1e3 * exposed[way] for way in ("bucketed", "overlapped"))

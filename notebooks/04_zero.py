@@ -47,7 +47,7 @@ vote_2 = None
 
 # %% [markdown]
 # ## Predict
-# The model that you will train on four ranks. Fill in what you can.
+# The model that you will train on four ranks; its root is embedding, last norm and head. Fill in what you can.
 
 # %%
 from course_lib.model import build_model, tiny_config
@@ -136,8 +136,8 @@ for rank, seen in enumerate(run(cut_in_two, n=RANKS)):
     print(f"rank {rank}: {seen}")
 
 # %% [markdown]
-# Look at `bytes`: reduce-scatter and all-gather together, then the all-reduce. Both are 2(n-1)/n S. So stage 1 costs
-# nothing on the wire: it only gathers *weights*, after the step, where DP gathered gradients before it.
+# Look at `bytes`: reduce-scatter and all-gather together, then the all-reduce. Both are 2(n-1)/n S. So stage 1 sends
+# no more than DP: it only gathers *weights*, after the step, where DP gathered gradients before it.
 #
 # ## Who owns what
 # Parameters are laid end to end in one flat tensor, padded to a multiple of n, and cut into equal shards. A shard does
@@ -165,8 +165,9 @@ for rank, mine in enumerate(run(owners, n=RANKS)):
 # the norm of a whole matrix (LAMB, Adafactor) cannot be cut so.
 #
 # ## Stage 1: build it
-# `step` is the optimizer on the own shards, and `refresh` brings the others'. In float32 a shard *is* its piece of the
-# parameters' memory; in bfloat16 it is the float32 master copy, which nobody else keeps.
+# `step` is the optimizer on the own shards, and `refresh` brings the others'. In the source, names end in `_F` for a whole
+# flat, in `_f` for a shard. In float32 a shard *is* its piece of the parameters' memory; in bfloat16 it is the float32
+# master copy, which nobody else keeps.
 
 # %%
 from course_lib.view import show_source
@@ -386,8 +387,8 @@ for count in (1, 2, 4):
 print(f"your prediction for stage 2 with 4: {predicted_stage_2_m4}")
 
 # %% [markdown]
-# In words, for gradients and weights of b bytes: stage 2 sends (M+1)(n-1)/n Pb, stage 3 up to 3M(n-1)/n Pb. That is why
-# ZeRO-2 and a pipeline do not mix well: a pipeline lives on many micro-batches.
+# With P parameters of b bytes and M micro-batches, stage 2 sends (M+1)(n-1)/n Pb, stage 3 up to 3M(n-1)/n Pb. That is why
+# ZeRO-2 and a pipeline (lesson 07) do not mix well: a pipeline lives on many micro-batches.
 #
 # ## Who waits
 # The step below is *paced*, as in lesson 03: a block takes 15 ms forward and 30 ms backward, and the link carries 100 MB/s.
@@ -589,9 +590,9 @@ for way in ("zero 1", "zero 3"):
 # - **stale**: one rank gathers into a copy that its model never sees
 #
 # The table shows the ledger and, after one step, where weights differ from those of one process: a line for each rank that
-# computes, a column for each owner. `.` is right, `x` is wrong. Norms are as they are clipped by. Say for each run what it
-# has, in which collective it shows (`"reduce_scatter"`, `"all_gather"`, or for a norm `"all_reduce"`), and on which rank (a
-# number, or `"all"`). Another SEED, other patients.
+# computes, a column for each owner. `.` is right, `x` is wrong. The norm is what clipping uses; one process has 1.
+# Say for each run what it has, in which collective it shows (`"reduce_scatter"`, `"all_gather"`, or for a norm
+# `"all_reduce"`), and on which rank (a number, or `"all"`). Another SEED, other patients.
 
 # %%
 SEED = 4

@@ -153,13 +153,13 @@ print("gelu(a) + gelu(b):", (F.gelu(a) + F.gelu(b)).tolist())
 print("gelu(a + b):      ", F.gelu(a + b).tolist())
 
 # %% [markdown]
-# A function that is not linear must see finished numbers. By rows first, the all-reduce would have to come *before* GELU,
-# on F = 4h features instead of h, and every rank would need all of them. By columns, each feature is finished on one rank.
+# A function that is not linear must see finished numbers. By rows first, the all-reduce would come *before* GELU, on the F
+# features between A and B instead of x's D (here F = 4 D), and every rank needs all of them. By columns, each is finished on one.
 #
 # ## Build it
 # Each half is made from the serial `nn.Linear`, with the same weights. Mind torch's layout: a linear keeps its weight as
-# (out, in), so "columns of A" are rows of that tensor. A lower-case letter in a name marks a dim that is divided: `W_FtD`
-# is F/t by D.
+# (out, in), so "columns of A" are rows of that tensor. Names end in dims: x_BSD is batch, sequence, features; a lower-case
+# letter divides: `W_FtD` is F/t by D on t ranks.
 
 # %%
 from course_lib import tp
@@ -368,12 +368,12 @@ memory_plot(
 
 # %% [markdown]
 # Look at the yellow parts: on four ranks still half of one process's, and the more ranks the closer to a floor, what is whole
-# on every rank. (Weights miss a quarter by the vocabulary, which is whole here.) Lesson 06 cuts that floor too.
+# on every rank. (Weights stay above a quarter: the vocabulary is whole here.) Lesson 06 cuts that floor too.
 #
 # ## A first look: when does TP send more than DP?
-# For one layer, DP sends the gradients of about 12h² parameters, whatever the tokens; TP four activations of T tokens,
-# whatever the parameters. Equal at 4 T h = 12 h²: T = 3h tokens in a replica. Lesson 12 derives it for whole meshes; here
-# is one block, counted.
+# For a layer of hidden size h, DP all-reduces the gradients of about 12h² parameters, whatever the tokens; TP four times
+# the activations of T tokens, whatever the parameters. Equal at 4 T h = 12 h²: T = 3h tokens in a replica. Lesson 12 derives
+# it for whole meshes; here is one block, counted.
 
 # %%
 from course_lib import dp

@@ -38,8 +38,8 @@ vote_2 = None
 #  sequence  x rows  -> norm -> |all-gather rows | columns, rows |reduce-scatter   | -> x rows
 # ```
 #
-# Inside a region nothing changes: every rank has all positions and its share of the features. What does it cost, and what
-# is spared?
+# *Rows* are positions here: on the second line a rank has S/n of the S positions, `x_BScD` in names. Inside a region nothing
+# changes: every rank has all positions and its share of the features. What does it cost, and what is spared?
 
 # %% [markdown]
 # ## Predict
@@ -99,8 +99,8 @@ for rank, told in enumerate(run(in_two_halves, n=RANKS)):
 # | leave | reduce-scatter over S | all-gather over S |
 #
 # Why does the gather have a reduce-scatter behind it? Every rank uses *all* rows, each for its own features. So each has a
-# part of the gradient of every row, and a row's owner needs the sum. `comm.gather` has the same forward and takes its own
-# rows of its own gradient instead: right where all ranks do the same with x, wrong here.
+# part of the gradient of every row, and a row's owner needs the sum: `comm.unshard`. `comm.gather` has the same forward
+# and takes its own rows of its own gradient instead: right where all ranks do the same with x, wrong here.
 
 # %%
 from course_lib import sp
@@ -198,7 +198,7 @@ for n in (2, 4):
 print(f"your predictions: {predicted_bytes} bytes, share {predicted_kept}")
 
 # %% [markdown]
-# Look at four ranks: the same bytes keep less, and only a quarter more bytes keep a quarter.
+# Look at four ranks: *rows, kept* sends the same bytes and keeps less; *rows, again* sends a quarter more and keeps a quarter.
 #
 # A note says that SP brings activations "to 1/TP size", beside the sentence that an all-reduce becomes a reduce-scatter and
 # an all-gather. Each is right, of another variant.
@@ -419,8 +419,8 @@ print(f"Korthikanti, table 5, 175B: {52.8 / 51.4 - 1:.1%} more arithmetic (52.8 
 # 54 % is the paper's count for this shape: 2-byte numbers, dropout on the scores. Ours above, 4 bytes and no dropout, spared
 # 33 %.
 #
-# The last line is their share of the peak with what runs again, over that without. It is three times our count: s/6h, what
-# attention's products take in forward *and* backward. Only their forward runs twice.
+# The last line is their HFU over their MFU (lesson 01). It is three times our count: s/6h, what attention's products take in
+# forward *and* backward. Only their forward runs twice.
 #
 # On ranks there is a second price. What runs again sends again: the region's forward messages stand inside the block, none
 # inside the core.
@@ -439,9 +439,10 @@ assert sent["full"]["tensor"][0] == 12 * CONFIG.layers * Fraction(RANKS - 1, RAN
 # Tensor parallelism has 6 all-reduces a layer then instead of 4.
 #
 # ## The vocabulary
-# Embedding and head are V·h numbers each, often the largest matrices of all; and logits are T·V numbers, often more than any
-# activation. So words are divided: rank r has rows r·V'/n and following, V' padded to a multiple of n. The embedding gives
-# zeros for words of others, and the sum over ranks (or a reduce-scatter) makes x. The loss must not gather logits:
+# For V words and T tokens, embedding and head are V·h numbers each, often the largest matrices; logits are T·V numbers, often
+# more than any activation. So words are divided: rank r has rows r·V'/n and following; V' is V padded to a multiple of n. The
+# embedding gives zeros for words of others, and the sum over ranks (or a reduce-scatter) makes x. The loss, in which z are a
+# token's logits and m is their maximum, must not gather them:
 #
 # $$\text{loss} = \log \sum_v e^{z_v - m} + m - z_\text{target}$$
 #

@@ -297,8 +297,8 @@ show_source(Engine._do, Engine._forward, Engine._backward)
 
 # %% [markdown]
 # You know the lines: `detach().requires_grad_()` makes the leaf, `backward(output, gradient)` continues from a received
-# gradient, `x.grad` travels back. (`get_gradient_edge` keeps the graph of an output without the output.) `self.kept`
-# holds what is in flight.
+# gradient, `x.grad` travels back. (`get_gradient_edge` keeps the graph of an output without the output; I, W, `later` and
+# `_put_off` are lesson 08's: skip them.) `self.kept` holds what is in flight.
 #
 # Each micro-batch's loss must be its *share* of the step's loss: the sum over its tokens, divided by the tokens of the
 # whole batch. Then gradients simply add up.
@@ -549,9 +549,9 @@ print(f"gradients of torch's 1F1B and ours differ by {apart:.1e} at most")
 # - **tied**: the two ends do not add up the gradients of their copies
 # - **lost**: one rank sends zeros back, for one micro-batch
 #
-# For each name the cause, the call that is missing or wrong (`"all_reduce"`, `"send"`, or None) and the rank (a number, for
-# the ends 0; `"all"`, or None if healthy). "Off" compares each rank's gradients with those of one process, "ends" the two
-# copies of the table. Another SEED, other patients.
+# For each name the cause, the call that is missing or wrong (`"all_reduce"`, `"send"`, or None) and the rank (a number, 0 for
+# *tied*; `"all"`; None if healthy). Length and angle compare the whole gradient with that of one process, "off" each rank's,
+# "ends" the two copies of the table. Another SEED, other patients.
 
 # %%
 SEED = 3
@@ -647,8 +647,8 @@ for each in lab:
 # - **About m times too long**: *forgotten*, m times what *mean of means* gives. AdamW, which divides a gradient by its
 #   size, hides it.
 # - **Only the ends are off, and apart**: *tied*. From now on the copies are two tables.
-# - **Loss right, ranks before one are off**: *lost*. Behind the culprit nothing came back. (The last rank is off too:
-#   the first one's share is in its table; but the ends agree.)
+# - **Loss right, ranks before one are off**: *lost*, by that one: to those before it nothing came back. (The last rank is
+#   off too: the first one's share is in its table; but the ends agree.)
 #
 # </details>
 

@@ -83,10 +83,11 @@ predicted_best = None  # the shortest step that any order can reach, one stage a
 
 # %% [markdown]
 # ## Interleaved: thinner stages
-# Give each rank two stages of half the size: rank 0 the stages 0 and 4, rank 1 the stages 1 and 5. The first micro-batch is
-# through a *thin* stage in half the time, so the next rank begins sooner, and gradients come back sooner.
+# Give each rank v thin stages (*chunks*), here two of half the size: rank 0 the stages 0 and 4, rank 1 the stages 1 and 5. The
+# first micro-batch is through a thin stage in half the time, so the next rank begins sooner, and gradients come back sooner.
 #
-# All costs are those of the same model: a stage that is half as large costs half.
+# All costs are those of the same model: a stage that is half as large costs half. (I and W in the code are the halves of a
+# backward; the next section has them.)
 
 # %%
 NAMES = ("1f1b", "interleaved", "zb-h1", "zb-h2", "zb-v", "dualpipe-v")
@@ -110,7 +111,8 @@ schedule_picture(
 #
 # $$\text{bubble} = (p-1)\,\frac{F+B}{v}, \qquad \text{of ideal} = \frac{p-1}{mv}, \qquad \text{of total} = \frac{p-1}{mv+p-1}$$
 #
-# The price: more in flight before the first backward, and a message for each of the pv-1 borders instead of p-1.
+# The price: more in flight before the first backward (11 stages' worth in the picture are 5.5 micro-batches), and a message for
+# each of the pv-1 borders instead of p-1.
 
 # %%
 print(f"{'chunks':>6}{'step':>7}{'bubble: of total':>18}{'formula':>9}{'of ideal':>10}", end="")
@@ -262,8 +264,8 @@ print(f"your prediction for ZB-H1: {predicted_zb_h1}")
 
 # %% [markdown]
 # Look at *step*: ZB-H2 is no shorter than ZB-H1. Both reach the bound: rank 3 cannot begin before (p-1)F, and has m(F+I+W) to
-# do. What ZB-H2 gains is in the **span**, from a rank's own first start to its own last end. Its ranks begin one after another
-# and end one after another.
+# do. What ZB-H2 gains is in the **span** (*longest rank*), from a rank's own first start to its own last end. Its ranks begin
+# one after another and end one after another: the picture is a parallelogram.
 #
 # ## The optimizer's barrier
 # Whether the span counts depends on what is between two steps. If each rank steps its own weights and begins the next batch,
@@ -313,8 +315,8 @@ schedule_picture(
 )
 
 # %% [markdown]
-# Move it (in Jupyter): the picture above is the first setting. A hop of 0.25: whose picture changes least? `give I and W`, then
-# a small W: where does the bubble of the ZB schedules come back?
+# Move it (in Jupyter): the picture above is the first setting. A hop of 0.25: whose picture changes least? Tick `give I and W`,
+# then make W small: where does the bubble of the ZB schedules come back?
 
 # %%
 from course_lib.view.sliders import schedule_sliders

@@ -24,7 +24,7 @@
 # ## The rules
 # - A line is a rank, a cell is stage, operation and micro-batch: `0F3`. Operations are F, and either B, or I and W, for each stage and
 #   micro-batch once.
-# - F needs F of the stage before; B and I need F of their stage and B or I of the stage behind; W needs its I.
+# - F needs F of the stage before; B and I need F of their stage and B or I of the next stage; W needs its I.
 # - Times are not written: an action begins when its rank is free and what it needs has come. F, I and W cost 1 unless the level says
 #   otherwise, and B costs I + W.
 # - In flight is what has had its F and not yet its B or W. Each level has a limit for every rank.

@@ -142,8 +142,8 @@ show_source(blockwise.attend, cp.ring.RingAttention.forward)
 #
 # $$p = e^{qk^T - lse} \qquad dv = p^T dout \qquad ds = p \, (dout \, v^T - \textstyle\sum dout \cdot out) \qquad dq = ds \, k \qquad dk = ds^T q$$
 #
-# (q comes scaled.) So K and V turn once more. dq stays. A block's dk and dv are sums over all ranks that saw it, and must come home: they travel
-# one turn behind their block, and each rank adds its share.
+# (p are probabilities, ds is the gradient of the scores; q comes scaled.) So K and V turn once more. dq stays. A block's dk and
+# dv are sums over all ranks that saw it, and must come home: they travel one turn behind it, and each rank adds its share.
 #
 # ```
 #  rank 2, turn     0          1            2              3
@@ -245,7 +245,7 @@ assert sent == 3 * forward
 #  zig-zag      0 1 2 3 3 2 1 0      whose chunk
 # ```
 #
-# We count score entries in the run: what the kernel is asked for, by turn.
+# We count score entries (pairs of a query and a key) in the run: what the kernel is asked for, by turn.
 
 # %%
 from fractions import Fraction
@@ -287,7 +287,7 @@ print(f"your prediction: {predicted_busiest}")
 
 # %% [markdown]
 # Contiguous comes to 2 - (s+1)/(S+1): nearly 2 on many ranks. Zig-zag is exactly 1, and in every turn: of another rank's block
-# each rank sees one half, either its late queries all keys or all its queries the early keys. Only its own
+# each rank sees one half: either its late queries see all keys, or all its queries see the early keys. Only its own
 # block needs a mask.
 #
 # ## See it
@@ -351,13 +351,13 @@ print(
 )
 
 # %% [markdown]
-# Zig-zag stays behind its entries by what its messages leave exposed: the last hop, which takes gradients home, has nothing left
-# to hide behind.
+# Zig-zag gains less than its entries promise, since its last hop is exposed: it takes gradients home, and no computing is left
+# to hide it.
 #
-# Look at the lower line of each rank: all others lie under compute. A block travels while the one before is computed, so it is
-# hidden as soon as computing takes longer than sending. For blocks of c positions, without mask, in 2 bytes: 4c²h operations
-# against 4ch bytes, hence c ≥ F/B, operations a second over bytes a second. Both grow, work faster: *long* sequences hide
-# rings.
+# Look at the lower line of each rank: all other hops lie under compute. A block travels while the one before is computed, so it
+# is hidden as soon as computing takes longer than sending. For blocks of c positions, without mask, in 2 bytes: 4c²h operations
+# against 4ch bytes, hence c ≥ F/B, where F is operations and B bytes a second (no forward, no backward). Both grow, work faster:
+# *long* sequences hide rings.
 #
 # The same run for a trace viewer: open `ring_zigzag.json`, which lies in your folder for temporary files, in
 # [ui.perfetto.dev](https://ui.perfetto.dev).
@@ -454,8 +454,8 @@ show_source(cp.ulysses_attention)
 
 # %% [markdown]
 # ## Both: Ulysses x ring
-# More ranks than heads? A grid: neighbours share out heads (all-to-all wants the fast links), and a ring of such runs passes
-# K and V of these heads on. The layout is the ring's, cut once more.
+# More ranks than heads? A grid: a run of neighbours shares out heads (all-to-all wants the fast links), and a ring of such runs
+# passes K and V of these heads on. The layout is the ring's, cut once more.
 
 # %%
 grid = cp.nested(cp.ZIGZAG, 2)

@@ -161,8 +161,8 @@ show_source(ep.parallel.combine)
 # results back in the order of arrival.
 #
 # ## Who sums what
-# With ep = 2 on four ranks there are two groups, and each has all experts between its ranks. Those who hold the *same* experts form
-# the axis `edp`:
+# With ep = 2 on four ranks there are two groups, and each has all experts between its ranks. Those who hold the *same* experts
+# form the axis `edp` (`mesh.dp_cp` is dp here: there is no cp):
 
 # %%
 from course_lib import dp
@@ -440,10 +440,12 @@ for coefficient in (0.0, 0.01, 0.1):
 # %% [markdown]
 # Here 0.01 halves the imbalance and leaves the loss as it was; ten times as much gains nothing more, and costs loss.
 #
-# The second remedy is **capacity**: an expert takes at most T C / E pairs, an even load, times a factor, of a rank's T tokens:
-# first come, first served, first choices before second ones. The rest is dropped: the token passes by on the residual. Then no rank can be overrun and
-# shapes can be fixed; but what is dropped depends on the company that a token keeps. *Dropless* (no capacity) is exact, and
-# needs the uneven all-to-all. Below the picture the same with sliders (in Jupyter). At skew 3, which factor drops nothing, and what
+# The second remedy is **capacity**: of a rank's T tokens an expert takes at most T C / E pairs (an even load) times a factor,
+# first come, first served, first choices before second ones. The rest is dropped: the token passes by on the residual. Then no
+# rank can be overrun and shapes can be fixed; but what is dropped depends on the company that a token keeps. *Dropless* (no
+# capacity) is exact, and needs the uneven all-to-all.
+#
+# Below the picture the same with sliders (in Jupyter). At skew 3, which factor drops nothing, and what
 # does the busiest rank then compute?
 
 
@@ -593,9 +595,9 @@ print(f"outputs and gradients of x, router and experts differ by {apart:.0e} at 
 # - **router**: the router's gradient is not summed
 # - **order**: on one rank results come home in the wrong order, each to the next token
 #
-# For each name the illness, the axis on which it is (`"ep"`, `"edp"` or `"dp"`, None if healthy) and the rank (a number, or
-# `"all"`; None if healthy). Loss is each rank's own, in the first step, off against one process with the same rows; `k` says
-# how many times the right gradient rank 0 has; copies are compared after one step. Another SEED, other patients.
+# For each name the illness, the axis on which the right sum or journey goes (`"ep"`, `"edp"` or `"dp"`) and the rank (a number,
+# or `"all"`); None if healthy. Loss is each rank's own, in the first step, off against one process with the same rows; `k` is
+# rank 0's gradient as a multiple of the right one; copies are compared after one step. Another SEED, other patients.
 
 # %%
 SEED = 3

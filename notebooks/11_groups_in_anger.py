@@ -202,9 +202,9 @@ from course_lib.view import show_source
 show_source(comm.Priorities.hold, comm.Priorities.gap)
 
 # %% [markdown]
-# Whenever the program has waited for a call on a higher axis it goes on to compute: that is a gap, and one held call leaves
-# in it, of the highest axis that holds any. What is waited for leaves at once, behind all that is held on its own axis and
-# above. Messages (send, recv) are never held: another rank waits for each.
+# tp is the highest axis, dp the lowest. Whenever the program has waited for a call it goes on to compute: that is a gap, and one
+# held call of a lower axis leaves in it, the highest axis first. To wait for a held call sends it at once, behind all held on
+# higher axes and with all on its own. Messages (send, recv) are never held: another rank waits for each.
 #
 # A piece should be through before the next urgent call: at most a gap of 30 ms.
 
@@ -237,7 +237,7 @@ print(f"{path.name}: {path.stat().st_size / 1000:.0f} kB")
 # %% [markdown]
 # Same sums, same bytes, more calls. The formula for *at once*: every half takes B and a small call; each layer but the first
 # waits for what B did not cover of a bucket, and the last bucket is exposed. *Held and cut*: eight pieces, and one leaves in
-# each gap behind the first bucket's start. Five of these gaps have computing in them and hide a piece; three are exposed.
+# each gap after the first bucket's start. Five of these gaps have computing in them and hide a piece; three pieces are exposed.
 
 # %%
 from course_lib.view.summary import read, summarize
@@ -470,8 +470,9 @@ for rank, (sums, grid) in enumerate(theirs):
 # - **axis**: one rank calls on dp where tp is due, and then on dp again
 # - **skipped**: one rank leaves out its last call, on dp
 #
-# For each, name illness, the axis whose call or group came too early, in place of another or not at all, and the culprit (of
-# two, the lower rank; None if healthy). One patient leaves two suspects: then set CHECKED. Another SEED, other patients.
+# For each, name illness, axis (`"norms"` for the group made too early, else that of the call which came too early, in place of
+# another or not at all) and culprit (of two, the lower rank); None if healthy. One patient leaves two suspects: then set CHECKED.
+# Another SEED, other patients.
 
 # %%
 SEED = 11

@@ -73,8 +73,8 @@ rank_grid(
 )
 
 # %% [markdown]
-# Look at rank 4: it is the second stage of rank 0's pipeline, and the third is on the other node. Move the sliders (in Jupyter): which order makes dp cross instead? `dp and tp` shows
-# who holds one stage.
+# Look at rank 4: it is the second stage of rank 0's pipeline; the third is on the other node. (mp, tp x pp, is one whole model.)
+# Move the sliders (in Jupyter): which order makes dp cross instead? `dp and tp` shows who holds one stage.
 
 # %%
 from course_lib.view.moved import picture_sliders
@@ -110,8 +110,8 @@ for world, sizes in NOTES.items():
     print(f"    {asked[9]}, and is in {group_of[9]}")
 
 # %% [markdown]
-# Only for the first stage. A group starts at its first member, not at whoever asks. And `new_group` must be called for all
-# groups by all ranks, in one order (lesson 11).
+# Only for the first stage: a group starts at its first member. And all ranks must call `new_group` for all groups, in one
+# order (lesson 11).
 #
 # The notes' third layout serves GPT-3 on 512 GPUs with TP=8 and PP=64, "8 nodes × 8 stages a node". Eight GPUs of a node are one
 # tp group, so that a node holds *one* stage:
@@ -138,8 +138,8 @@ from course_lib.view import show_source
 show_source(build_stages)
 
 # %% [markdown]
-# Experts first, since tp must leave them alone. Groups are made on *all* ranks, so they come while every rank still sees the
-# whole model: pp cuts after that. cp and recomputation go around what is there.
+# Groups are made on *all* ranks, so they come while every rank still sees the whole model: pp cuts after that. cp and
+# recomputation go around what is there.
 #
 # The model is tiny, and in float64: then rounding is 1e-15, and a forgotten sum stands out. Rows have random lengths, so
 # that ranks count different numbers of tokens.
@@ -343,8 +343,8 @@ assert abs(norms[0]["each once"] / truth - 1) < 1e-12
 #
 # ## What each axis sends: one table
 # Calls and bytes are from the ledgers, all ranks together, last step; the formula is `compose.wire_bytes`, from shapes
-# alone. `ms` puts the busiest rank's calls on emulated links, an alpha for each message and its bytes over beta. The ranks
-# fill two nodes, and between these a link is 50 times slower in alpha, 20 times in bytes.
+# alone. dp_cp is dp x cp. `ms` puts the busiest rank's calls on emulated links, an alpha for each message and its bytes over
+# beta. The ranks fill two nodes, and between these a link is 50 times slower in alpha, 20 times in bytes.
 
 # %%
 from course_lib.comm.links import STEPS as MESSAGES
@@ -457,7 +457,7 @@ for order in ORDERS:
 #
 # $$\underbrace{8\,\tfrac{n-1}{n}\,T h\,b}_{\text{TP: four all-reduces of } Th} \;=\; \underbrace{2\,\tfrac{n-1}{n}\,12h^2\,b}_{\text{DP: one of the gradients}} \quad\Rightarrow\quad T = 3h$$
 #
-# *Together* in a mesh, tp has cut the gradients too: a rank has 12h²/t of them. Then
+# *Together*, t ranks of tp and d of dp: tp has cut the gradients too, a rank has 12h²/t of them. Then
 #
 # $$8\,\tfrac{t-1}{t}\,T h \;=\; 2\,\tfrac{d-1}{d}\,\tfrac{12h^2}{t} \quad\Rightarrow\quad T = 3h\,\frac{d-1}{d\,(t-1)}$$
 #
@@ -513,7 +513,7 @@ print(f"your prediction: {predicted_tokens}")
 # There TP sends more.
 #
 # And PP? A rank sends 2Th numbers, forward and back, once for all l layers of its stage, where TP pays for each layer: less
-# than TP, always. It sends more than DP from 2Th = 24h²l/t on: T = 12hl/t tokens, or 12hl where sequence parallelism has
+# than TP, always. PP sends more than DP from 2Th = 24h²l/t on: T = 12hl/t tokens, or 12hl where sequence parallelism has
 # cut the activations too.
 #
 # ## Speed-up against N
@@ -648,8 +648,9 @@ curves(
 
 # %% [markdown]
 # Read TP's points against `and gloo`, roughly this machine's cost; DP and PP also run a real optimizer, which is in no line.
-# Read the lines against each other: they are what a cluster pays, where a call's own cost is microseconds. DP ends at 8 sequences, PP at 4 layers, TP at 8 heads. That is the reason for several axes: 8 sequences x 8 heads x 4 layers are
-# 256 ranks, where no single axis goes beyond 8.
+# Read the lines against each other: they are what a cluster pays, where a call's own cost is microseconds. DP ends at
+# 8 sequences, PP at 4 layers, TP at 8 heads. Hence several axes: 8 sequences x 8 heads x 4 layers are 256 ranks, where no single
+# axis goes beyond 8.
 #
 # ## Which combinations are refused
 # Not every choice works with every other. `compose.refusals` says why, before any process starts; `discouraged` says what

@@ -91,7 +91,7 @@ predicted_winner_64 = None  # and with 64
 # %% [markdown]
 # ## The KV cache
 # Under a causal mask an earlier row never looks at a later one: its keys and values stay what they are. Keep them, and a new
-# token costs one row. First without:
+# token costs one row. First without; then `serve`, where a `Book` notes who waits and who has which slot:
 
 # %%
 from course_lib.inference import Book, Replica, serve
@@ -128,8 +128,8 @@ from course_lib.view import show_source
 show_source(LayerCache.__call__)
 
 # %% [markdown]
-# Its bytes: keys and values, for each layer, slot (a request's place), position and *key-value* head. Grouped queries share
-# heads, and here is why models have them:
+# Its bytes: keys and values, for each layer, slot (a request's place; N of them), position (T) and *key-value* head (G). Grouped
+# queries share heads, and here is why models have them:
 
 # %%
 print(f"measured {replica.cache.nbytes:,}, formula", end=" ")
@@ -286,7 +286,8 @@ for n in (1, 4, 8, 16):
 #
 # ## Pipelines: groups take turns
 # A token needs all p stages one after the other, and the next token needs this one. One group of requests keeps one stage of
-# p busy. With g groups in flight, stage 1 works on group 1 while stage 0 works on group 2: micro-batches, but of requests.
+# p busy. With g groups in flight g stages are, at most all: stage 1 works on group 1 while stage 0 works on group 2,
+# micro-batches of requests. In a *tick* each stage takes one turn.
 
 # %%
 from course_lib.mesh import Conditions
@@ -410,9 +411,9 @@ assert len({one["steps"] for one in shared}) == 1
 
 # %% [markdown]
 # ## Sampling: one draw for all ranks
-# Greedy is a maximum. Drawing can be made one too: with noise e from an exponential distribution for each token, the argmax
-# of z/T - log e is distributed as softmax(z/T). The noise follows from (seed, request, position) alone, so every rank has the
-# same, for any number of ranks and any batching:
+# Greedy is a maximum. Drawing can be made one too: with logits z, temperature T and, for each token, noise e from an exponential
+# distribution, the argmax of z/T - log e is distributed as softmax(z/T). The noise follows from (seed, request, position) alone,
+# so every rank has the same, for any number of ranks and any batching:
 
 # %%
 show_source(inference.choice.gumbel)
