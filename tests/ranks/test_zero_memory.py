@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from dataclasses import replace
 
 import pytest
@@ -161,8 +162,16 @@ def test_state_falls_to_the_papers_numbers():
         assert ours == pytest.approx(gigabytes, abs=0.06)
 
 
+def settled(live, most):
+    """Bytes alive; gloo's thread may let go of the last message a moment after its wait."""
+    end = time.monotonic() + 2
+    while live.now > most and time.monotonic() < end:
+        time.sleep(0.001)
+    return live.now
+
+
 def test_accumulation_in_stage_2_holds_no_full_gradients(worlds):
-    def rank(stage):
+    def rank(stage, expected):
         mesh = make_mesh()
         model = build_model(LEAN)
         z = built(stage, model, mesh.dp)
@@ -171,13 +180,14 @@ def test_accumulation_in_stage_2_holds_no_full_gradients(worlds):
             with z.accumulate():
                 model.loss_sum(*mine)[0].backward()
             z._land()
-            held = live.now
+            held = settled(live, 1.01 * expected)
         z.finish()
         return held
 
     whole = 4 * sum(p.numel() for p in build_model(LEAN).parameters())
-    assert all(whole <= held < 1.01 * whole for held in worlds(4).run(rank, 1))
-    assert all(whole / 4 <= held < 1.01 * whole / 4 for held in worlds(4).run(rank, 2))
+    for stage, expected in ((1, whole), (2, whole / 4)):
+        for held in worlds(4).run(rank, stage, expected):
+            assert expected <= held < 1.01 * expected
 
 
 # --- when things travel, on paced ranks with an emulated link --------------------------------
