@@ -6,18 +6,15 @@ import random
 from collections.abc import Sequence
 from typing import Any
 
-from course_lib.grading.answers import NotRight, shown
 from course_lib.grading.exercise import Case, Function, Instance, Wrong
+from course_lib.grading.rows import schedule_of
 from course_lib.schedule import (
     Costs,
     Schedule,
-    ScheduleError,
-    from_rows,
     gpipe,
     naive,
     one_f_one_b,
     simulate,
-    validate,
 )
 
 Cells = list[list[str]]
@@ -30,17 +27,7 @@ def _cells(schedule: Schedule) -> Cells:
 
 def _facts(value: Any) -> dict[str, Any]:
     """What rows do, whatever cells they hold."""
-    if not isinstance(value, Sequence) or isinstance(value, str) or not value:
-        raise NotRight(f"a list of rows, one for each rank, is wanted, not {shown(value)}")
-    rows = [row.split() if isinstance(row, str) else row for row in value]
-    for row in rows:
-        if not isinstance(row, Sequence) or not all(isinstance(cell, str) for cell in row):
-            raise NotRight(f"a row is a list of cells such as '0F3', not {shown(row)}")
-    try:
-        schedule = from_rows(rows)
-        validate(schedule)
-    except ScheduleError as error:
-        raise NotRight(f"these rows cannot be run: {error}") from None
+    schedule = schedule_of(value)
     return {
         "ranks": schedule.ranks,
         "micro-batches": schedule.microbatches,

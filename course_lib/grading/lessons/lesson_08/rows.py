@@ -3,20 +3,19 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
-from course_lib.grading.answers import NotRight, shown
+from course_lib.grading.answers import NotRight
 from course_lib.grading.exercise import Case, Function, Instance, Wrong
+from course_lib.grading.rows import schedule_of
 from course_lib.schedule import (
     Costs,
-    ScheduleError,
     from_rows,
     looped,
     lower_bound,
     one_f_one_b,
     simulate,
-    validate,
     zb_h1,
     zb_h2,
 )
@@ -26,17 +25,7 @@ Cells = list[list[str]]
 
 def _facts(value: Any) -> dict[str, Any]:
     """What rows do, whatever cells they hold."""
-    if not isinstance(value, Sequence) or isinstance(value, str) or not value:
-        raise NotRight(f"a list of rows, one for each rank, is wanted, not {shown(value)}")
-    rows = [row.split() if isinstance(row, str) else row for row in value]
-    for row in rows:
-        if not isinstance(row, Sequence) or not all(isinstance(cell, str) for cell in row):
-            raise NotRight(f"a row is a list of cells such as '0F3', not {shown(row)}")
-    try:
-        schedule = from_rows(rows)
-        validate(schedule)
-    except ScheduleError as error:
-        raise NotRight(f"these rows cannot be run: {error}") from None
+    schedule = schedule_of(value)
     if any(action.op == "B" for row in schedule.rows for action in row):
         raise NotRight("there are whole backwards (B) in it: every one is to be an I and a W")
     p, m = schedule.ranks, schedule.microbatches
