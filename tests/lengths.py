@@ -1,26 +1,28 @@
 """What is longer than we aim at. It fails nothing: split by idea, never to please a count.
 
-Code lines only: docstrings, comments and blank lines are free. Of a lesson the words of its text
-count, not those of code, formulas and addresses. ``make length`` runs this.
+Lines of code are counted without docstrings, comments and blank lines; words of a lesson without
+code, formulas and addresses. ``make length`` runs this.
 """
 
 from __future__ import annotations
 
 import ast
+from collections import Counter
 from pathlib import Path
 
 from support.lesson_words import AIM, WORDS, words
+from support.opened import TECHNIQUES, opened
 
 from course_lib.grading.source import read_lesson
 from course_lib.view.code import lines_with_code
 
-LIBRARY = Path(__file__).parents[1] / "course_lib"
+COURSE = Path(__file__).parents[1]
+LIBRARY = COURSE / "course_lib"
 ABOVE_LAUNCH = (
     "schedule ledger layout trace mesh comm model data recompute dp zero tp sp cp ep pp "
     "compose checkpoint inference"
 ).split()
-FILE, FUNCTION, TOTAL = 200, 25, 3_500
-LESSONS = Path(__file__).parents[1] / "notebooks"
+FILE, FUNCTION, TOTAL, OPENED = 200, 25, 5_500, 5
 
 
 def functions(text: str, lines: set[int]) -> list[tuple[str, int, int]]:
@@ -33,16 +35,32 @@ def functions(text: str, lines: set[int]) -> list[tuple[str, int, int]]:
     return found
 
 
+def exported(room: str) -> int:
+    """How many names a room exports: its ``__all__``, or the public names of a single file."""
+    file = LIBRARY / f"{room}.py"
+    tree = ast.parse((file if file.exists() else LIBRARY / room / "__init__.py").read_text())
+    defined = 0
+    for node in tree.body:
+        if isinstance(node, ast.Assign) and getattr(node.targets[0], "id", "") == "__all__":
+            return len(ast.literal_eval(node.value))
+        named = isinstance(node, ast.FunctionDef | ast.ClassDef)
+        defined += named and not node.name.startswith("_")
+    return defined
+
+
 def main() -> None:
-    """Print the table."""
-    total: dict[bool, int] = {True: 0, False: 0}
+    """Print the tables."""
+    rooms: Counter[str] = Counter()
+    files: Counter[str] = Counter()
     long_files, long_functions = [], []
-    for path in sorted(LIBRARY.rglob("*.py")):
+    graders = COURSE / "exercises" / "graders"
+    for path in sorted([*LIBRARY.rglob("*.py"), *graders.rglob("*.py")]):
         text = path.read_text()
         lines = lines_with_code(text)
-        name = path.relative_to(LIBRARY)
+        name = path.relative_to(LIBRARY if LIBRARY in path.parents else COURSE)
         room = name.parts[0].removesuffix(".py")
-        total[room in ABOVE_LAUNCH] += len(lines)
+        rooms[room] += len(lines)
+        files[room] += 1
         if len(lines) > FILE:
             long_files.append((len(lines), f"{name}"))
         long_functions += [
@@ -50,17 +68,31 @@ def main() -> None:
             for function, line, count in functions(text, lines)
             if count > FUNCTION
         ]
-    print(f"the library, above launch/: {total[True]:,} lines of code (aim: {TOTAL:,})")
-    print(f"launch and the tools below: {total[False]:,}")
-    for title, found in (
+    library = sum(rooms[room] for room in ABOVE_LAUNCH)
+    names = {room: exported(room) for room in ABOVE_LAUNCH}
+    print(
+        f"the library, above launch/: {library:,} lines of code (aim: {TOTAL:,}), "
+        f"{sum(files[room] for room in ABOVE_LAUNCH)} files, {sum(names.values())} exported names"
+    )
+    for room in ABOVE_LAUNCH:
+        print(f"  {rooms[room]:>5}  {room:11} {files[room]:>3} files {names[room]:>3} names")
+    print(f"launch and the tools below: {sum(rooms.values()) - library:,}")
+    for room, count in sorted(rooms.items()):
+        if room not in (*ABOVE_LAUNCH, "__init__"):
+            print(f"  {count:>5}  {room:11} {files[room]:>3} files")
+    print(f"files opened in one forward and backward (aim: {OPENED})")
+    for technique in TECHNIQUES:
+        found = opened(technique)
+        print(f"  {len(found):>5}  {technique:18} {' '.join(found)}")
+    for title, found_long in (
         (f"files over {FILE} lines of code", long_files),
         (f"functions over {FUNCTION}", long_functions),
     ):
-        print(f"{title}: {len(found) or 'none'}")
-        for count, where in sorted(found, reverse=True):
+        print(f"{title}: {len(found_long) or 'none'}")
+        for count, where in sorted(found_long, reverse=True):
             print(f"  {count:>4}  {where}")
     print(f"words of explanation (aim: {AIM:,}, limit: {WORDS:,})")
-    for path in sorted(LESSONS.glob("[0-9][0-9]*_*.py")):
+    for path in sorted((COURSE / "notebooks").glob("[0-9][0-9]*_*.py")):
         print(f"  {words(read_lesson(path)):>4}  {path.stem}")
 
 
