@@ -1,0 +1,50 @@
+"""Answers that were written for the first edition still get full marks, unchanged.
+
+tests/support/first_edition holds the solutions of the first edition as a learner would have saved
+them: answer cells only. A solution whose cells have not changed is graded elsewhere.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from course_lib.grading.run import grade
+
+ROOT = Path(__file__).parents[2]
+SAVED = sorted((ROOT / "tests" / "support" / "first_edition").glob("*.ipynb"))
+
+
+def answers(path: Path) -> dict[str, list[str]]:
+    """The sources of the answer cells of a notebook, by exercise."""
+    found: dict[str, list[str]] = {}
+    for cell in json.loads(path.read_text())["cells"]:
+        course = cell["metadata"].get("course", {})
+        if cell["cell_type"] == "code" and course.get("role") == "answer":
+            found.setdefault(course["ex"], []).append("".join(cell["source"]))
+    return found
+
+
+def differing() -> list[tuple[Path, str]]:
+    """Exercises whose solution has changed since."""
+    return [
+        (path, ex)
+        for path in SAVED
+        for ex, cells in answers(path).items()
+        if answers(ROOT / "solutions" / path.name).get(ex) != cells
+    ]
+
+
+def test_every_exercise_of_the_first_edition_is_here():
+    saved = [ex for path in SAVED for ex in answers(path)]
+    assert (len(SAVED), len(saved), len(set(saved))) == (14, 67, 67)
+    today = {ex for path in SAVED for ex in answers(ROOT / "solutions" / path.name)}
+    assert set(saved) <= today
+
+
+@pytest.mark.parametrize(("path", "ex"), differing(), ids=lambda value: str(value)[-5:])
+def test_an_answer_of_the_first_edition_gets_full_marks(path, ex):
+    score = grade(path, ROOT, seed=3, only=ex).scores[ex]
+    assert score.passed == score.total > 0, score
