@@ -91,10 +91,10 @@ predicted_winner_64 = None  # and with 64
 # %% [markdown]
 # ## The KV cache
 # Under a causal mask an earlier row never looks at a later one: its keys and values stay what they are. Keep them, and a new
-# token costs one row. First without; then `serve`, where a `Book` notes who waits and who has which slot:
+# token costs one row. First without; then `serve`, where a `Scheduler` notes who waits and who has which slot:
 
 # %%
-from course_lib.inference import Book, Replica, serve
+from course_lib.inference import Replica, Scheduler, serve
 from course_lib.mesh import make_mesh
 
 
@@ -109,7 +109,7 @@ def recompute(request):
 
 SERIAL = {request.number: recompute(request) for request in REQUESTS}
 replica = Replica(model, make_mesh(), slots=4)
-served = serve(replica, Book(REQUESTS, slots=4))
+served = serve(replica, Scheduler(REQUESTS, slots=4))
 assert served.tokens == SERIAL
 
 without = sum(len(r.prompt) + i for r in REQUESTS for i in range(r.max_new_tokens))
@@ -183,11 +183,11 @@ def on_ranks(axes, slots=4, groups=1, sampling=None):
     choose, mine = inference.chooser(own, sampling), inference.share(REQUESTS, mesh.dp)
     if mesh.pp.size > 1:
         server = Stage(own, mesh, slots, choose)
-        served = serve_pipeline(server, Book(mine, slots, groups=groups))
+        served = serve_pipeline(server, Scheduler(mine, slots, groups=groups))
     else:
         kind = ContextReplica if mesh.cp.size > 1 else Replica
         server = kind(own, mesh, slots, choose)
-        served = serve(server, Book(mine, slots))
+        served = serve(server, Scheduler(mine, slots))
     return {
         "tokens": served.tokens,
         "steps": served.steps,
@@ -262,7 +262,7 @@ for n in (2, 4):
     assert own.wire_bytes() == formula
     assert one["cache"] == inference.cache_bytes(CONFIG, 4, CONFIG.max_seq_len, tp=n)
     calls = own.calls() // one["steps"]
-    choice = int(inference.choice_bytes(CONFIG, CHOSEN, n))
+    choice = int(inference.sampling_bytes(CONFIG, CHOSEN, n))
     gathered = int(wire("all_gather", CHOSEN * CONFIG.vocab // n * 8, n))
     sent = f"{int(own.wire_bytes()):14,}{int(formula):10,}"
     print(f"{n:5}{calls:14}{sent}{choice:9,}{gathered:10,}{one['cache']:9,}")
@@ -300,7 +300,7 @@ def turns(groups):
     mesh = make_mesh(pp=RANKS)
     stage = Stage(inference.cut(model, mesh), mesh, 2 * groups)
     requests = inference.make_requests([[72]] * 2 * groups, 5)
-    served = serve_pipeline(stage, Book(requests, 2 * groups, groups=groups))
+    served = serve_pipeline(stage, Scheduler(requests, 2 * groups, groups=groups))
     return {"ticks": served.steps, "tokens a second": served.throughput, "latency": served.latency}
 
 
@@ -394,7 +394,7 @@ def with_experts(n):
     sparse = ep.add_experts(model, experts=8, choices=2, seed=1)
     ep.parallelize(sparse, mesh.ep, mesh.dp_cp)
     mine = inference.share(REQUESTS, mesh.dp)
-    served = serve(Replica(sparse, mesh, slots=2), Book(mine, slots=2))
+    served = serve(Replica(sparse, mesh, slots=2), Scheduler(mine, slots=2))
     rows = inference.counts(mine)[0]
     even = inference.even_expert_bytes(CONFIG, rows, 2, n)
     return {"tokens": served.tokens, "steps": served.steps, "even": int(even)}
@@ -416,7 +416,7 @@ assert len({one["steps"] for one in shared}) == 1
 # so every rank has the same, for any number of ranks and any batching:
 
 # %%
-show_source(inference.choice.gumbel)
+show_source(inference.sampling.gumbel)
 SAMPLING = inference.Sampling(temperature=0.8, top_k=30, top_p=0.95, seed=2)
 drawn = {}
 for n in (1, 2, 4):
@@ -434,26 +434,26 @@ print("on 1, 2 and 4 ranks:", repr(PROMPTS[1] + decode(torch.tensor(drawn[4][1])
 #
 # ## Continuous batching
 # Requests end at different times. A static batch keeps their slots empty until the last one is over. A continuous one
-# (Orca) lets the next request in at once. A book needs no model to show it: each column is a step, each line a slot; a digit
+# (Orca) lets the next request in at once. A scheduler needs no model to show it: each column is a step, each line a slot; a digit
 # is the request that gets a token, a step that shows one digit alone is (mostly) a prefill.
 
 # %%
 from course_lib.bench import inference as bench
-from course_lib.inference import StaticBook
+from course_lib.inference import StaticScheduler
 
 
 def chart(kind, slots=4):
     requests = inference.make_requests([[0]] * len(bench.MIXED), bench.MIXED)
-    book, lines = kind(requests, slots), [""] * slots
-    while not book.done:
-        work = book.next_work()
+    scheduler, lines = kind(requests, slots), [""] * slots
+    while not scheduler.done:
+        work = scheduler.next_work()
         taking = dict(zip(work.slots, work.requests, strict=True))
         lines = [line + str(taking.get(slot, ".")) for slot, line in enumerate(lines)]
-        book.record(work, [0] * len(work.slots))
+        scheduler.record(work, [0] * len(work.slots))
     return lines
 
 
-for name, kind in (("static", StaticBook), ("continuous", Book)):
+for name, kind in (("static", StaticScheduler), ("continuous", Scheduler)):
     lines = chart(kind)
     steps, speed = run(bench.serve_mixed, kind, 4, n=1, pace={"F": 0.02, "token": 0.001})[0]
     assert steps == len(lines[0])
@@ -720,14 +720,14 @@ def examined(patient):
     own = tp.parallelize(model, mesh.tp)
     kind = LosesRows if patient.has("lost rows", mesh.rank) else Replica
     server = kind(own, mesh, 2, ill_chooser(patient.cause, own, mesh.tp))
-    tokens = serve(server, Book(LONG, 2)).tokens
+    tokens = serve(server, Scheduler(LONG, 2)).tokens
     rows = int((server.cache.layers[0].values_NTGK[0].abs().amax((1, 2)) > 0).sum())
     given = sum(record.payload for record in mesh.ledger.select("tp", "all_gather"))
     return {"tokens": tokens, "rows": rows, "choice": given // sum(map(len, tokens.values()))}
 
 
 serial = serve(
-    Replica(model, make_mesh(), 2, inference.chooser(model, DRAWING)), Book(LONG, 2)
+    Replica(model, make_mesh(), 2, inference.chooser(model, DRAWING)), Scheduler(LONG, 2)
 ).tokens
 print(
     f"{'':3}{'choice':>6}{'agree':>7}{'serial':>8}{'largest token':>15}   rows in slot 0, by rank"
@@ -773,16 +773,16 @@ lab.grade(diagnosis)
 # together; steps of its loop (ticks in a pipeline); lines of the library for that axis alone, comm not counted.
 
 # %%
-from course_lib.inference.choice import threshold
 from course_lib.inference.context import ContextCache, ContextLayer
-from course_lib.inference.pipeline import Turns
+from course_lib.inference.pipeline import Iterations
+from course_lib.inference.sampling import threshold
 from course_lib.view import code_lines
 
 CODE = {
-    "one process": (serve, Replica, Book, inference.Cache, LayerCache),
+    "one process": (serve, Replica, Scheduler, inference.Cache, LayerCache),
     "dp on 4": (inference.share,),
     "tp on 4": (inference.chooser, inference.choose, threshold),
-    "pp on 4": (serve_pipeline, Stage, Turns, inference.cut),
+    "pp on 4": (serve_pipeline, Stage, Iterations, inference.cut),
     "cp on 4": (ContextReplica, ContextCache, ContextLayer, context.join_parts),
 }
 print(f"{'rank 0':14}{'weights':>12}{'cache':>10}{'sent by all':>13}{'steps':>7}{'code':>6}")

@@ -23,7 +23,7 @@ from fractions import Fraction
 
 from course_lib import comm, inference, tp
 from course_lib.comm.links import STEPS
-from course_lib.inference import Book, Replica, Served, Stage, StaticBook
+from course_lib.inference import Replica, Scheduler, Served, Stage, StaticScheduler
 from course_lib.launch import World
 from course_lib.ledger import wire, wire_bytes_by_axis
 from course_lib.mesh import Link, Links, make_mesh
@@ -117,28 +117,28 @@ def decode(layout: Layout, batch: int, tokens: int) -> Served:
         tp.parallelize(model, mesh.tp)
     server = (Stage if layout.pp > 1 else Replica)(model, mesh, slots)
     for wanted in (1, tokens):  # first a step to warm up
-        book = prefilled(slots, wanted, layout.pp)
+        scheduler = prefilled(slots, wanted, layout.pp)
         comm.barrier(mesh.world)
         mesh.ledger.clear()
         mesh.trace.clear()
         if isinstance(server, Stage):
-            served = inference.serve_pipeline(server, book)
+            served = inference.serve_pipeline(server, scheduler)
         else:
-            served = inference.serve(server, book)
+            served = inference.serve(server, scheduler)
     return served
 
 
-def prefilled(slots: int, tokens: int, groups: int) -> Book:
-    """A book whose requests are all in their slots, with a first token: only decode is left."""
+def prefilled(slots: int, tokens: int, groups: int) -> Scheduler:
+    """A scheduler whose requests all have a slot and a first token, so that only decode is left."""
     requests = inference.make_requests([[0]] * slots, tokens + 1)
-    book = Book(requests, slots, groups=groups)
-    book.waiting.clear()
-    book.running = dict(enumerate(requests))
-    book.tokens = {request.number: [0] for request in requests}
-    return book
+    scheduler = Scheduler(requests, slots, groups=groups)
+    scheduler.waiting.clear()
+    scheduler.running = dict(enumerate(requests))
+    scheduler.tokens = {request.number: [0] for request in requests}
+    return scheduler
 
 
-def serve_mixed(kind: type[Book], slots: int) -> tuple[int, float]:
+def serve_mixed(kind: type[Scheduler], slots: int) -> tuple[int, float]:
     """Requests of different lengths on one rank: (steps, tokens a second)."""
     mesh = make_mesh()
     requests = inference.make_requests([[1, 2, 3]] * len(MIXED), MIXED)
@@ -186,7 +186,7 @@ def measure(rounds: int = 20) -> dict:
             ]
     batchings = {}
     with World(1) as world:
-        for name, kind in (("continuous", Book), ("static", StaticBook)):
+        for name, kind in (("continuous", Scheduler), ("static", StaticScheduler)):
             steps, speed = world.run(serve_mixed, kind, 4, pace={"F": 0.02, "token": 0.001})[0]
             batchings[name] = {"steps": steps, "tokens_per_second": speed}
     return {"ranks": RANKS, "tokens": tokens, "layouts": tables, "batchings": batchings}

@@ -1,11 +1,11 @@
-"""The KV cache: keys and values of earlier tokens are kept, so that a new token costs one row.
+"""The KV cache: keys and values of earlier tokens are stored, so a new token costs one row.
 
 Causal attention never changes what earlier positions computed, so their K and V (after RoPE) may
 be stored. A layer's cache takes the place of its attention's core: it writes the new rows and lets
 the queries see every row up to their own position.
 
 Row t of a slot is position t. A slot is never cleared: the next request writes position 0, 1, ..
-again, and what the last one left behind stands at positions that no query sees yet.
+again, and the rows of the previous request stay at positions that no query sees yet.
 
 Letters beside those of :mod:`course_lib.model`: N slots, T rows of a slot.
 """
@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from course_lib import comm
-from course_lib.inference.book import Work
+from course_lib.inference.scheduler import Work
 from course_lib.model import Attention, AttentionCore, Decoder, ModelConfig
 from course_lib.tp import RowLinear
 
@@ -25,7 +25,7 @@ from course_lib.tp import RowLinear
 def cache_bytes(
     config: ModelConfig,
     slots: int,
-    room: int,
+    capacity: int,
     *,
     layers: int | None = None,
     tp: int = 1,
@@ -39,7 +39,7 @@ def cache_bytes(
     """
     layers = config.layers if layers is None else layers
     row_bytes = max(config.kv_heads // tp, 1) * config.head_dim * config.dtype.itemsize
-    return 2 * layers * slots * (room // cp) * row_bytes
+    return 2 * layers * slots * (capacity // cp) * row_bytes
 
 
 class LayerCache:
@@ -78,18 +78,18 @@ class LayerCache:
 class Cache:
     """The caches of all layers of ``model``, a whole one or a stage.
 
-    ``slots`` requests at once, of up to ``room`` positions (max_seq_len if left out). From
+    ``slots`` requests at once, of up to ``capacity`` positions each (default: max_seq_len). From
     :meth:`open` to :meth:`leave` the model does nothing but inference with this cache. Raises
-    ValueError for a room that the model does not have, where dropout is on, and under sequence
+    ValueError for a capacity above max_seq_len, where dropout is on, and under sequence
     parallelism.
     """
 
-    def __init__(self, model: Decoder, slots: int, room: int | None = None) -> None:
+    def __init__(self, model: Decoder, slots: int, capacity: int | None = None) -> None:
         config = model.config
-        self.room = config.max_seq_len if room is None else room
-        if slots < 1 or not 1 <= self.room <= config.max_seq_len:
+        self.capacity = config.max_seq_len if capacity is None else capacity
+        if slots < 1 or not 1 <= self.capacity <= config.max_seq_len:
             raise ValueError(
-                f"a cache of slots={slots} and room={self.room}: 1 slot or more, and 1 to "
+                f"a cache of slots={slots} and capacity={self.capacity}: 1 slot or more, and 1 to "
                 f"max_seq_len={config.max_seq_len} positions are wanted"
             )
         if model.training and config.dropout:
@@ -106,7 +106,7 @@ class Cache:
 
     def layer(self, attention: Attention) -> LayerCache:
         """The cache of one layer."""
-        return LayerCache(self, attention, self.room)
+        return LayerCache(self, attention, self.capacity)
 
     @property
     def nbytes(self) -> int:
@@ -115,10 +115,10 @@ class Cache:
 
     def open(self, work: Work) -> tuple[Tensor, Tensor]:
         """Make ready for the forward of ``work``: its (tokens_BS, positions_BS)."""
-        if work.end > self.room:
+        if work.end > self.capacity:
             raise ValueError(
                 f"requests {list(work.requests)} need {work.end} positions, and a slot has "
-                f"room={self.room}: build the cache with more"
+                f"capacity={self.capacity}: build the cache with more"
             )
         for layer in self.layers:  # each time: the model may have other caches too
             layer.attention.core = layer

@@ -25,11 +25,11 @@ import torch
 from torch import Tensor
 
 from course_lib import comm, cp
-from course_lib.inference.book import Work
 from course_lib.inference.cache import Cache, LayerCache
-from course_lib.inference.choice import Chooser
 from course_lib.inference.pipeline import TOKEN_BYTES
 from course_lib.inference.replica import Replica, forward_span
+from course_lib.inference.sampling import Chooser
+from course_lib.inference.scheduler import Work
 from course_lib.ledger import wire
 from course_lib.mesh import Axis, Mesh
 from course_lib.model import Attention, Decoder, ModelConfig
@@ -112,22 +112,23 @@ class ContextCache(Cache):
 
     def __init__(self, replica: ContextReplica, slots: int) -> None:
         model, axis, layout = replica.model, replica.mesh.cp, replica.layout
-        room = model.config.max_seq_len
-        if padded(room, axis.size, layout) != room:
+        capacity = model.config.max_seq_len
+        if padded(capacity, axis.size, layout) != capacity:
             raise ValueError(
-                f"max_seq_len={room} cannot be cut into the {layout.per_rank * axis.size} chunks "
-                f"that the {layout.name} layout gives {axis.size} ranks of axis {axis.name}: build "
+                f"max_seq_len={capacity} cannot be cut into the "
+                f"{layout.per_rank * axis.size} chunks that the {layout.name} "
+                f"layout gives {axis.size} ranks of axis {axis.name}: build "
                 "the model with a multiple"
             )
         self.axis, self.layout, self.prefill = axis, layout, replica.prefill
         super().__init__(model, slots)
-        rows = room // axis.size
+        rows = capacity // axis.size
         self.positions_NT = torch.full((slots, rows), NOWHERE, device=self.device)
         self.held: dict[int, list[int]] = {}  # rows of each rank, by slot
 
     def layer(self, attention: Attention) -> LayerCache:
         """A share of the rows."""
-        return ContextLayer(self, attention, self.room // self.axis.size)
+        return ContextLayer(self, attention, self.capacity // self.axis.size)
 
     def owner(self, position: int) -> int:
         """The rank that holds ``position`` of the prompt that is being read."""

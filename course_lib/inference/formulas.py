@@ -20,8 +20,8 @@ from collections.abc import Iterable, Sequence
 from fractions import Fraction
 
 from course_lib import ep
-from course_lib.inference.book import Request
-from course_lib.inference.choice import Sampling, choice_bytes
+from course_lib.inference.sampling import Sampling, sampling_bytes
+from course_lib.inference.scheduler import Request
 from course_lib.ledger import wire
 from course_lib.model import ModelConfig
 
@@ -29,7 +29,7 @@ from course_lib.model import ModelConfig
 def counts(requests: Iterable[Request]) -> tuple[int, int]:
     """(tokens that go through the model, tokens chosen) when no request stops early."""
     requests = list(requests)
-    return sum(r.room for r in requests), sum(r.max_new_tokens for r in requests)
+    return sum(r.kv_positions for r in requests), sum(r.max_new_tokens for r in requests)
 
 
 def tensor_bytes(
@@ -38,7 +38,7 @@ def tensor_bytes(
     """Bytes a rank of tp sends: two all-reduces a layer, the embedding's, and the choice."""
     row = config.hidden * config.dtype.itemsize
     layers = (2 * config.layers + 1) * wire("all_reduce", tokens * row, n)
-    return layers + choice_bytes(config, chosen, n, sampling)
+    return layers + sampling_bytes(config, chosen, n, sampling)
 
 
 def expert_bytes(loads: Sequence[ep.Load], rank: int, row_bytes: int) -> Fraction:

@@ -1,17 +1,18 @@
-"""Decoding through a pipeline: groups of requests take turns, so that all stages are busy.
+"""Decoding through a pipeline: groups of requests alternate so that all stages are busy.
 
-A token needs all stages one after the other and the next token needs this one: a single batch
-keeps one stage of p busy. With g groups of requests, stage r works on group k while stage r+1
-works on group k-1. Time goes in ticks; a round has max(g, p) of them:
+A token passes through all stages in order, and the next token needs this one. A single batch
+therefore keeps one stage of p busy. With g groups of requests, stage r works on group k while
+stage r+1 works on group k-1. Time advances in ticks; a round has max(g, p) of them:
 
-    in tick t rank r does turn t - r:  group (t - r) mod max(g, p), if there is such a group
+    in tick t rank r runs iteration t - r:  group (t - r) mod max(g, p), if there is such a group
 
 so that the share of busy stages is g / max(g, p): 1/p with one group, 1 with p groups or more.
-Each tick ends with one batch of messages: activations to the next stage, and the tokens of the turn
-that is over from the last stage to all others, who keep the same book. One batch, posted by all
-in the same tick: nothing can wait in the wrong order, on nccl neither.
+Each tick ends with one batch of messages: activations to the next stage, and the tokens of the
+finished iteration from the last stage to all others, so that every rank's scheduler agrees. All
+ranks post this batch in the same tick. Messages therefore cannot wait in the wrong order, not even
+on nccl.
 
-More groups give throughput, not latency: a token takes max(g, p) ticks.
+More groups raise throughput but do not lower latency: a token takes max(g, p) ticks.
 """
 
 from __future__ import annotations
@@ -23,10 +24,10 @@ import torch
 from torch import Tensor
 
 from course_lib import comm, pp
-from course_lib.inference.book import NOTHING, Book, Work, check_fits
 from course_lib.inference.cache import Cache
-from course_lib.inference.choice import Chooser, chooser
 from course_lib.inference.replica import Served, forward_span, sharing_experts
+from course_lib.inference.sampling import Chooser, chooser
+from course_lib.inference.scheduler import NOTHING, Scheduler, Work, check_fits
 from course_lib.mesh import Mesh
 from course_lib.model import Decoder, ModelConfig
 
@@ -46,7 +47,8 @@ def busy_share(groups: int, stages: int) -> Fraction:
 
 
 def pipeline_bytes(config: ModelConfig, tokens: int, chosen: int, stages: int) -> Fraction:
-    """Bytes of all ranks together: ``tokens`` go p-1 hops, the ``chosen`` ones to p-1 ranks."""
+    """Bytes of all ranks together: ``tokens`` cross p-1 stage boundaries,
+    the ``chosen`` ones go to p-1 ranks."""
     row = config.hidden * config.dtype.itemsize
     return Fraction((stages - 1) * (tokens * row + chosen * TOKEN_BYTES))
 
@@ -76,53 +78,55 @@ class Stage:
         return y if self.model.head is None else self.choose(y[:, -1], work)
 
 
-class Turns:
-    """What each turn does, read from the book in the order of the turns, on every rank alike."""
+class Iterations:
+    """The work of each iteration, read from the scheduler in the same order on every rank."""
 
-    def __init__(self, book: Book, stages: int) -> None:
-        self.book, self.stages = book, stages
-        self.period = max(book.groups, stages)
+    def __init__(self, scheduler: Scheduler, stages: int) -> None:
+        self.scheduler, self.stages = scheduler, stages
+        self.period = max(scheduler.groups, stages)
         self.works: dict[int, Work] = {}
 
-    def group(self, turn: int) -> int:
-        """Whose turn it is; a group that does not exist if the number is ``groups`` or more."""
-        return turn % self.period
+    def group(self, iteration: int) -> int:
+        """The group of an iteration; no group has it if the result is ``groups`` or more."""
+        return iteration % self.period
 
-    def work(self, turn: int) -> Work:
-        """A turn's work, from when it is first asked for until its tokens are recorded."""
-        if turn < 0 or self.group(turn) >= self.book.groups:
+    def work(self, iteration: int) -> Work:
+        """Return the work of an iteration, from its first call until its tokens are recorded."""
+        if iteration < 0 or self.group(iteration) >= self.scheduler.groups:
             return NOTHING
-        if turn not in self.works:
-            self.works[turn] = self.book.next_work(self.group(turn))
-        return self.works[turn]
+        if iteration not in self.works:
+            self.works[iteration] = self.scheduler.next_work(self.group(iteration))
+        return self.works[iteration]
 
     def over(self, tick: int) -> Work:
-        """What the last stage has done in this tick."""
+        """Return the work that the last stage has finished in this tick."""
         return self.works.pop(tick - self.stages + 1, NOTHING)
 
 
 @torch.no_grad()
-def serve_pipeline(stage: Stage, book: Book) -> Served:
-    """Run until every request of ``book`` has its tokens; all ranks of ``mesh.pp`` return them."""
+def serve_pipeline(stage: Stage, scheduler: Scheduler) -> Served:
+    """Run until every request has its tokens; all ranks of ``mesh.pp`` return them."""
     axis, config = stage.mesh.pp, stage.model.config
-    check_fits(book.waiting, config)
-    if book.slots > stage.cache.slots:
-        raise ValueError(f"a book of {book.slots} slots, but the cache has {stage.cache.slots}")
-    turns, served = Turns(book, axis.size), Served(book.tokens)
+    check_fits(scheduler.waiting, config)
+    if scheduler.slots > stage.cache.slots:
+        raise ValueError(
+            f"a scheduler of {scheduler.slots} slots, but the cache has {stage.cache.slots}"
+        )
+    iterations, served = Iterations(scheduler, axis.size), Served(scheduler.tokens)
     x_BSD = None
     try:
         for tick in count():
-            if book.done:
+            if scheduler.done:
                 break
-            turn = tick - axis.rank
-            work = turns.work(turn)
-            y = stage.step(work, x_BSD, turns.group(turn)) if work else None
-            # The rank before has just done the turn that is this rank's next one.
-            coming = turns.work(turn + 1) if axis.rank > 0 else NOTHING
-            over = turns.over(tick)
-            x_BSD, tokens_B = _swap(stage, y, coming, over)
+            iteration = tick - axis.rank
+            work = iterations.work(iteration)
+            y = stage.step(work, x_BSD, iterations.group(iteration)) if work else None
+            # The previous rank has just finished the iteration that this rank runs next.
+            coming = iterations.work(iteration + 1) if axis.rank > 0 else NOTHING
+            over = iterations.over(tick)
+            x_BSD, tokens_B = _exchange(stage, y, coming, over)
             if tokens_B is not None:
-                book.record(over, tokens_B.tolist())
+                scheduler.record(over, tokens_B.tolist())
                 served.stamp(over)
             served.steps += 1
     finally:
@@ -130,10 +134,10 @@ def serve_pipeline(stage: Stage, book: Book) -> Served:
     return served
 
 
-def _swap(
+def _exchange(
     stage: Stage, y: Tensor | None, coming: Work, over: Work
 ) -> tuple[Tensor | None, Tensor | None]:
-    """The batch of messages of a tick: (x of the next turn, tokens of the turn that is over)."""
+    """Exchange the messages of a tick: (x of the next iteration, tokens of the finished one)."""
     axis, device = stage.mesh.pp, stage.cache.device
     is_last = axis.rank == axis.size - 1
     to = range(axis.size - 1) if is_last else [axis.rank + 1]

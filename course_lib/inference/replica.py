@@ -1,9 +1,9 @@
-"""The loop of a server: ask the book for work, run it, write the tokens down.
+"""The loop of a server: ask the scheduler for work, run it, record the tokens.
 
 :class:`Replica` is one model, whole or cut by tensor parallelism, with experts shared out or not.
-Data parallelism is one replica on each rank, each with requests of its own (:func:`share`): they
-send nothing at all. Only experts that replicas share tie them together: then all must take every
-step, those without work too, for an all-to-all waits for everyone.
+Data parallelism is one replica on each rank, each with its own requests (:func:`share`); replicas
+send nothing. Only shared experts tie replicas together: then every replica takes every step, with
+or without work, because an all-to-all waits for all ranks.
 
 Pace: a step of a paced run takes ``pace["F"]``, whatever it holds (the weights are read once),
 and ``pace["token"]`` for each token in it; ``pace["F", 2]`` is that of stage 2.
@@ -22,9 +22,9 @@ from torch import Tensor, nn
 
 from course_lib import comm
 from course_lib.ep import ExpertParallelMoE
-from course_lib.inference.book import NOTHING, Book, Request, Work, check_fits
 from course_lib.inference.cache import Cache
-from course_lib.inference.choice import Chooser, chooser
+from course_lib.inference.sampling import Chooser, chooser
+from course_lib.inference.scheduler import NOTHING, Request, Scheduler, Work, check_fits
 from course_lib.mesh import Axis, Mesh
 from course_lib.model import Decoder
 from course_lib.trace.spans import Sleep
@@ -122,16 +122,16 @@ def forward_span(
 
 
 @torch.no_grad()
-def serve(replica: Replica, book: Book) -> Served:
-    """Run until every request of ``book`` has its tokens, and all of other replicas if it must."""
-    check_fits(book.waiting, replica.model.config)
-    _check_slots(book, replica.cache)
-    served, others = Served(book.tokens), replica.others()
+def serve(replica: Replica, scheduler: Scheduler) -> Served:
+    """Run until every request has its tokens; with shared experts, until all replicas are done."""
+    check_fits(scheduler.waiting, replica.model.config)
+    _check_slots(scheduler, replica.cache)
+    served, others = Served(scheduler.tokens), replica.others()
     try:
-        while _anyone_busy(book, others):
-            work = NOTHING if book.done else book.next_work()
+        while _anyone_busy(scheduler, others):
+            work = NOTHING if scheduler.done else scheduler.next_work()
             if work or others is not None:  # else the next request is still to come
-                book.record(work, replica.step(work).tolist())
+                scheduler.record(work, replica.step(work).tolist())
                 served.stamp(work)
             served.steps += 1
     finally:
@@ -139,21 +139,22 @@ def serve(replica: Replica, book: Book) -> Served:
     return served
 
 
-def _anyone_busy(book: Book, others: Axis | None) -> bool:
+def _anyone_busy(scheduler: Scheduler, others: Axis | None) -> bool:
     """Whether a step is needed here, or by a replica that shares experts (one number, control)."""
     if others is None:
-        return not book.done
-    busy = torch.tensor(int(not book.done), device=others.context.device)
+        return not scheduler.done
+    busy = torch.tensor(int(not scheduler.done), device=others.context.device)
     return bool(comm.all_reduce(busy, others, control=True))
 
 
-def _check_slots(book: Book, cache: Cache) -> None:
-    if book.groups > 1:
+def _check_slots(scheduler: Scheduler, cache: Cache) -> None:
+    if scheduler.groups > 1:
         raise ValueError(
-            f"a book of {book.groups} groups: groups take turns in a pipeline, one model has one"
+            f"expected a scheduler of 1 group, got {scheduler.groups}: groups alternate in a "
+            "pipeline; one model serves one group"
         )
-    if book.slots > cache.slots:
-        raise ValueError(f"a book of {book.slots} slots, but the cache has {cache.slots}")
+    if scheduler.slots > cache.slots:
+        raise ValueError(f"a scheduler of {scheduler.slots} slots, but the cache has {cache.slots}")
 
 
 def share(requests: Sequence[Request], axis: Axis) -> list[Request]:
@@ -166,4 +167,4 @@ def generate(
 ) -> dict[int, list[int]]:
     """The tokens of all ``requests`` at once, by number: a slot for each."""
     slots = max(len(requests), 1)
-    return serve(Replica(model, mesh, slots, choose), Book(requests, slots)).tokens
+    return serve(Replica(model, mesh, slots, choose), Scheduler(requests, slots)).tokens

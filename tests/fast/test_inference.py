@@ -12,10 +12,10 @@ from hypothesis import strategies as st
 from inference_twin import GPT, make_model, recompute, requests_of, sizes, twin
 
 from course_lib import cp, inference
-from course_lib.inference import Book, Cache, Replica, Request, Sampling, StaticBook, Work
-from course_lib.inference.choice import choose, gumbel, threshold
+from course_lib.inference import Cache, Replica, Request, Sampling, Scheduler, StaticScheduler, Work
 from course_lib.inference.context import attend_part, join_parts
-from course_lib.inference.pipeline import Turns
+from course_lib.inference.pipeline import Iterations
+from course_lib.inference.sampling import choose, gumbel, threshold
 from course_lib.mesh import make_mesh
 from course_lib.model import causal_attention
 
@@ -38,10 +38,10 @@ def watched(model, sampling=None):
     return choose_and_keep, seen
 
 
-def run(config, book, slots, **changes):
-    """Serve ``book`` on this process."""
+def run(config, scheduler, slots, **changes):
+    """Serve ``scheduler`` on this process."""
     model = make_model(config)
-    return inference.serve(Replica(model, make_mesh(), slots, **changes), book)
+    return inference.serve(Replica(model, make_mesh(), slots, **changes), scheduler)
 
 
 # --- cache ----------------------------------------------------------------------------------
@@ -53,7 +53,7 @@ def test_logits_equal_full_recomputation(config, slots):
     model = make_model(config)
     choose_and_keep, seen = watched(model)
     served = inference.serve(
-        Replica(model, make_mesh(), slots, choose_and_keep), Book(requests_of(), slots)
+        Replica(model, make_mesh(), slots, choose_and_keep), Scheduler(requests_of(), slots)
     )
     for request in requests_of():
         tokens, logits = recompute(make_model(config), request)
@@ -64,7 +64,7 @@ def test_logits_equal_full_recomputation(config, slots):
 
 def test_float32_and_bfloat16_run():
     for dtype in (torch.float32, torch.bfloat16):
-        served = run(sizes(2, dtype=dtype), Book(requests_of(), 2), 2)
+        served = run(sizes(2, dtype=dtype), Scheduler(requests_of(), 2), 2)
         assert [len(served.tokens[r.number]) for r in requests_of()] == [6, 9, 3, 12, 1]
 
 
@@ -101,40 +101,40 @@ def test_what_the_last_request_left_in_a_slot_is_seen_by_nobody():
     """It is, where the mask is only the length of the batch: the test can fail."""
     config = CONFIGS["llama"]
     long, short = requests_of()[2], Request(7, (5,), 4)
-    fresh = run(config, Book([short], 1), 1).tokens[7]
-    assert run(config, Book([long, short], 1), 1).tokens[7] == fresh
+    fresh = run(config, Scheduler([short], 1), 1).tokens[7]
+    assert run(config, Scheduler([long, short], 1), 1).tokens[7] == fresh
 
     model = make_model(config)
     replica = Replica(model, make_mesh(), 2)
     for layer in replica.cache.layers:
         layer.keys_NTGK.normal_()
         layer.values_NTGK.normal_()
-    assert inference.serve(replica, Book([short], 1)).tokens[7] == fresh
+    assert inference.serve(replica, Scheduler([short], 1)).tokens[7] == fresh
 
     opened = replica.cache.open
 
     def sees_all(work):  # every row up to the end of the slot
         tokens, positions = opened(work)
-        replica.cache.end = replica.cache.room
-        replica.cache.positions_BS = torch.full_like(positions, replica.cache.room - 1)
+        replica.cache.end = replica.cache.capacity
+        replica.cache.positions_BS = torch.full_like(positions, replica.cache.capacity - 1)
         return tokens, positions
 
     replica.cache.open = sees_all
-    assert inference.serve(replica, Book([short], 1)).tokens[7] != fresh
+    assert inference.serve(replica, Scheduler([short], 1)).tokens[7] != fresh
 
 
 def test_a_model_has_several_caches_and_is_what_it_was_when_they_are_left():
     config, longer = CONFIGS["llama"], Request(8, tuple(range(9)), 5)
     model = make_model(config)
     first, second = Replica(model, make_mesh(), 2), Replica(model, make_mesh(), 5)
-    inference.serve(second, Book([longer], 5))
-    assert inference.serve(first, Book(requests_of(), 2)).tokens == twin(config)
+    inference.serve(second, Scheduler([longer], 5))
+    assert inference.serve(first, Scheduler(requests_of(), 2)).tokens == twin(config)
     tokens_BS = torch.randint(config.vocab, (2, 7))
     assert torch.equal(model(tokens_BS), make_model(config)(tokens_BS))
     assert {block.attn.core for block in model.blocks} == {causal_attention}
     first.cache.open(Work((0,), (0,), ((1,),), (0,)))
     third = Replica(model, make_mesh(), 5)  # made while another one is in the model
-    assert inference.serve(third, Book(requests_of(), 5)).tokens == twin(config)
+    assert inference.serve(third, Scheduler(requests_of(), 5)).tokens == twin(config)
     assert {block.attn.core for block in model.blocks} == {causal_attention}
 
 
@@ -144,7 +144,7 @@ def test_a_model_has_several_caches_and_is_what_it_was_when_they_are_left():
 @given(
     order=st.permutations(range(5)),
     slots=st.integers(1, 6),
-    kind=st.sampled_from([Book, StaticBook]),
+    kind=st.sampled_from([Scheduler, StaticScheduler]),
 )
 def test_any_batching_gives_the_same_tokens(order, slots, kind):
     config = CONFIGS["llama"]
@@ -154,44 +154,50 @@ def test_any_batching_gives_the_same_tokens(order, slots, kind):
 
 def test_continuous_batching_needs_fewer_steps():
     requests = inference.make_requests([[1]] * 8, [2, 9] * 4)
-    steps = {kind: run(CONFIGS["llama"], kind(requests, 2), 2).steps for kind in (Book, StaticBook)}
+    steps = {
+        kind: run(CONFIGS["llama"], kind(requests, 2), 2).steps
+        for kind in (Scheduler, StaticScheduler)
+    }
     # Static: four pairs, two prefills and eight decodes each. Continuous: 4 x (1 + 8) tokens are
     # decoded in two slots, of which one is empty in the last two steps.
-    assert steps == {Book: 8 + (4 * (1 + 8) + 2) // 2, StaticBook: 4 * (2 + 8)}
+    assert steps == {Scheduler: 8 + (4 * (1 + 8) + 2) // 2, StaticScheduler: 4 * (2 + 8)}
 
 
 def test_a_stop_token_ends_a_request():
     config = CONFIGS["llama"]
     stop = twin(config)[3][4]
-    tokens = run(config, Book(requests_of(), 2, stop=stop), 2).tokens
+    tokens = run(config, Scheduler(requests_of(), 2, stop=stop), 2).tokens
     for number, full in twin(config).items():
         end = full.index(stop) + 1 if stop in full else len(full)
         assert tokens[number] == full[:end]
 
 
 def test_a_book_hands_out_prefills_and_decodes():
-    book = Book([Request(4, (7, 8), 2), Request(6, (9,), 1)], 2)
-    first = book.next_work()
+    scheduler = Scheduler([Request(4, (7, 8), 2), Request(6, (9,), 1)], 2)
+    first = scheduler.next_work()
     assert first == Work((0,), (4,), ((7, 8),), (0,))
     assert first.is_prefill
     assert first.end == 2
-    book.record(first, [11])
-    book.record(book.next_work(), [12])  # request 6 is over at once
-    last = book.next_work()
+    scheduler.record(first, [11])
+    scheduler.record(scheduler.next_work(), [12])  # request 6 is over at once
+    last = scheduler.next_work()
     assert last == Work((0,), (4,), ((11,),), (2,))
     assert not last.is_prefill
-    book.record(last, [13])
-    assert book.done
-    assert book.tokens == {4: [11, 13], 6: [12]}
-    assert not book.next_work()
+    scheduler.record(last, [13])
+    assert scheduler.done
+    assert scheduler.tokens == {4: [11, 13], 6: [12]}
+    assert not scheduler.next_work()
 
 
 def test_a_request_that_comes_later_joins_those_that_run():
-    """Turn by turn: nobody is there, the first comes, decodes, the second joins it."""
-    book, works = Book([Request(0, (7,), 4, arrives=3), Request(1, (8, 9), 2, arrives=1)], 2), []
-    while not book.done:
-        works.append(book.next_work())
-        book.record(works[-1], [5] * len(works[-1].slots))
+    """By iteration: no request, the first comes, decodes, the second joins it."""
+    scheduler, works = (
+        Scheduler([Request(0, (7,), 4, arrives=3), Request(1, (8, 9), 2, arrives=1)], 2),
+        [],
+    )
+    while not scheduler.done:
+        works.append(scheduler.next_work())
+        scheduler.record(works[-1], [5] * len(works[-1].slots))
     assert [work.requests for work in works] == [(), (1,), (1,), (0,), (0,), (0,), (0,)]
     assert [work.is_prefill for work in works] == [False, True, False, True] + [False] * 3
 
@@ -199,10 +205,10 @@ def test_a_request_that_comes_later_joins_those_that_run():
 @pytest.mark.parametrize("arrivals", [[0, 0, 0, 0, 0], [0, 2, 2, 5, 9], [8, 0, 1, 4, 9]])
 def test_continuous_batching_takes_late_requests_in_while_others_run(arrivals):
     config = CONFIGS["llama"]
-    coming = [replace(r, arrives=turn) for r, turn in zip(requests_of(), arrivals, strict=True)]
-    served = {kind: run(config, kind(coming, 3), 3) for kind in (Book, StaticBook)}
-    assert served[Book].tokens == served[StaticBook].tokens == twin(config)
-    assert served[Book].steps < served[StaticBook].steps
+    coming = [replace(r, arrives=at) for r, at in zip(requests_of(), arrivals, strict=True)]
+    served = {kind: run(config, kind(coming, 3), 3) for kind in (Scheduler, StaticScheduler)}
+    assert served[Scheduler].tokens == served[StaticScheduler].tokens == twin(config)
+    assert served[Scheduler].steps < served[StaticScheduler].steps
 
 
 def test_latency_and_throughput():
@@ -214,12 +220,12 @@ def test_latency_and_throughput():
 
 @given(groups=st.integers(1, 6), stages=st.integers(1, 5), rounds=st.integers(1, 4))
 def test_turns_keep_the_stages_as_busy_as_promised(groups, stages, rounds):
-    book = Book(inference.make_requests([[1]] * groups, rounds), groups, groups=groups)
-    turns, busy, tick = Turns(book, stages), 0, 0
-    while not book.done:
-        busy += bool(turns.work(tick))
-        over = turns.over(tick)
-        book.record(over, [0] * len(over.slots))
+    scheduler = Scheduler(inference.make_requests([[1]] * groups, rounds), groups, groups=groups)
+    iterations, busy, tick = Iterations(scheduler, stages), 0, 0
+    while not scheduler.done:
+        busy += bool(iterations.work(tick))
+        over = iterations.over(tick)
+        scheduler.record(over, [0] * len(over.slots))
         tick += 1
     assert busy == groups * rounds
     assert tick == (rounds - 1) * max(groups, stages) + groups + stages - 1
@@ -303,7 +309,7 @@ def test_sampled_text_does_not_depend_on_the_batching():
         model = make_model(config)
         choose_drawn = inference.chooser(model, sampling)
         replica = Replica(model, make_mesh(), slots, choose_drawn)
-        texts.append(inference.serve(replica, Book(requests_of(), slots)).tokens)
+        texts.append(inference.serve(replica, Scheduler(requests_of(), slots)).tokens)
     assert texts[0] == texts[1] == texts[2] != twin(config)
 
 
@@ -340,15 +346,27 @@ def test_parts_join_to_the_whole(cuts, groups, large):
     [
         (lambda: Request(3, (), 1), "request 3 has an empty prompt"),
         (lambda: Request(3, (1,), 0), "request 3: max_new_tokens=0; 1 or more"),
-        (lambda: Request(3, (1,), 1, -1), "request 3: arrives=-1; turns count from 0"),
+        (
+            lambda: Request(3, (1,), 1, -1),
+            "request 3: expected arrives of 0 or more, got -1; iterations count from 0",
+        ),
         (lambda: inference.make_requests([[1], [2]], [1]), "1 values of max_new_tokens for 2"),
-        (lambda: run(sizes(2), Book([Request(0, (1,) * 49, 1)], 1), 1), "max_seq_len=48; shorten"),
-        (lambda: run(sizes(2), Book([Request(0, (1,) * 40, 10)], 1), 1), "take 49 positions"),
-        (lambda: run(sizes(2), Book([Request(0, (259,), 1)], 1), 1), "token 259 is outside"),
-        (lambda: Book([], 5, groups=2), "slots=5 in groups=2.*choose a divisor"),
-        (lambda: Book([Request(0, (1,), 1)] * 2, 2), "two requests have the same number"),
-        (lambda: run(sizes(2), Book(requests_of(), 2), 1), "book of 2 slots, but the cache has 1"),
-        (lambda: run(sizes(2), Book(requests_of(), 2, groups=2), 2), "book of 2 groups"),
+        (
+            lambda: run(sizes(2), Scheduler([Request(0, (1,) * 49, 1)], 1), 1),
+            "max_seq_len=48; shorten",
+        ),
+        (lambda: run(sizes(2), Scheduler([Request(0, (1,) * 40, 10)], 1), 1), "take 49 positions"),
+        (lambda: run(sizes(2), Scheduler([Request(0, (259,), 1)], 1), 1), "token 259 is outside"),
+        (lambda: Scheduler([], 5, groups=2), "slots=5 in groups=2.*choose a divisor"),
+        (lambda: Scheduler([Request(0, (1,), 1)] * 2, 2), "two requests have the same number"),
+        (
+            lambda: run(sizes(2), Scheduler(requests_of(), 2), 1),
+            "scheduler of 2 slots, but the cache has 1",
+        ),
+        (
+            lambda: run(sizes(2), Scheduler(requests_of(), 2, groups=2), 2),
+            "expected a scheduler of 1 group, got 2",
+        ),
         (lambda: Sampling(0.0), "temperature=0.0: above 0 is wanted.*greedy"),
         (lambda: Sampling(float("nan")), "temperature=nan"),
         (lambda: Sampling(1e-39), "temperature=1e-39"),  # all logits above 0 would be infinite
@@ -356,13 +374,13 @@ def test_parts_join_to_the_whole(cuts, groups, large):
         (lambda: Sampling(top_k=0), "top_k=0"),
         (lambda: Sampling(top_p=0.0), "top_p=0.0"),
         (lambda: Sampling(top_p=1.1), "top_p=1.1"),
-        (lambda: Cache(make_model(sizes(2)), 0), "slots=0 and room=48"),
+        (lambda: Cache(make_model(sizes(2)), 0), "slots=0 and capacity=48"),
         (lambda: Cache(make_model(sizes(2)), 1, 49), "max_seq_len=48 positions are wanted"),
         (lambda: Cache(make_model(sizes(2, dropout=0.1)).train(), 1), "call model.eval"),
         (lambda: Replica(make_model(sizes(2)).stage(0, 1), make_mesh(), 1), "this is a stage"),
         (
             lambda: Cache(make_model(sizes(2)), 1, 2).open(Work((0,), (5,), ((1, 2, 3),), (0,))),
-            r"requests \[5\] need 3 positions, and a slot has room=2",
+            r"requests \[5\] need 3 positions, and a slot has capacity=2",
         ),
     ],
 )

@@ -7,7 +7,7 @@ from inference_twin import requests_of
 
 from course_lib import inference
 from course_lib.bench import inference as bench
-from course_lib.inference import Book, Work
+from course_lib.inference import Scheduler, Work
 from course_lib.inference.replica import forward_span
 from course_lib.mesh import Conditions, Links, RankContext, enter_rank, make_mesh
 from course_lib.view import serving_plot
@@ -64,12 +64,12 @@ def test_tensor_parallelism_belongs_inside_a_node():
 
 
 def test_a_prefilled_book_only_decodes():
-    book = bench.prefilled(4, 3, 2)
+    scheduler = bench.prefilled(4, 3, 2)
     works = []
-    while not book.done:
+    while not scheduler.done:
         for group in range(2):
-            works.append(book.next_work(group))
-            book.record(works[-1], [7] * 2)
+            works.append(scheduler.next_work(group))
+            scheduler.record(works[-1], [7] * 2)
     assert len(works) == 6
     assert not any(work.is_prefill for work in works)
 
@@ -84,7 +84,7 @@ def test_a_paced_step_waits_for_its_tokens_and_its_stage():
                 pass
             assert mesh.trace.spans[-1].duration >= seconds
             assert mesh.trace.sleeps[-1].asked == pytest.approx(seconds)
-        with forward_span(mesh, inference.book.NOTHING):
+        with forward_span(mesh, inference.scheduler.NOTHING):
             pass
         assert len(mesh.trace.sleeps) == 2, "no work takes no time"
         with forward_span(mesh, decode):  # what was sent meanwhile comes on top
@@ -155,13 +155,13 @@ def test_one_curve_needs_no_winner_and_no_model():
 def test_batchings_count_their_steps():
     requests = inference.make_requests([[1, 2, 3]] * len(bench.MIXED), bench.MIXED)
     steps = {}
-    for kind in (Book, inference.StaticBook):
-        book, steps[kind] = kind(requests, 4), 0
-        while not book.done:
-            work = book.next_work()
-            book.record(work, [0] * len(work.slots))
+    for kind in (Scheduler, inference.StaticScheduler):
+        scheduler, steps[kind] = kind(requests, 4), 0
+        while not scheduler.done:
+            work = scheduler.next_work()
+            scheduler.record(work, [0] * len(work.slots))
             steps[kind] += 1
     # Static: eight prefills, and as many decodes as the longest of each four but its first token.
-    assert steps[inference.StaticBook] == 8 + (12 - 1) + (16 - 1)
-    assert steps[Book] < steps[inference.StaticBook]
+    assert steps[inference.StaticScheduler] == 8 + (12 - 1) + (16 - 1)
+    assert steps[Scheduler] < steps[inference.StaticScheduler]
     assert requests_of()[0].max_new_tokens == 6

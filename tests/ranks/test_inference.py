@@ -24,7 +24,15 @@ from inference_twin import (
 
 from course_lib import comm, cp, ep, inference, sp, tp
 from course_lib.bench import inference as bench
-from course_lib.inference import Book, ContextReplica, Replica, Sampling, Stage, context, counts
+from course_lib.inference import (
+    ContextReplica,
+    Replica,
+    Sampling,
+    Scheduler,
+    Stage,
+    context,
+    counts,
+)
 from course_lib.launch import RankError
 from course_lib.mesh import Link, Links, make_mesh
 
@@ -49,7 +57,7 @@ def drawn_twin(config, sampling):
     """Tokens of the serial model by ``sampling``: with a cache, which equals recomputation."""
     model = make_model(config)
     replica = Replica(model, make_mesh(), 5, inference.chooser(model, sampling))
-    return inference.serve(replica, Book(requests_of(), 5)).tokens
+    return inference.serve(replica, Scheduler(requests_of(), 5)).tokens
 
 
 def cut_model(config, mesh, experts=False):
@@ -85,11 +93,11 @@ def answer(
     mine = inference.share(known, mesh.dp)
     if mesh.pp.size > 1:
         server = Stage(model, mesh, slots, choose)
-        served = inference.serve_pipeline(server, Book(mine, slots, groups=groups))
+        served = inference.serve_pipeline(server, Scheduler(mine, slots, groups=groups))
     else:
         kind = make or (ContextReplica if mesh.cp.size > 1 else Replica)
         server = kind(model, mesh, slots, choose)
-        served = inference.serve(server, Book(mine, slots))
+        served = inference.serve(server, Scheduler(mine, slots))
     axes = ("dp", "tp", "pp", "cp", "ep", "dp_cp")
     sent = {axis: mesh.ledger.wire_bytes(axis) for axis in axes}
     return served.tokens, sent, mesh.ledger.calls(), server.cache.nbytes, served.steps
@@ -146,13 +154,13 @@ def test_pipeline(worlds, n, groups, changes):
 
 
 def test_groups_in_flight_keep_the_stages_busy(worlds):
-    """Four requests of four tokens through four stages: 4 x 4 turns of 4 ticks, or 4 at a time."""
+    """Four requests of four tokens on four stages: 4 x 4 iterations of 4 ticks, or 4 at a time."""
 
     def ticks(groups):
         mesh = make_mesh(pp=4)
         stage = Stage(inference.cut(make_model(sizes(2, layers=4)), mesh), mesh, 4)
-        book = Book(inference.make_requests([[7]] * 4, 4), 4, groups=groups)
-        served = inference.serve_pipeline(stage, book)
+        scheduler = Scheduler(inference.make_requests([[7]] * 4, 4), 4, groups=groups)
+        served = inference.serve_pipeline(stage, scheduler)
         busy = sum(span.op == "F" for span in mesh.trace.spans)
         return served.steps, busy
 
@@ -161,7 +169,7 @@ def test_groups_in_flight_keep_the_stages_busy(worlds):
     assert list(worlds(4).run(ticks, 4)) == [(4 * 4 + 3, 16)] * 4
 
 
-LATE = [3, 0, 40, 1, 7]  # request 2 when all others are over: turns without any work
+LATE = [3, 0, 40, 1, 7]  # request 2 when all others are over: iterations without any work
 WAYS = {
     "dp": (4, {"dp": 4}),
     "tp": (2, {"tp": 2}),
@@ -219,7 +227,9 @@ def test_rows_of_the_cache_are_shared_out_evenly(worlds):
     def rows():
         mesh = make_mesh(cp=4)
         replica = ContextReplica(make_model(sizes(2)), mesh, 1)
-        inference.serve(replica, Book([requests_of()[3]], 1))  # 1 + 12 tokens, of which 12 are kept
+        inference.serve(
+            replica, Scheduler([requests_of()[3]], 1)
+        )  # 1 + 12 tokens, of which 12 are kept
         return int((replica.cache.positions_NT < context.NOWHERE).sum())
 
     assert sorted(worlds(4).run(rows)) == [3, 3, 3, 3]
@@ -283,7 +293,7 @@ def test_techniques_together(worlds, together, changes):
         pp_bytes = sum(sent["pp"] for _, sent, *_ in results)
         assert pp_bytes == 2 * inference.pipeline_bytes(config, tokens, chosen, 2)
         row = config.hidden * 8
-        ends = (tokens * row, inference.choice_bytes(config, chosen, 2))  # embedding; choice
+        ends = (tokens * row, inference.sampling_bytes(config, chosen, 2))  # embedding; choice
         for rank, (_, sent, *_) in enumerate(results):
             assert sent["tp"] == config.layers * tokens * row + ends[rank // 2]
 
@@ -302,7 +312,7 @@ def test_experts_with_other_axes(worlds, axes):
         ep.parallelize(model, mesh.ep, mesh.dp_cp)
         kind = ContextReplica if mesh.cp.size > 1 else Replica
         mine = inference.share(requests_of(), mesh.dp)
-        return (inference.serve(kind(model, mesh, 2), Book(mine, 2)).tokens,)
+        return (inference.serve(kind(model, mesh, 2), Scheduler(mine, 2)).tokens,)
 
     check(worlds(n).run(rank), twin(config, True), axes.get("dp", 1))
 
@@ -324,7 +334,7 @@ def test_logits_of_cut_models_equal_full_recomputation(worlds):
             return plain(logits_BV, work)
 
         kind = ContextReplica if mesh.cp.size > 1 else Replica
-        inference.serve(kind(model, mesh, 1, keep), Book([request], 1))
+        inference.serve(kind(model, mesh, 1, keep), Scheduler([request], 1))
         return torch.stack(rows)
 
     _, want = recompute(make_model(config), request)
@@ -375,10 +385,10 @@ def test_any_batching_on_two_ranks(worlds, order, slots, groups, axis):
         model = cut_model(config, mesh)
         mine = inference.share(requests, mesh.dp)
         if axis == "pp":
-            book = Book(mine, slots * groups, groups=groups)
-            return (inference.serve_pipeline(Stage(model, mesh, slots * groups), book).tokens,)
+            scheduler = Scheduler(mine, slots * groups, groups=groups)
+            return (inference.serve_pipeline(Stage(model, mesh, slots * groups), scheduler).tokens,)
         kind = ContextReplica if axis == "cp" else Replica
-        return (inference.serve(kind(model, mesh, slots), Book(mine, slots)).tokens,)
+        return (inference.serve(kind(model, mesh, slots), Scheduler(mine, slots)).tokens,)
 
     check(worlds(2).run(rank), twin(config), 2 if axis == "dp" else 1)
 
@@ -409,7 +419,7 @@ def broken(config, choose_of):
     mesh = make_mesh(tp=mesh.world.size)
     model = cut_model(config, mesh)
     replica = Replica(model, mesh, 5, choose_of(mesh, model))
-    return inference.serve(replica, Book(requests_of(), 5)).tokens
+    return inference.serve(replica, Scheduler(requests_of(), 5)).tokens
 
 
 def test_ranks_that_draw_by_states_of_their_own_are_caught(worlds):
@@ -500,7 +510,7 @@ def test_mistakes_of_context_parallel_are_caught(worlds, bug):
             replica.cache.open = opened
             replica.cache.owner = lambda position: 0
             replica.step = partial(wrong_last_row, replica)
-        return inference.serve(replica, Book(requests_of(), 2)).tokens
+        return inference.serve(replica, Scheduler(requests_of(), 2)).tokens
 
     plain = context.join_parts
     try:

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from course_lib import comm, inference, pp, tp
-from course_lib.inference import Book, Request, Stage, Work
+from course_lib.inference import Request, Scheduler, Stage, Work
 from course_lib.mesh import make_mesh
 from course_lib.model import Decoder, ModelConfig
 from course_lib.recompute import ID_BYTES
@@ -66,7 +66,7 @@ def decode_serially(job: Job) -> Report:
 
 
 def decode_in_parallel(job: Job) -> Report:
-    """Two stages of two ranks each; two groups of requests take turns."""
+    """Two stages of two ranks each; two groups of requests alternate."""
     mesh = make_mesh("tp-pp-dp", tp=TP, pp=PP)
     model = tp.parallelize(inference.cut(exact(job).model(), mesh), mesh.tp)
     seen: dict[int, list[Tensor]] = {}
@@ -78,8 +78,8 @@ def decode_in_parallel(job: Job) -> Report:
         return choose(logits, work)
 
     stage = Stage(model, mesh, slots_of(job), watched)
-    book = Book(requests_of(job), slots_of(job), groups=PP)
-    tokens = inference.serve_pipeline(stage, book).tokens
+    scheduler = Scheduler(requests_of(job), slots_of(job), groups=PP)
+    tokens = inference.serve_pipeline(stage, scheduler).tokens
     twin, first = exact(job).model(), mesh.tp.rank * padded_rows(job.config.vocab, TP)
     differences = []
     for request in requests_of(job):
@@ -101,7 +101,7 @@ def decode_in_parallel(job: Job) -> Report:
 
 def text_bytes(job: Job) -> int:
     """Every token of every request."""
-    return ID_BYTES * sum(r.room + 1 for r in requests_of(job))
+    return ID_BYTES * sum(r.kv_positions + 1 for r in requests_of(job))
 
 
 def sent(job: Job) -> dict[str, Fraction]:
@@ -137,8 +137,8 @@ def _end_parameters(config: ModelConfig) -> tuple[int, int]:
 def cache_bytes(job: Job) -> int:
     """Of the rank with the most layers."""
     config, layers = exact(job).config, pp.partition(job.config.layers, PP)
-    slots, room = slots_of(job), config.max_seq_len
-    return inference.cache_bytes(config, slots, room, layers=max(layers), tp=TP)
+    slots, capacity = slots_of(job), config.max_seq_len
+    return inference.cache_bytes(config, slots, capacity, layers=max(layers), tp=TP)
 
 
 INFERENCE = [
@@ -158,7 +158,7 @@ INFERENCE = [
         name="inference",
         lesson="13",
         sentence="The same tokens from two stages of two ranks, which keep keys and values; "
-        "requests join as others end, and two groups take turns. Off by: the logits. Sent: in all.",
+        "requests join as others end, and two groups alternate. Off by: the logits. Sent: in all.",
         mesh={"tp": TP, "pp": PP},
         train=decode_in_parallel,
         formula=sent,

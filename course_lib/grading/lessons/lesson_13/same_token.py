@@ -15,7 +15,7 @@ from course_lib.grading.compare import difference
 from course_lib.grading.exercise import Answer, Wrong
 from course_lib.grading.ranked import RankCase, Ranked, Seen, Trial
 from course_lib.inference import choose
-from course_lib.inference.book import NOTHING
+from course_lib.inference.scheduler import NOTHING
 from course_lib.mesh import Axis, Mesh
 
 TWO, FOUR, TIES, ONE = range(4)
@@ -222,5 +222,5 @@ SAME_TOKEN = Ranked(
         RankCase("outputs", "the logits are left alone", FOUR, _left_alone, later=True),
         RankCase("wire", "a logit and a token a request", FOUR, _little),
     ),
-    refused=("course_lib.inference.choice:choose",),
+    refused=("course_lib.inference.sampling:choose",),
 )

@@ -1,12 +1,13 @@
-"""Requests, and the book that says which of them take part in the next forward. No network.
+"""Requests, and the scheduler that chooses which of them take part in the next forward.
 
-A *slot* is a place in the cache that one request has from its admission to its last token. In
-every step the book gives either the *prefill* of one new request (all its prompt, which also
-gives its first token) or the *decode* of one token for each request that is running. So requests
-of any length come and go while others run: continuous batching (Yu et al. 2022, Orca, OSDI). The
-book is a function of the requests and the tokens alone: ranks that record the same tokens in the
-same order hold the same book, without a word about it. So a request that comes later comes by the
-book's own clock, its turns, which is the same on all ranks: their real clocks differ.
+A *slot* is a place in the cache. One request occupies it from admission to its last token. In each
+iteration the scheduler returns either the *prefill* of one new request (its whole prompt, which
+also yields its first token) or the *decode* of one token for every running request. Requests of any
+length therefore come and go while others run: continuous batching (Yu et al. 2022, Orca, OSDI).
+
+The scheduler sends nothing. It is a function of the requests and the tokens alone, so ranks that
+record the same tokens in the same order agree on every iteration. Arrival times are counted in
+iterations because all ranks count them alike, while their clocks differ.
 """
 
 from __future__ import annotations
@@ -23,9 +24,9 @@ from course_lib.model import ModelConfig
 
 @dataclass(frozen=True)
 class Request:
-    """``number`` names it; it wants ``max_new_tokens`` tokens after ``prompt``.
+    """A ``prompt`` that is continued by at most ``max_new_tokens`` tokens; ``number`` names it.
 
-    Nobody knows of it before turn ``arrives`` of the book (its 0th, 1st, .. piece of work).
+    The scheduler sees it from iteration ``arrives`` on (counted from 0).
     """
 
     number: int
@@ -45,12 +46,13 @@ class Request:
             )
         if self.arrives < 0:
             raise ValueError(
-                f"request {self.number}: arrives={self.arrives}; turns count from 0 (there at once)"
+                f"request {self.number}: expected arrives of 0 or more, got {self.arrives}; "
+                "iterations count from 0, when the request is there at once"
             )
 
     @property
-    def room(self) -> int:
-        """Positions that its keys and values take: the last token is never fed back."""
+    def kv_positions(self) -> int:
+        """Positions that its keys and values occupy: the last token is never fed back."""
         return len(self.prompt) + self.max_new_tokens - 1
 
 
@@ -67,13 +69,13 @@ def make_requests(
 
 
 def check_fits(requests: Iterable[Request], config: ModelConfig) -> None:
-    """Raises ValueError for a request that the model cannot take."""
+    """Raise ValueError for a request that the model cannot serve."""
     for request in requests:
-        if request.room > config.max_seq_len:
+        if request.kv_positions > config.max_seq_len:
             raise ValueError(
                 f"request {request.number}: a prompt of {len(request.prompt)} and "
-                f"{request.max_new_tokens} new tokens take {request.room} positions, but the model "
-                f"was built for max_seq_len={config.max_seq_len}; shorten one of them"
+                f"{request.max_new_tokens} new tokens take {request.kv_positions} positions, but "
+                f"the model was built for max_seq_len={config.max_seq_len}; shorten one of them"
             )
         bad = [token for token in request.prompt if not 0 <= token < config.vocab]
         if bad:
@@ -117,7 +119,7 @@ class Work:
         return tokens.view(len(self.slots), self.width)
 
     def positions_BS(self, device: torch.device | str = "cpu") -> Tensor:
-        """Where in its sequence each token stands."""
+        """The position of each token in its sequence."""
         starts_B = torch.tensor(self.starts, dtype=torch.int64, device=device)
         return starts_B[:, None] + torch.arange(self.width, device=device)
 
@@ -125,20 +127,20 @@ class Work:
 NOTHING = Work()
 
 
-class Book:
-    """Who waits, who runs in which slot, and every token so far.
+class Scheduler:
+    """The waiting requests, the running request of each slot, and every token so far.
 
-    ``slots`` requests run at once, in ``groups`` that take turns (in a pipeline, so that all
-    stages are busy). First come, first served; in a turn in which nobody is there, there is no
-    work. ``stop`` is a token after which a request is over. Raises ValueError for slots that the
-    groups cannot share, and for two requests of one number.
+    At most ``slots`` requests run at once. In a pipeline they form ``groups``, which alternate so
+    that all stages are busy. First come, first served; an iteration without requests has no work.
+    A request ends early at the token ``stop``. Raises ValueError when ``groups`` does not divide
+    ``slots`` and when two requests have the same number.
     """
 
     def __init__(
         self, requests: Iterable[Request], slots: int, *, groups: int = 1, stop: int | None = None
     ) -> None:
         self.waiting = deque(sorted(requests, key=lambda request: request.arrives))
-        self.turn = 0  # pieces of work given so far
+        self.iteration = 0  # how many have begun
         if groups < 1 or slots < 1 or slots % groups:
             raise ValueError(
                 f"slots={slots} in groups={groups}: each group takes slots / groups requests; "
@@ -157,13 +159,13 @@ class Book:
         return not self.unfinished
 
     def next_work(self, group: int = 0) -> Work:
-        """What ``group`` does next; it must have recorded the tokens of its last work."""
+        """Return the next work of ``group``, whose last tokens must have been recorded."""
         share = self.slots // self.groups
         mine = range(group * share, (group + 1) * share)
         free = [slot for slot in mine if slot not in self.running]
         active = [slot for slot in mine if slot in self.running]
-        self.turn += 1
-        arrived = self.waiting and self.waiting[0].arrives < self.turn
+        self.iteration += 1
+        arrived = self.waiting and self.waiting[0].arrives < self.iteration
         if arrived and free and self.admits(active):
             request = self.running[free[0]] = self.waiting.popleft()
             return Work((free[0],), (request.number,), (request.prompt,), (0,))
@@ -177,11 +179,11 @@ class Book:
         )
 
     def admits(self, active: Sequence[int]) -> bool:
-        """Whether a request may join those in the slots ``active``: always."""
+        """Whether a request may join the requests in the slots ``active``: always."""
         return True
 
     def record(self, work: Work, tokens: Sequence[int]) -> None:
-        """Write down the token that each request of ``work`` got; who has all leaves its slot."""
+        """Append the token of each request of ``work``; a complete request leaves its slot."""
         for slot, number, token in zip(work.slots, work.requests, tokens, strict=True):
             own = self.tokens[number]
             own.append(int(token))
@@ -190,12 +192,12 @@ class Book:
                 self.unfinished -= 1
 
 
-class StaticBook(Book):
-    """Batches that begin and end together: a slot stays empty until the last request is over.
+class StaticScheduler(Scheduler):
+    """Static batching: a slot stays empty until the last request of its batch is over.
 
-    What continuous batching is better than.
+    It is the baseline that continuous batching improves on.
     """
 
     def admits(self, active: Sequence[int]) -> bool:
-        """Only while the batch is being filled: before anyone has a second token."""
+        """Only while the batch is being filled: before any request has a second token."""
         return all(len(self.tokens[self.running[slot].number]) == 1 for slot in active)

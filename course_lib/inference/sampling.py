@@ -29,7 +29,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from course_lib import comm
-from course_lib.inference.book import Work
+from course_lib.inference.scheduler import Work
 from course_lib.ledger import wire
 from course_lib.mesh import Axis
 from course_lib.model import Decoder, ModelConfig
@@ -130,7 +130,7 @@ def gumbel(work: Work, seed: int, vocab: int) -> Tensor:
     return noise
 
 
-def choice_bytes(
+def sampling_bytes(
     config: ModelConfig, chosen: int, n: int, sampling: Sampling | None = None
 ) -> Fraction:
     """Bytes that a rank of a cut head sends to choose ``chosen`` tokens: pairs, and candidates."""
