@@ -177,7 +177,7 @@ def compare(
 def measure(rounds: int = 20, say: Say = quiet) -> dict:
     """A token of every request each two rounds, in each layout and batch; then the batchings."""
     tokens = max(rounds // 2, 2)
-    tables = {}
+    tables: dict[str, list[dict]] = {}
     with World(RANKS) as world:
         for name, (per_node, layouts) in NODES.items():
             links = Links(INSIDE, BETWEEN, per_node)

@@ -121,7 +121,7 @@ def check(
     root = course_folder()
     number = desk.lesson_number(root, number)
     only = desk.exercise_id(root, number, ex).id if ex is not None else None
-    with Status("starting") as status:
+    with Status(f"lesson {number}: reading your answers") as status:
         result = run.grade(desk.own_file(root, number), root, only=only, say=status.say)
     _note_attempts(root, [result])
     print("\n".join(report.score_lines(result)))

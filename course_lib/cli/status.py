@@ -52,14 +52,15 @@ class Status:
         print(f"{CLEAR if self._live else ''}{text}", file=sys.stderr, flush=True)
 
     def _show(self, text: str) -> None:
-        start = time.monotonic()
+        start, last = time.monotonic(), ""
         while not self._over.wait(TICK if self._live else INTERVAL):
             text = self._note.read_text() or text  # empty while it is being written
             said = f"{time.monotonic() - start:4.0f} s  {text}"
-            if self._live:
+            if not self._live:
+                self.line(said)
+            elif said != last:
                 width = shutil.get_terminal_size().columns - 1
                 print(f"{CLEAR}{said[:width]}", end="", file=sys.stderr, flush=True)
-            else:
-                self.line(said)
+                last = said
         if self._live:
             print(CLEAR, end="", file=sys.stderr, flush=True)
