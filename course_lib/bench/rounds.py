@@ -49,16 +49,17 @@ def interleave(
 ) -> Times:
     """Call every contestant (it returns its seconds) once per round, in rotating order.
 
-    ``say`` is called with the number of each round.
+    ``say`` is called with the round and the contestant before each call.
     """
     if rounds < 1:
         raise ValueError(f"rounds={rounds}: at least 1 is wanted, 20 for a ratio good to 5 %")
     names = list(contestants)
     times: Times = {name: [] for name in names}
     for number in range(-warmup, rounds):
-        say(f"round {number + 1} of {rounds}" if number >= 0 else "warming up")
+        stage = f"round {number + 1} of {rounds}" if number >= 0 else "warming up"
         turn = number % len(names)
         for name in names[turn:] + names[:turn]:
+            say(f"{stage}, {name}")
             seconds = contestants[name]()
             if number >= 0:
                 times[name].append(seconds)
