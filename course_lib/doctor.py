@@ -82,9 +82,12 @@ def _on_colab() -> bool:
     return "google.colab" in sys.modules or "COLAB_RELEASE_TAG" in os.environ
 
 
-def examine() -> Report:
-    """Make every check. One that raises has failed, with the error as its value."""
-    return Report([_run(check) for check in CHECKS])
+def examine(say: Callable[[str], object] = lambda text: None) -> Report:
+    """Make every check. One that raises has failed, with the error as its value.
+
+    ``say`` is called with the name of each check before it is made.
+    """
+    return Report([_run(check, say) for check in CHECKS])
 
 
 def lines(report: Report) -> Iterator[tuple[str, str]]:
@@ -122,8 +125,9 @@ def _escape(text: str) -> str:
     return text.replace("[", r"\[")
 
 
-def _run(check: Callable[[], Check]) -> Check:
+def _run(check: Callable[[], Check], say: Callable[[str], object]) -> Check:
     name = check.__name__.removeprefix("check_").replace("_", " ")
+    say(f"checking {name}")
     try:
         return check()
     except Exception as error:

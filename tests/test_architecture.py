@@ -39,6 +39,12 @@ LINES = [line.split() for line in ORDER.split("\n") if line.strip()]
 ROOMS = [room for line in LINES for room in line]
 TECHNIQUES = set(LINES[5])
 NO_TORCH = {"aliases", "schedule", "ledger", "layout", "cli", "doctor"}  # at import time
+# Of grading, what the command line imports before it knows that it must grade: json is enough.
+LIGHT = {
+    f"grading/{name}.py"
+    for name in "catalog desk merge plugin progress report run syllabus".split()
+}
+HEAVY = {"torch", "numpy", "matplotlib", "nbformat", "IPython", "jupytext"}
 DISTRIBUTED = {"mesh", "comm", "checkpoint", "launch", "bench"}
 ANSWERS = LIBRARY / "grading" / "lessons"  # some exercises are answered in raw torch.distributed
 MATPLOTLIB = {"view"}
@@ -141,6 +147,17 @@ def test_no_torch_at_import(room):
         assert not heavy, f"{path.relative_to(ROOT)} imports {sorted(heavy)}"
         ours = {name.split(".")[1] for name in names if name.startswith("course_lib.")}
         assert (ours & set(ROOMS)) - {room} <= {"aliases", "schedule", "ledger", "layout"}
+
+
+@pytest.mark.parametrize("name", sorted(LIGHT))
+def test_listing_and_starting_a_grade_import_no_grader(name):
+    """`course list` answers at once, and `course grade` begins with the learner's notebook."""
+    path = LIBRARY / name
+    names = imports(path, import_time_nodes(path))
+    assert not {name.split(".")[0] for name in names} & HEAVY
+    modules = {f"{name.removeprefix('course_lib.').replace('.', '/')}.py" for name in names}
+    ours = {module for module in modules if (LIBRARY / module).exists()}
+    assert ours <= LIGHT | {"grading/verdict.py"}
 
 
 def test_no_catch_all_file():

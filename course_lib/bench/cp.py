@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.distributed.tensor.experimental._context_parallel import _attention as torch_cp
 
 from course_lib import cp
-from course_lib.bench.rounds import Times, interleave, ratios, slowest_rank, timed
+from course_lib.bench.rounds import Say, Times, interleave, quiet, ratios, slowest_rank, timed
 from course_lib.launch import World
 from course_lib.mesh import Axis, Mesh, make_mesh
 from course_lib.model import AttentionCore
@@ -29,7 +29,7 @@ PEER = "torch ring"
 Make = Callable[[Mesh], Callable[[int], None]]
 
 
-def measure(rounds: int = 20) -> dict:
+def measure(rounds: int = 20, say: Say = quiet) -> dict:
     """Median ratios to torch's ring and to the contiguous ring, and milliseconds, by ranks."""
     return {
         "rounds": rounds,
@@ -40,13 +40,13 @@ def measure(rounds: int = 20) -> dict:
             "kv_heads": KV_HEADS,
             "head_dim": HEAD_DIM,
         },
-        "worlds": [_measure_world(n, rounds) for n in WORLDS],
+        "worlds": [_measure_world(n, rounds, say) for n in WORLDS],
     }
 
 
-def _measure_world(n: int, rounds: int) -> dict:
+def _measure_world(n: int, rounds: int, say: Say) -> dict:
     with World(n) as world:
-        times = slowest_rank(list(world.run(_time_ranks, rounds, timeout=120 + 20 * rounds)))
+        times = slowest_rank(list(world.run(_time_ranks, rounds, say, timeout=120 + 20 * rounds)))
     return {
         "ranks": n,
         "milliseconds": {name: 1e3 * median(seconds) for name, seconds in times.items()},
@@ -109,11 +109,10 @@ def torch_ring(axis: Axis, q: Tensor, k: Tensor, v: Tensor, dout: Tensor) -> lis
     return [x.transpose(1, 2) for x in (out, *gradients)]
 
 
-def _time_ranks(rounds: int) -> Times:
+def _time_ranks(rounds: int, say: Say) -> Times:
     mesh = make_mesh(cp=torch.distributed.get_world_size())
-    return interleave(
-        {name: timed(make(mesh), mesh) for name, make in _CONTESTANTS.items()}, rounds
-    )
+    contestants = {name: timed(make(mesh), mesh) for name, make in _CONTESTANTS.items()}
+    return interleave(contestants, rounds, say=lambda text: say(f"{mesh.cp.size} ranks, {text}"))
 
 
 def _inputs(mesh: Mesh) -> list[Tensor]:

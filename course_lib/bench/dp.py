@@ -12,7 +12,7 @@ import torch
 from torch.nn.parallel import DistributedDataParallel
 
 from course_lib import dp
-from course_lib.bench.rounds import interleave, ratios, slowest_rank, timed
+from course_lib.bench.rounds import Say, interleave, quiet, ratios, slowest_rank, timed
 from course_lib.data import batch
 from course_lib.launch import World
 from course_lib.mesh import Mesh, make_mesh
@@ -23,10 +23,10 @@ ALARM = 1.25
 PEER = "ddp"
 
 
-def measure(rounds: int = 20) -> dict:
+def measure(rounds: int = 20, say: Say = quiet) -> dict:
     """Median ratios to DDP and median milliseconds of one training step on 4 ranks."""
     with World(4) as world:
-        by_rank = world.run(_time_ranks, rounds, timeout=120 + 10 * rounds)
+        by_rank = world.run(_time_ranks, rounds, say, timeout=120 + 10 * rounds)
     times = slowest_rank(list(by_rank))
     return {
         "ranks": 4,
@@ -54,10 +54,10 @@ def text(result: dict) -> str:
     return "\n".join(lines)
 
 
-def _time_ranks(rounds: int) -> dict[str, list[float]]:
+def _time_ranks(rounds: int, say: Say) -> dict[str, list[float]]:
     mesh = make_mesh()
     contestants = {name: timed(make(mesh), mesh) for name, make in _CONTESTANTS.items()}
-    return interleave(contestants, rounds)
+    return interleave(contestants, rounds, say=say)
 
 
 def _inputs(step: int, mesh: Mesh):

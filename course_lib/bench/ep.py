@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from course_lib import comm, ep
-from course_lib.bench.rounds import Times, interleave, ratios, slowest_rank, timed
+from course_lib.bench.rounds import Say, Times, interleave, quiet, ratios, slowest_rank, timed
 from course_lib.launch import World
 from course_lib.mesh import Mesh, make_mesh
 from course_lib.model import ModelConfig, build_model
@@ -33,10 +33,10 @@ CONFIG = ModelConfig(layers=1, hidden=256, heads=8, kv_heads=8, ffn=512)
 PEER = "gathered"
 
 
-def measure(rounds: int = 20) -> dict:
+def measure(rounds: int = 20, say: Say = quiet) -> dict:
     """Median ratios to gathering, milliseconds and bytes of one layer's forward and backward."""
     with World(RANKS) as world:
-        by_rank = list(world.run(_time_ranks, rounds, timeout=120 + 10 * rounds))
+        by_rank = list(world.run(_time_ranks, rounds, say, timeout=120 + 10 * rounds))
     times = slowest_rank([times for times, *_ in by_rank])
     return {
         "ranks": RANKS,
@@ -79,7 +79,7 @@ def text(result: dict) -> str:
     )
 
 
-def _time_ranks(rounds: int) -> tuple[Times, dict, float]:
+def _time_ranks(rounds: int, say: Say) -> tuple[Times, dict, float]:
     """Seconds and bytes of each contestant, and how unevenly the experts are wanted."""
     mesh = make_mesh(ep=RANKS)
     layers = {name: make(mesh) for name, make in _CONTESTANTS.items()}
@@ -92,7 +92,7 @@ def _time_ranks(rounds: int) -> tuple[Times, dict, float]:
     load = layers["ep"].load
     assert load is not None
     contestants = {name: timed(step, mesh) for name, step in steps.items()}
-    return interleave(contestants, rounds), sent, ep.imbalance(load.by_rank)
+    return interleave(contestants, rounds, say=say), sent, ep.imbalance(load.by_rank)
 
 
 def _step(layer: ep.MoE, mesh: Mesh) -> Callable[[int], None]:

@@ -17,7 +17,7 @@ from statistics import median
 import torch
 
 from course_lib import comm, dp, tp
-from course_lib.bench.rounds import interleave, ratios, slowest_rank, timed
+from course_lib.bench.rounds import Say, interleave, quiet, ratios, slowest_rank, timed
 from course_lib.data import batch
 from course_lib.launch import World
 from course_lib.mesh import Conditions, Link, Links, Mesh, make_mesh
@@ -43,12 +43,13 @@ PIECES = {  # bytes; None: no priorities
 }
 
 
-def measure(rounds: int = 20) -> dict:
+def measure(rounds: int = 20, say: Say = quiet) -> dict:
     """Median milliseconds of a step by way, and median ratios to buckets that leave at once."""
     with World(RANKS) as world:
         ran = world.run(
             _time_ranks,
             rounds,
+            say,
             timeout=120 + 10 * rounds,
             pace=CONDITIONS.pace,
             links=CONDITIONS.links,
@@ -107,10 +108,10 @@ def one_step(name: str) -> None:
     step(3)
 
 
-def _time_ranks(rounds: int) -> dict[str, list[float]]:
+def _time_ranks(rounds: int, say: Say) -> dict[str, list[float]]:
     mesh = make_mesh(tp=2)
     contestants = {name: timed(_make(mesh, size), mesh) for name, size in PIECES.items()}
-    return interleave(contestants, rounds)
+    return interleave(contestants, rounds, say=say)
 
 
 def _make(mesh: Mesh, piece_bytes: int | None) -> Callable[[int], None]:

@@ -20,8 +20,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from fractions import Fraction
+from itertools import product
 
 from course_lib import comm, inference, tp
+from course_lib.bench.rounds import Say, quiet
 from course_lib.comm.links import STEPS
 from course_lib.inference import Replica, Scheduler, Served, Stage, StaticScheduler
 from course_lib.launch import World
@@ -172,21 +174,21 @@ def compare(
     }
 
 
-def measure(rounds: int = 20) -> dict:
+def measure(rounds: int = 20, say: Say = quiet) -> dict:
     """A token of every request each two rounds, in each layout and batch; then the batchings."""
     tokens = max(rounds // 2, 2)
-    tables = {}
+    tables: dict[str, list[dict]] = {}
     with World(RANKS) as world:
         for name, (per_node, layouts) in NODES.items():
             links = Links(INSIDE, BETWEEN, per_node)
-            tables[name] = [
-                compare(world, layout, links, batch, tokens)
-                for layout in layouts
-                for batch in BATCHES
-            ]
+            tables[name] = []
+            for layout, batch in product(layouts, BATCHES):
+                say(f"{name}, {layout.name}, {batch} requests")
+                tables[name].append(compare(world, layout, links, batch, tokens))
     batchings = {}
     with World(1) as world:
         for name, kind in (("continuous", Scheduler), ("static", StaticScheduler)):
+            say(f"{name} batching")
             steps, speed = world.run(serve_mixed, kind, 4, pace={"F": 0.02, "token": 0.001})[0]
             batchings[name] = {"steps": steps, "tokens_per_second": speed}
     return {"ranks": RANKS, "tokens": tokens, "layouts": tables, "batchings": batchings}

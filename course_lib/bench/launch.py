@@ -18,6 +18,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from course_lib.bench.rounds import Say, quiet
 from course_lib.launch import World, run
 
 SIZES = (2, 4, 8)
@@ -39,17 +40,19 @@ def all_reduce_once() -> float:
     return x.item()
 
 
-def measure(rounds: int = 20) -> dict[str, Any]:
+def measure(rounds: int = 20, say: Say = quiet) -> dict[str, Any]:
     """Seconds, as medians of ``rounds`` runs (cold: of 3 at most).
 
     Gives ``{"rounds":, "cold_s":, "fresh_s": {"2":, "4":, "8":}, "kept_s": {...}}``.
     """
     if rounds < 1:
         raise ValueError(f"rounds={rounds}: there must be at least 1 round")
+    say("cold starts")
     cold = median(_cold() for _ in range(min(rounds, 3)))
     run(all_reduce_once, n=2)  # the server is warm from here on
     fresh, kept = {}, {}
     for n in SIZES:
+        say(f"{n} ranks")
         fresh[str(n)] = median(_timed(partial(run, all_reduce_once, n=n)) for _ in range(rounds))
         with World(n) as world:
             world.run(all_reduce_once)

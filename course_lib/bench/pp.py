@@ -23,7 +23,7 @@ from torch import nn
 from torch.distributed.pipelining import PipelineStage, schedules
 
 from course_lib import comm, pp
-from course_lib.bench.rounds import interleave, ratios, slowest_rank, timed
+from course_lib.bench.rounds import Say, interleave, quiet, ratios, slowest_rank, timed
 from course_lib.data import batch
 from course_lib.launch import World
 from course_lib.mesh import Mesh, make_mesh
@@ -55,11 +55,11 @@ TORCH = {
 Step = Callable[[int], None]
 
 
-def measure(rounds: int = 20) -> dict:
+def measure(rounds: int = 20, say: Say = quiet) -> dict:
     """Medians of milliseconds a step, ratios to torch, last-stage peaks, paced / simulated."""
     with World(RANKS) as world:
-        by_rank = world.run(_time_ranks, rounds, timeout=300 + 60 * rounds)
-        paced = [_paced(world, name) for name in PACED]
+        by_rank = world.run(_time_ranks, rounds, say, timeout=300 + 60 * rounds)
+        paced = [_paced(world, name, say) for name in PACED]
     times = slowest_rank([seconds for seconds, _ in by_rank])
     peaks = {name: by_rank[_schedule(name).placement[-1]][1][name] for name in times}
     return {
@@ -138,12 +138,13 @@ def _beside_simulation(paced: list[dict]) -> list[str]:
 # --- real arithmetic ------------------------------------------------------------------------
 
 
-def _time_ranks(rounds: int) -> tuple[dict[str, list[float]], dict[str, int]]:
+def _time_ranks(rounds: int, say: Say) -> tuple[dict[str, list[float]], dict[str, int]]:
     """Seconds of every contestant, and its peak of live bytes on this rank."""
     mesh = make_mesh(pp=RANKS)
     steps = {name: contestant(mesh) for name, contestant in _CONTESTANTS.items()}
-    times = interleave({name: timed(step, mesh) for name, step in steps.items()}, rounds)
+    times = interleave({name: timed(step, mesh) for name, step in steps.items()}, rounds, say=say)
     peaks = {}
+    say("peak memory")
     for name, step in steps.items():
         with PeakLiveBytes() as live:
             step(0)
@@ -214,8 +215,9 @@ _CONTESTANTS: dict[str, Callable[[Mesh], Step]] = {
 # --- paced ----------------------------------------------------------------------------------
 
 
-def _paced(world: World, name: str) -> dict:
+def _paced(world: World, name: str, say: Say) -> dict:
     """Paced steps of one schedule beside its simulation, medians; times in ms."""
+    say(f"paced steps, {name}")
     schedule, costs = paced_schedule(name)
     expected = simulate(schedule, costs)
     steps = []

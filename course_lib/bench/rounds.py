@@ -15,7 +15,12 @@ import torch.distributed as dist
 
 from course_lib.mesh import Mesh
 
+Say = Callable[[str], object]  # takes what happens next; can be pickled, so ranks call it too
 Times = dict[str, list[float]]  # seconds by contestant, one for each round
+
+
+def quiet(text: str) -> None:
+    """Show nothing: what a benchmark says to where no command line shows it."""
 
 
 def timed(step: Callable[[int], None], mesh: Mesh) -> Callable[[], float]:
@@ -37,16 +42,24 @@ def timed(step: Callable[[int], None], mesh: Mesh) -> Callable[[], float]:
 
 
 def interleave(
-    contestants: Mapping[str, Callable[[], float]], rounds: int, warmup: int = 2
+    contestants: Mapping[str, Callable[[], float]],
+    rounds: int,
+    warmup: int = 2,
+    say: Say = quiet,
 ) -> Times:
-    """Call every contestant (it returns its seconds) once a round, in rotating order."""
+    """Call every contestant (it returns its seconds) once per round, in rotating order.
+
+    ``say`` is called with the round and the contestant before each call.
+    """
     if rounds < 1:
         raise ValueError(f"rounds={rounds}: at least 1 is wanted, 20 for a ratio good to 5 %")
     names = list(contestants)
     times: Times = {name: [] for name in names}
     for number in range(-warmup, rounds):
+        stage = f"round {number + 1} of {rounds}" if number >= 0 else "warming up"
         turn = number % len(names)
         for name in names[turn:] + names[:turn]:
+            say(f"{stage}, {name}")
             seconds = contestants[name]()
             if number >= 0:
                 times[name].append(seconds)

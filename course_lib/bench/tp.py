@@ -28,7 +28,7 @@ from torch.distributed.tensor.parallel import (
 )
 
 from course_lib import comm, sp, tp
-from course_lib.bench.rounds import Times, interleave, ratios, slowest_rank, timed
+from course_lib.bench.rounds import Say, Times, interleave, quiet, ratios, slowest_rank, timed
 from course_lib.comm.operators import Region
 from course_lib.grading.wire import WireCalls
 from course_lib.launch import World
@@ -45,14 +45,14 @@ Step = Callable[[int], None]
 Make = Callable[[Mesh], Step]
 
 
-def measure(rounds: int = 20) -> dict:
+def measure(rounds: int = 20, say: Say = quiet) -> dict:
     """Median ratios to DTensor and bytes; then rings beside plain collectives on a slow link."""
     deadline = 120 + 20 * rounds
     with World(RANKS) as world:
         sent = world.run(sent_in_a_step)[0]
-        ran = world.run(_time_ranks, rounds, _CONTESTANTS, timeout=deadline)
+        ran = world.run(_time_ranks, rounds, _CONTESTANTS, say, timeout=deadline)
         times, links = slowest_rank(list(ran)), Links(SLOW, SLOW)
-        ran = world.run(_time_ranks, rounds, _ON_A_SLOW_LINK, timeout=deadline, links=links)
+        ran = world.run(_time_ranks, rounds, _ON_A_SLOW_LINK, say, timeout=deadline, links=links)
         slow_times = slowest_rank(list(ran))
     return {
         "ranks": RANKS,
@@ -112,9 +112,10 @@ def _milliseconds(times: Times) -> dict[str, float]:
     return {name: 1e3 * median(seconds) for name, seconds in times.items()}
 
 
-def _time_ranks(rounds: int, contestants: dict[str, Make]) -> Times:
+def _time_ranks(rounds: int, makes: dict[str, Make], say: Say) -> Times:
     mesh = make_mesh(tp=RANKS)
-    return interleave({name: timed(make(mesh), mesh) for name, make in contestants.items()}, rounds)
+    contestants = {name: timed(make(mesh), mesh) for name, make in makes.items()}
+    return interleave(contestants, rounds, say=say)
 
 
 def _step(blocks: nn.ModuleList, seq_len: int, finish: Callable[[], None]) -> Step:

@@ -22,6 +22,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from course_lib import comm
+from course_lib.bench.rounds import Say, quiet
 from course_lib.launch import World
 from course_lib.ledger import wire
 from course_lib.mesh import Axis, make_mesh
@@ -61,7 +62,7 @@ _OPERATIONS: dict[str, tuple[Operation, str, int]] = {
 }
 
 
-def measure(rounds: int = 20, payload: int = PAYLOAD) -> dict:
+def measure(rounds: int = 20, payload: int = PAYLOAD, say: Say = quiet) -> dict:
     """Bytes moved a call, on 4 ranks together: counted by the kernel, and by formula.
 
     ``payload`` is in bytes, a multiple of 16. Raises RuntimeError where there is no such counter.
@@ -72,6 +73,7 @@ def measure(rounds: int = 20, payload: int = PAYLOAD) -> dict:
         raise ValueError(
             f"payload={payload} bytes, rounds={rounds}: a multiple of 16 and at least 1 are wanted"
         )
+    say(f"{len(_OPERATIONS)} operations, {rounds} calls of each")
     private = _measure_privately(rounds, payload)
     moved = private or _measure_here(rounds, payload)
     rows = []

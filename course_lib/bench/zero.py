@@ -18,7 +18,7 @@ from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.nn.parallel import DistributedDataParallel
 
 from course_lib import zero
-from course_lib.bench.rounds import Times, interleave, ratios, slowest_rank, timed
+from course_lib.bench.rounds import Say, Times, interleave, quiet, ratios, slowest_rank, timed
 from course_lib.data import batch
 from course_lib.grading.wire import WireCalls
 from course_lib.launch import World
@@ -32,10 +32,11 @@ PEERS = {"zero 1": "zero redundancy", "zero 2": "zero redundancy", "zero 3": "fs
 Step = Callable[[int], None]
 
 
-def measure(rounds: int = 20) -> dict:
+def measure(rounds: int = 20, say: Say = quiet) -> dict:
     """Milliseconds, bytes sent and peak bytes of one training step, and their ratios to peers."""
     with World(RANKS) as world:
-        by_rank = world.run(_time_ranks, rounds, timeout=120 + 10 * rounds)
+        by_rank = world.run(_time_ranks, rounds, say, timeout=120 + 10 * rounds)
+        say("bytes and peak memory")
         sizes = world.run(_sizes, timeout=120)
     return {"rounds": rounds} | summary(slowest_rank(list(by_rank)), list(sizes))
 
@@ -80,10 +81,10 @@ def text(result: dict) -> str:
     return "\n".join(lines)
 
 
-def _time_ranks(rounds: int) -> dict[str, list[float]]:
+def _time_ranks(rounds: int, say: Say) -> dict[str, list[float]]:
     mesh = make_mesh()
     contestants = {name: timed(make(mesh), mesh) for name, make in _CONTESTANTS.items()}
-    return interleave(contestants, rounds)
+    return interleave(contestants, rounds, say=say)
 
 
 def _sizes() -> dict[str, tuple[float, int]]:

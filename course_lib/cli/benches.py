@@ -10,10 +10,11 @@ import typer
 
 from course_lib.cli.app import AsJson, benches
 from course_lib.cli.show import print_json
+from course_lib.cli.status import Status
 
 Rounds = Annotated[int, typer.Option(min=1, max=10_000, help="How often each case is timed.")]
 
-# Each is a module of course_lib.bench with measure(rounds) -> dict and text(dict) -> str.
+# Each is a module of course_lib.bench with measure(rounds, say=...) -> dict and text(dict) -> str.
 BENCHES = {
     "launch": "How long it takes to start ranks: cold, warm and fresh, kept.",
     "dp": "A step of data parallelism beside torch's DDP.",
@@ -30,8 +31,9 @@ BENCHES = {
 
 def _verb(name: str) -> Callable[..., int]:
     def bench(rounds: Rounds = 20, as_json: AsJson = False) -> int:
-        benchmark = import_module(f"course_lib.bench.{name}")
-        result = benchmark.measure(rounds)
+        with Status("starting") as status:
+            benchmark = import_module(f"course_lib.bench.{name}")
+            result = benchmark.measure(rounds, say=status.say)
         if as_json:
             print_json(result)
         else:

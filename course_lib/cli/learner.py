@@ -11,6 +11,7 @@ from course_lib.cli.app import AsJson, app
 from course_lib.cli.errors import FAILED
 from course_lib.cli.place import course_folder
 from course_lib.cli.show import print_json
+from course_lib.cli.status import Say, Status
 
 if TYPE_CHECKING:
     from course_lib.grading.run import Grade
@@ -120,7 +121,8 @@ def check(
     root = course_folder()
     number = desk.lesson_number(root, number)
     only = desk.exercise_id(root, number, ex).id if ex is not None else None
-    result = run.grade(desk.own_file(root, number), root, only=only)
+    with Status(f"lesson {number}: reading your answers") as status:
+        result = run.grade(desk.own_file(root, number), root, only=only, say=status.say)
     _note_attempts(root, [result])
     print("\n".join(report.score_lines(result)))
     return 0 if result.ok else FAILED
@@ -133,9 +135,9 @@ def hint(number: Number, ex: ExerciseId) -> int:
 
     root = course_folder()
     exercise = desk.exercise_id(root, desk.lesson_number(root, number), ex)
-    rungs = desk.hint(root, exercise)
-    for rung, text in enumerate(rungs, 1):
-        print(f"hint {rung} of {len(exercise.hints)}: {text}")
+    hints, total = desk.hint(root, exercise)
+    for rung, text in enumerate(hints, 1):
+        print(f"hint {rung} of {total}: {text}")
     return 0
 
 
@@ -163,17 +165,12 @@ def grade(
     seed: Annotated[int | None, typer.Option(min=0, help="Draw the same parameters again.")] = None,
 ) -> int:
     """The official grade: your answers in a pristine notebook and a fresh kernel."""
-    from course_lib.grading import report, run
+    from course_lib.grading import report
 
     if as_json + as_csv + as_junit > 1:
         raise ValueError("give one of --json, --csv and --junit")
     root = course_folder()
-    grades, bad = [], []
-    for file in files:
-        try:
-            grades.append(run.grade(file, root, seed=seed))
-        except ValueError as error:  # the other files are still graded
-            bad.append(str(error))
+    grades, bad = _grade_each(files, root, seed)
     _note_attempts(root, grades)
     if as_json and grades:
         print_json(report.as_json(grades, several=len(files) > 1))
@@ -184,6 +181,32 @@ def grade(
     if bad:
         raise ValueError("; ".join(bad))
     return 0 if all(each.ok for each in grades) else FAILED
+
+
+def _grade_each(files: list[Path], root: Path, seed: int | None) -> tuple[list[Grade], list[str]]:
+    """Grade the files one after another; return the grades, and what is wrong with the others."""
+    from course_lib.grading import run
+
+    grades: list[Grade] = []
+    bad: list[str] = []
+    with Status("starting") as status:
+        for number, file in enumerate(files, 1):
+            where = f"{file.name} ({number} of {len(files)})" if len(files) > 1 else file.name
+            said = "not graded"
+            try:
+                say = _after(f"{where}: ", status.say)
+                grades.append(run.grade(file, root, seed=seed, say=say))
+                said = f"{grades[-1].passed} of {grades[-1].total} points"
+            except ValueError as error:  # the other files are still graded
+                bad.append(str(error))
+            if len(files) > 1:
+                status.line(f"{where}: {said}")
+    return grades, bad
+
+
+def _after(head: str, say: Say) -> Say:
+    """``say`` with ``head`` before what is said."""
+    return lambda text: say(head + text)
 
 
 def _note_attempts(root: Path, grades: list[Grade]) -> None:

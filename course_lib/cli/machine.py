@@ -14,6 +14,7 @@ from course_lib.cli import place
 from course_lib.cli.app import AsJson, app
 from course_lib.cli.errors import ENVIRONMENT
 from course_lib.cli.show import console, print_json
+from course_lib.cli.status import Status
 
 
 @app.command()
@@ -21,7 +22,8 @@ def doctor(as_json: AsJson = False) -> int:
     """Is this machine ready? Every check with its fix."""
     from course_lib import doctor as examination
 
-    report = examination.examine()
+    with Status("starting") as status:
+        report = examination.examine(status.say)
     if as_json:
         print_json(report.as_dict())
     else:

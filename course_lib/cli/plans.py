@@ -12,6 +12,7 @@ import typer
 
 from course_lib.cli.app import AsJson, app
 from course_lib.cli.show import console, print_json
+from course_lib.cli.status import Status
 from course_lib.layout import DEFAULT_ORDER
 
 if TYPE_CHECKING:
@@ -109,19 +110,23 @@ def schedule(
 
     costs = Costs.make(f, b, i, w, comm, _factors(stage_cost))
     sizes = {"stages": stages, "microbatches": microbatches, "chunks": chunks}
-    made, costs = _schedule(name, file, sizes, costs, _numbers("--speed", speed), limit)
-    if limit is not None:
-        validate(made, peak=[limit] * made.ranks)
-    pairs = made.ranks * made.microbatches
-    if score and pairs > MOST_SCORED:
-        raise ValueError(
-            f"--score with {made.ranks} ranks x {made.microbatches} micro-batches: the schedules "
-            f"beside it are made for {MOST_SCORED:,} pairs at most; take fewer micro-batches"
-        )
-    simulation = simulate(made, costs)
-    points = score_of(made, costs) if score else None
-    if png is not None:
-        _save_png(import_module("course_lib.view").schedule_picture(simulation), png)
+    with Status("making the schedule") as status:
+        made, costs = _schedule(name, file, sizes, costs, _numbers("--speed", speed), limit)
+        if limit is not None:
+            validate(made, peak=[limit] * made.ranks)
+        pairs = made.ranks * made.microbatches
+        if score and pairs > MOST_SCORED:
+            raise ValueError(
+                f"--score with {made.ranks} ranks x {made.microbatches} micro-batches: the "
+                f"schedules beside it are made for {MOST_SCORED:,} pairs at most; take fewer "
+                "micro-batches"
+            )
+        status.say("simulating")
+        simulation = simulate(made, costs)
+        points = score_of(made, costs) if score else None
+        if png is not None:
+            status.say("drawing")
+            _save_png(import_module("course_lib.view").schedule_picture(simulation), png)
     if as_json:
         print_json(simulation.as_dict() | ({"score": points} if points else {}))
         return 0

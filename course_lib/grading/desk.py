@@ -6,8 +6,7 @@ import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
-from course_lib.grading.exercise import Exercise
-from course_lib.grading.merge import course, read
+from course_lib.grading.catalog import ExerciseLine, course, read_cells, read_hints
 from course_lib.grading.progress import Progress
 from course_lib.grading.syllabus import exercises_of, lesson_files, number_of
 
@@ -23,7 +22,7 @@ def lesson_number(root: Path, text: str) -> str:
     return number
 
 
-def exercise_id(root: Path, number: str, text: str) -> Exercise:
+def exercise_id(root: Path, number: str, text: str) -> ExerciseLine:
     """The exercise of a lesson by "03-2" or by "2". Raises ValueError that names all."""
     known = exercises_of(root, number)
     for exercise in known:
@@ -71,16 +70,17 @@ def own_file(root: Path, number: str) -> Path:
     )
 
 
-def hint(root: Path, exercise: Exercise) -> list[str]:
-    """The rungs up to the next one, which is noted as taken."""
+def hint(root: Path, exercise: ExerciseLine) -> tuple[list[str], int]:
+    """Return the hints up to the next one, which is noted as taken, and how many there are."""
+    hints = read_hints(root, exercise.id)
     progress = Progress(root)
     entry = progress.of(exercise.id)
-    entry.hints = min(entry.hints + 1, len(exercise.hints))
+    entry.hints = min(entry.hints + 1, len(hints))
     progress.save()
-    return list(exercise.hints[: entry.hints])
+    return hints[: entry.hints], len(hints)
 
 
-def solution(root: Path, exercise: Exercise, yes: bool = False) -> str:
+def solution(root: Path, exercise: ExerciseLine, yes: bool = False) -> str:
     """The solution, after one attempt or with ``yes``. Raises ValueError when it is too early."""
     if not yes and not Progress(root).of(exercise.id).attempts:
         number = exercise.id.partition("-")[0]
@@ -91,13 +91,11 @@ def solution(root: Path, exercise: Exercise, yes: bool = False) -> str:
     return "\n\n".join(_solution_cells(root, exercise)) or "The solution is not written down yet."
 
 
-def _solution_cells(root: Path, exercise: Exercise) -> Iterator[str]:
+def _solution_cells(root: Path, exercise: ExerciseLine) -> Iterator[str]:
     for file in lesson_files(root, "solutions", exercise.id.partition("-")[0]):
-        for cell in read(file).cells:
+        for cell in read_cells(file):
             if course(cell) == {"ex": exercise.id, "role": "answer"}:
-                comment = cell.cell_type != "code"
-                yield (
-                    "\n".join(f"# {line}" for line in cell.source.splitlines())
-                    if comment
-                    else (cell.source)
-                )
+                if cell["cell_type"] == "code":
+                    yield cell["source"]
+                else:
+                    yield "\n".join(f"# {line}" for line in cell["source"].splitlines())

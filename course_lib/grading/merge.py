@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from course_lib.grading import registry
+from course_lib.grading.catalog import course, exercise_lines
 
 NUMBER = re.compile(r"(\d\d(?:[a-z](?![a-z]))?)(?!\d)")  # 03, 08b
 Notebook = Any  # nbformat's NotebookNode, which is a dict with attributes
@@ -25,24 +25,20 @@ Notebook = Any  # nbformat's NotebookNode, which is a dict with attributes
 
 @dataclass(frozen=True)
 class Merged:
-    """A notebook to run. ``exercises`` are the ids of its checks; ``problems`` says of an
-    exercise why its answer was not taken."""
+    """A notebook to run, with the points of its exercises, in order, by id.
+
+    ``problems`` says of an exercise why its answer was not taken.
+    """
 
     lesson: str
     notebook: Notebook = field(repr=False)
-    exercises: tuple[str, ...]
+    points: Mapping[str, int]
     problems: Mapping[str, str]
 
     def exercise_of_cell(self, number: int) -> str | None:
         """The exercise of code cell ``number`` (from 0), which is how nbval counts."""
         cells = [cell for cell in self.notebook.cells if cell.cell_type == "code"]
         return course(cells[number]).get("ex")
-
-
-def course(cell: Notebook) -> dict[str, Any]:
-    """What the course wrote into the metadata of a cell or of a notebook; {} where nothing."""
-    found = cell.get("metadata", {}).get("course", {})
-    return found if isinstance(found, dict) else {}
 
 
 def read(path: Path) -> Notebook:
@@ -132,19 +128,20 @@ def merge(
     origin = pristine(root, learner, path)
     notebook = read(origin)
     lesson = _lesson(origin)
-    ids = tuple(course(cell)["ex"] for cell in _cells(notebook, "check"))
+    points = {line.id: line.points for line in exercise_lines(notebook.cells, origin)}
     if only is not None:
-        if only not in ids:
-            raise ValueError(f"lesson {lesson} has no exercise {only!r}; it has {', '.join(ids)}")
-        ids = (only,)
+        if only not in points:
+            names = ", ".join(points)
+            raise ValueError(f"lesson {lesson} has no exercise {only!r}; it has {names}")
+        points = {only: points[only]}
         notebook.cells = [cell for cell in notebook.cells if course(cell).get("ex") in (None, only)]
     problems = {}
-    for ex in ids:
+    for ex in points:
         if ex not in without and (problem := _take_answer(notebook, learner, ex)):
             problems[ex] = problem
     lines = _expected_lines(root / "solutions" / origin.name)
     _expect(notebook, lines, seed)
-    return Merged(lesson, notebook, ids, problems)
+    return Merged(lesson, notebook, points, problems)
 
 
 def _cells(notebook: Notebook, role: str, ex: str | None = None) -> list[Notebook]:
@@ -205,7 +202,7 @@ def _expect(notebook: Notebook, lines: Mapping[str, str], seed: int) -> None:
             cell.outputs, cell.execution_count = [], None
     for number, cell in enumerate(_cells(notebook, "check"), 1):
         ex = course(cell)["ex"]
-        total = registry.find(ex).total
+        total = course(cell)["points"]
         line = lines.get(ex, f"{ex}: {total} of {total} passed.")
         data = {"text/plain": line}
         cell.source = _seeded(cell.source, seed)

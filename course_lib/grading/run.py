@@ -2,24 +2,31 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import random
+import re
 import signal
 import subprocess
 import sys
 import tempfile
+import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 from xml.etree import ElementTree
 
-from course_lib.grading import registry
 from course_lib.grading.merge import Merged, merge
 from course_lib.grading.plugin import ERROR, STOPPED, VERDICT
 
 CELL_TIMEOUT = 30.0  # seconds; no cell of the course takes 20
 STARTING = 120.0  # seconds that starting pytest and the kernel may take besides
+LOOK = 0.5  # seconds between looks at which cell is running
+LOG = "pytest.log"
+LOG_END = 2**12  # bytes of the log that are searched for it
+Say = Callable[[str], object]  # takes what happens next, for a learner who waits
 
 
 @dataclass(frozen=True)
@@ -72,24 +79,26 @@ def grade(
     seed: int | None = None,
     only: str | None = None,
     cell_timeout: float = CELL_TIMEOUT,
+    say: Say = lambda text: None,
 ) -> Grade:
     """Grade the notebook in ``path`` against the course in ``root``; ``path`` is only read.
 
     An answer that hangs or kills its kernel is taken out and the rest is run again, so that the
-    other exercises get their marks. Raises ValueError when the file is no exercise of the course.
+    other exercises get their marks. ``say`` is called with each exercise that is being run. Raises
+    ValueError when the file is no exercise of the course.
     """
     seed = random.SystemRandom().randrange(2**31) if seed is None else seed
     stopped: dict[str, str] = {}
     while True:
         merged = merge(root, path, seed=seed, without=stopped, only=only)
-        cells = run_nbval(merged, cell_timeout)
+        cells = run_nbval(merged, cell_timeout, say)
         culprit = _culprit(merged, cells, cell_timeout)
         if culprit is None or culprit[0] in stopped:
             break
         stopped |= {culprit[0]: culprit[1]}
     scores = _scores(merged, cells)
     for ex, message in {**merged.problems, **stopped}.items():
-        scores[ex] = Score(0, registry.find(ex).total, message)
+        scores[ex] = Score(0, merged.points[ex], message)
     return Grade(str(path), merged.lesson, scores)
 
 
@@ -103,7 +112,7 @@ class Cell:
     error: str = ""
 
 
-def run_nbval(merged: Merged, cell_timeout: float = CELL_TIMEOUT) -> list[Cell]:
+def run_nbval(merged: Merged, cell_timeout: float, say: Say) -> list[Cell]:
     """Run the notebook under ``pytest --nbval`` in a private folder; what each code cell gave."""
     import nbformat
 
@@ -112,15 +121,27 @@ def run_nbval(merged: Merged, cell_timeout: float = CELL_TIMEOUT) -> list[Cell]:
         (folder / "pytest.ini").write_text("[pytest]\n")
         nbformat.write(merged.notebook, folder / "merged.ipynb")
         code_cells = sum(cell.cell_type == "code" for cell in merged.notebook.cells)
-        _pytest(folder, cell_timeout, STARTING + code_cells * (cell_timeout + 10))
+        limit = STARTING + code_cells * (cell_timeout + 10)
+        _pytest(folder, cell_timeout, limit, lambda: say(_running(merged, folder / LOG)))
         report = folder / "report.xml"
         return _cells(report) if report.exists() else []
 
 
-def _pytest(folder: Path, cell_timeout: float, limit: float) -> None:
+def _running(merged: Merged, log: Path) -> str:
+    """Return the exercise whose cell pytest named last."""
+    with open(log, "rb") as file:
+        file.seek(max(0, log.stat().st_size - LOG_END))
+        cells = re.findall(rb"::Cell (\d+)", file.read())
+    ex = merged.exercise_of_cell(int(cells[-1])) if cells else None
+    if ex is None:
+        return f"lesson {merged.lesson}: starting"
+    return f"exercise {ex}, {list(merged.points).index(ex) + 1} of {len(merged.points)}"
+
+
+def _pytest(folder: Path, cell_timeout: float, limit: float, look: Callable[[], object]) -> None:
     """pytest with nbval and our plugin alone, ended with its kernel when it takes too long."""
     command = [sys.executable, "-m", "pytest", "-p", "nbval.plugin"]
-    command += ["-p", "course_lib.grading.plugin", "-p", "no:cacheprovider", "-q"]
+    command += ["-p", "course_lib.grading.plugin", "-p", "no:cacheprovider", "-v"]
     command += ["--nbval", "--nbval-current-env", f"--nbval-cell-timeout={cell_timeout:g}"]
     command += ["--tb=no", "-c", "pytest.ini", "--junitxml=report.xml", "merged.ipynb"]
     environ = {key: value for key, value in os.environ.items() if not key.startswith("PYTEST_")}
@@ -129,7 +150,7 @@ def _pytest(folder: Path, cell_timeout: float, limit: float) -> None:
         filter(None, [str(Path(__file__).parents[2]), environ.get("PYTHONPATH")])
     )
     with (
-        open(folder / "pytest.log", "w") as log,
+        open(folder / LOG, "w") as log,
         subprocess.Popen(
             command,
             cwd=folder,
@@ -140,10 +161,14 @@ def _pytest(folder: Path, cell_timeout: float, limit: float) -> None:
             start_new_session=True,
         ) as process,
     ):
+        end = time.monotonic() + limit
         try:
-            process.wait(limit)
-        except subprocess.TimeoutExpired:
-            _end(process)
+            while process.poll() is None and time.monotonic() < end:
+                with contextlib.suppress(subprocess.TimeoutExpired):
+                    process.wait(LOOK)
+                look()
+            if process.poll() is None:
+                _end(process)
         except BaseException:
             _end(process)
             raise
@@ -182,10 +207,9 @@ def _culprit(merged: Merged, cells: list[Cell], cell_timeout: float) -> tuple[st
 
 def _scores(merged: Merged, cells: list[Cell]) -> dict[str, Score]:
     scores = {}
-    for ex in merged.exercises:
+    for ex, total in merged.points.items():
         mine = [cell for cell in cells if merged.exercise_of_cell(cell.number) == ex]
         check = mine[-1] if mine else Cell(-1, stopped="died")
-        total = registry.find(ex).total
         found = check.verdict or {}
         own = found.get("ex") == ex and found.get("total") == total and not check.error
         if own and not check.stopped:

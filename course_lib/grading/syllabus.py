@@ -10,9 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from course_lib.grading import registry
-from course_lib.grading.exercise import Exercise
-from course_lib.grading.merge import course, read
+from course_lib.grading.catalog import ExerciseLine, exercise_lines, read_cells
 from course_lib.grading.progress import Entry, Progress
 
 NAMES = {
@@ -93,18 +91,17 @@ def number_of(file: Path) -> str:
     return file.stem.partition("_")[0]
 
 
-def exercises_of(root: Path, number: str) -> list[Exercise]:
-    """The exercises that the lesson's notebook has. [] where it has none."""
+def exercises_of(root: Path, number: str) -> list[ExerciseLine]:
+    """Return the exercises of a lesson, in order; [] where it has none."""
     files = lesson_files(root, "exercises", number)
-    cells = read(files[0]).cells if files else []
-    ids = {course(cell).get("ex") for cell in cells}
-    return [exercise for exercise in registry.exercises(number) if exercise.id in ids]
+    return exercise_lines(read_cells(files[0]), files[0]) if files else []
 
 
 def _line(root: Path, file: Path, progress: Progress) -> LessonLine:
     number = number_of(file)
-    cells = read(file).cells
-    title = _title([cell.source for cell in cells if cell.cell_type == "markdown"])
+    cells = read_cells(file)
+    sources = [cell["source"] for cell in cells]
+    title = _title([cell["source"] for cell in cells if cell["cell_type"] == "markdown"])
     title = title.removeprefix(number).strip() or file.stem.partition("_")[2].replace("_", " ")
     exercises = exercises_of(root, number)
     return LessonLine(
@@ -112,10 +109,10 @@ def _line(root: Path, file: Path, progress: Progress) -> LessonLine:
         NAMES.get(number, title.partition(":")[0]),
         here=True,
         title=title,
-        minutes=_minutes("\n".join(cell.source for cell in cells[:2])),
-        points=sum(exercise.total for exercise in exercises),
+        minutes=_minutes("\n".join(sources[:2])),
+        points=sum(exercise.points for exercise in exercises),
         exercises={exercise.id: progress.of(exercise.id) for exercise in exercises},
-        lab=progress.lab(number) if number in _labs([cell.source for cell in cells]) else None,
+        lab=progress.lab(number) if number in _labs(sources) else None,
     )
 
 

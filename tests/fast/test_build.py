@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import json
+import re
 from pathlib import Path
 
 import nbformat
@@ -11,6 +12,7 @@ import pytest
 
 from course_lib.comm import from_messages
 from course_lib.grading import build as building
+from course_lib.grading import registry
 from course_lib.grading.build import KINDS, build, clean, keep_outputs, main
 from course_lib.grading.source import (
     Cell,
@@ -149,6 +151,9 @@ def test_each_cell_goes_where_it_belongs(lesson):
         nbformat.validate(notebook)
     answer = cell(built["exercises"], "07-1-answer")
     assert answer.metadata == {"course": {"ex": "07-1", "role": "answer"}}
+    check = {"ex": "07-1", "role": "check", "points": registry.find("07-1").total}
+    for kind in ("exercises", "solutions"):
+        assert cell(built[kind], "07-1-check").metadata == {"course": check}
     assert built["notebooks"].cells[-1].metadata == {"tags": ["nbval-ignore-output"]}
 
 
@@ -247,13 +252,34 @@ def test_ids_depend_on_the_section_only(tmp_path):
 
 def test_building_twice_gives_the_same_bytes(folders, tmp_path, capsys):
     assert main(folders) == 0
-    assert capsys.readouterr().out.count("wrote ") == 3
-    files = {path: path.read_bytes() for path in tmp_path.rglob("*.ipynb")}
-    assert len(files) == 3
+    assert capsys.readouterr().out.count("wrote ") == 4
+    files = {path: path.read_bytes() for path in tmp_path.rglob("*.*") if path.suffix != ".py"}
+    assert len(files) == 4
     assert main([*folders, "--check"]) == 0
     assert main(folders) == 0
     assert capsys.readouterr().out == ""
-    assert {path: path.read_bytes() for path in tmp_path.rglob("*.ipynb")} == files
+    assert {path: path.read_bytes() for path in files} == files
+
+
+def test_hints_have_ids_and_a_lesson_alone_replaces_its_own(folders, tmp_path):
+    path = tmp_path / "exercises" / "hints.json"
+    path.write_text('{"07-9-hint-1": "gone", "071-1-hint-1": "kept", "08-1-hint-1": "kept"}')
+    assert main([*folders, "--lesson", "07"]) == 0
+    stored = json.loads(path.read_text())
+    both = [registry.find(ex) for ex in ("07-1", "07-2")]
+    own = {f"{each.id}-hint-{n}": text for each in both for n, text in enumerate(each.hints, 1)}
+    assert stored == own | {"071-1-hint-1": "kept", "08-1-hint-1": "kept"}
+    assert main([*folders, "--check"]) == 1, "08 has no source"
+    assert main(folders) == 0
+    assert json.loads(path.read_text()) == own
+
+
+def test_an_exercise_without_a_grader_is_named_with_its_line(folders, tmp_path, capsys):
+    (tmp_path / "notebooks" / "07_pipes.py").write_text(CODE.replace("07-2", "07-77"))
+    assert main(folders) == 2
+    said = capsys.readouterr().err
+    assert re.match(r"07_pipes\.py:\d+: there is no exercise '07-77'; lesson 07 has 07-1, ", said)
+    assert not list(tmp_path.rglob("*.ipynb"))
 
 
 def store_outputs(path: Path) -> None:

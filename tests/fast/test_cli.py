@@ -4,16 +4,20 @@ from __future__ import annotations
 
 import json
 import os
+import pickle
 import re
+import shutil
 import subprocess
 import sys
+import time
 import types
 from pathlib import Path
 
 import pytest
 
 from course_lib import cli
-from course_lib.cli import machine, place
+from course_lib.cli import machine, place, status
+from course_lib.cli.status import Status
 from course_lib.layout import rank_groups
 
 GROUPS_16 = "groups --world 16 --tp 2 --dp 2 --pp 4 --order tp-dp-pp".split()
@@ -42,18 +46,71 @@ def fake_module(monkeypatch):
     return install
 
 
-def test_help_lists_the_verbs_and_imports_no_torch():
-    script = (
-        "import sys; from course_lib.cli import main; main(['--help']);"
-        "heavy = {'torch', 'numpy', 'matplotlib', 'jupyterlab', 'IPython'} & set(sys.modules);"
-        "sys.exit(f'imported {heavy}' if heavy else 0)"
-    )
+def test_help_lists_the_verbs():
+    listed = course("--help").stdout
+    for verb in VERBS:
+        assert re.search(rf"^  {verb} ", listed, re.MULTILINE)
+
+
+VERBS = "doctor tour lab groups schedule map list start check hint solution grade bench".split()
+FAST = [
+    "--help",
+    *(f"{verb} --help" for verb in ("check", "grade", "bench", "tour", "doctor")),
+    "list",
+    "list --json",
+    "start 03",
+    "start 03 --fresh",
+    "hint 03 1",
+    "hint 03 9",
+    "solution 03 1 --yes",
+    "check 03 9",
+    "groups --tp 2 --dp 4",
+    "schedule 1f1b",
+    "map",
+    "map --json",
+]
+HEAVY = "torch numpy matplotlib nbformat IPython jupyterlab course_lib.grading.lessons".split()
+IMPORTED = """
+import json, sys
+from pathlib import Path
+from course_lib.cli import main, place
+place.ROOT = Path(sys.argv[1])
+code = main(sys.argv[2:])
+sys.stdout.flush()
+print(json.dumps(sorted(sys.modules)), file=sys.stderr)
+sys.exit(code)
+"""
+
+
+@pytest.fixture(scope="module")
+def lesson_03(tmp_path_factory) -> Path:
+    """A course that holds lesson 03 alone."""
+    root = tmp_path_factory.mktemp("course")
+    for folder in ("notebooks", "exercises", "solutions"):
+        (root / folder).mkdir()
+        for file in [
+            *(place.ROOT / folder).glob("03_*.ipynb"),
+            *(place.ROOT / folder).glob("*.json"),
+        ]:
+            shutil.copyfile(file, root / folder / file.name)
+    return root
+
+
+@pytest.mark.parametrize("line", FAST)
+def test_these_commands_import_nothing_that_takes_seconds(line, lesson_03):
     result = subprocess.run(
-        [sys.executable, "-c", script], capture_output=True, text=True, timeout=60, check=False
+        [sys.executable, "-c", IMPORTED, str(lesson_03), *line.split()],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
     )
-    assert result.returncode == 0, result.stderr
-    for verb in ("doctor", "tour", "lab", "groups", "bench"):
-        assert re.search(rf"^  {verb} ", result.stdout, re.MULTILINE)
+    bad_input = line.endswith(" 9")
+    assert result.returncode == (2 if bad_input else 0), result.stderr
+    assert bool(result.stdout) == (not bad_input)
+    modules = set(json.loads(result.stderr.splitlines()[-1]))
+    assert "course_lib.cli" in modules
+    assert not modules & set(HEAVY)
 
 
 def test_without_arguments_it_helps():
@@ -164,7 +221,7 @@ def test_bad_input_through_a_real_process():
 
 
 def test_a_value_error_of_the_library_is_bad_input(fake_module, capfd):
-    def measure(rounds):
+    def measure(rounds, say):
         raise ValueError("rounds 3 is odd. Choose\n an even number")
 
     fake_module("course_lib.bench.dp", measure=measure)
@@ -173,7 +230,7 @@ def test_a_value_error_of_the_library_is_bad_input(fake_module, capfd):
 
 
 def test_a_missing_package_is_the_environment(fake_module, capfd):
-    def measure(rounds):
+    def measure(rounds, say):
         raise ModuleNotFoundError("No module named 'torch'")
 
     fake_module("course_lib.bench.dp", measure=measure)
@@ -185,7 +242,7 @@ def test_a_missing_package_is_the_environment(fake_module, capfd):
 
 
 def test_a_defect_keeps_its_traceback(fake_module):
-    def measure(rounds):
+    def measure(rounds, say):
         raise AssertionError("ours")
 
     fake_module("course_lib.bench.dp", measure=measure)
@@ -194,7 +251,7 @@ def test_a_defect_keeps_its_traceback(fake_module):
 
 
 def test_interrupt_is_one_line_and_130(fake_module, capfd):
-    def measure(rounds):
+    def measure(rounds, say):
         raise KeyboardInterrupt
 
     fake_module("course_lib.bench.dp", measure=measure)
@@ -218,13 +275,78 @@ def test_a_closed_pipe_is_no_error():
 def test_bench_passes_rounds_and_prints(name, fake_module, capfd):
     fake_module(
         f"course_lib.bench.{name}",
-        measure=lambda rounds: {"rounds": rounds},
+        measure=lambda rounds, say: say("all of them") and {"rounds": rounds},
         text=lambda result: f"{result['rounds']} rounds",
     )
     assert cli.main(["bench", name, "--rounds", "7", "--json"]) == 0
     assert json.loads(capfd.readouterr().out) == {"rounds": 7}
     assert cli.main(["bench", name, "--rounds", "7"]) == 0
     assert capfd.readouterr().out == "7 rounds\n"
+
+
+def test_a_command_that_ends_soon_leaves_no_status(capfd):
+    with Status("working"):
+        pass
+    assert capfd.readouterr() == ("", "")
+
+
+def said(capfd, words: str) -> str:
+    """What was printed on stderr until it holds ``words``."""
+    err, end = "", time.monotonic() + 30
+    while words not in err:
+        assert time.monotonic() < end, f"{words!r} is not in {err!r}"
+        time.sleep(0.02)
+        out, more = capfd.readouterr()
+        assert out == ""
+        err += more
+    return err
+
+
+def test_the_status_in_a_log_is_lines_on_stderr(capfd, monkeypatch):
+    monkeypatch.setattr(status, "INTERVAL", 0.02)
+    with Status("starting") as shown:
+        first = said(capfd, "starting\n")
+        say = pickle.loads(pickle.dumps(shown.say))  # as a rank receives it
+        say("round 2 of 20")
+        second = said(capfd, "round 2 of 20\n")
+        shown.line("ann.ipynb: 3 of 4 points")
+        third = said(capfd, "points\n")
+    lines = [re.sub(r"^ +\d+ s  ", "", line) for line in (first + second + third).splitlines()]
+    assert list(dict.fromkeys(lines))[:2] == ["starting", "round 2 of 20"]
+    assert set(lines) == {"starting", "round 2 of 20", "ann.ipynb: 3 of 4 points"}
+    assert not shown._thread.is_alive()
+    assert not Path(shown._folder.name).exists()
+
+
+def test_the_status_on_a_terminal_is_one_line_that_disappears(capfd, monkeypatch):
+    monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.setenv("COLUMNS", "30")
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
+    monkeypatch.setattr(status, "TICK", 0.02)
+    with Status("a text that is much longer than the terminal is wide") as shown:
+        drawn = said(capfd, "a text that is much")
+        shown.line("ann.ipynb: 3 of 4 points")
+        drawn += said(capfd, "points\n")
+    drawn += capfd.readouterr().err
+    first, *lines, last = drawn.split(status.CLEAR)
+    assert (first, last) == ("", "")
+    for line in lines:
+        assert re.fullmatch(r" +\d+ s  a text that is much l|ann.ipynb: 3 of 4 points\n|", line)
+
+
+def test_the_status_of_a_verb_is_over_when_it_fails(fake_module, capfd, monkeypatch):
+    seen = []
+
+    def measure(rounds, say):
+        say("round 3")
+        seen.append(said(capfd, "round 3\n"))
+        raise ValueError("rounds 3 is odd")
+
+    fake_module("course_lib.bench.dp", measure=measure)
+    monkeypatch.setattr(status, "INTERVAL", 0.02)
+    assert cli.main(["bench", "dp", "--rounds", "3", "--json"]) == 2
+    assert re.search(r"^ +\d+ s  round 3$", seen[0], re.MULTILINE)
+    assert capfd.readouterr().err.splitlines()[-1] == "rounds 3 is odd."
 
 
 @pytest.mark.parametrize("code", [0, 1, 3])

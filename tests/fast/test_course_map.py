@@ -11,6 +11,7 @@ from PIL import Image
 from course_lib.cli import main
 from course_lib.model import parameter_count
 from course_lib.view import course_map as sheet
+from course_lib.view.course_map import table
 from course_lib.view.course_map.rows import MODEL, SEQ_LEN, SEQUENCES
 
 P = 6_738_415_616  # of Llama 2 7B, as published weights count
@@ -95,6 +96,19 @@ def test_course_map(capsys, tmp_path):
     data = json.loads(capsys.readouterr().out)
     assert {row["name"] for row in data} >= {"DP", "EP, 8 experts"}
     assert data[0]["state"] == 16 * P
+
+
+def test_the_printed_table_is_of_today_s_formulas(capsys, rows):
+    """`python -m course_lib.view.course_map.table` writes it anew."""
+    assert json.loads(table.FILE.read_text()) == table.table()
+    assert main(["map"]) == 0
+    printed = {
+        line[:14].strip(): line[14:].split() for line in capsys.readouterr().out.splitlines()
+    }
+    for row in rows.values():
+        gigabytes = [f"{float(n) / GB:.1f}" for n in (row.state, row.activations, row.sent)]
+        seconds = [f"{row.seconds(link):.2f}" for link in (sheet.NODE, sheet.NETWORK)]
+        assert printed[row.name] == [*gigabytes, *seconds, *[f"{row.idle:.0%}"] * bool(row.idle)]
 
 
 def test_a_file_that_cannot_be_written(capsys, tmp_path):

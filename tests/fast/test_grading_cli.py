@@ -16,6 +16,7 @@ from course_lib import cli
 from course_lib.cli import place
 from course_lib.grading import check as check_answer
 from course_lib.grading import run, syllabus
+from course_lib.grading.catalog import HINTS
 from course_lib.grading.check import _note
 from course_lib.grading.progress import Progress
 from course_lib.grading.run import Grade, Score
@@ -30,6 +31,7 @@ def root(tmp_path, monkeypatch) -> Path:
         (tmp_path / folder).mkdir()
         for file in (ROOT / folder).glob("00_*.ipynb"):
             shutil.copyfile(file, tmp_path / folder / file.name)
+    shutil.copyfile(ROOT / "exercises" / HINTS, tmp_path / "exercises" / HINTS)
     monkeypatch.setattr(place, "ROOT", tmp_path)
     monkeypatch.chdir(tmp_path)
     return tmp_path
@@ -40,7 +42,7 @@ def graded(monkeypatch):
     """Stands in for the run: a file is right if its name says so."""
     asked = []
 
-    def grade(path, root, *, seed=None, only=None):
+    def grade(path, root, *, seed=None, only=None, say=None):
         asked.append((Path(path).name, seed, only))
         if "bad" in str(path):
             raise ValueError(f"{path}: this is no notebook")
@@ -141,6 +143,41 @@ def test_hints_come_rung_by_rung(root, capsys):
     counts = [course(capsys, "hint", "00", "2")[1].count("hint ") for _ in range(4)]
     assert counts == [1, 2, 3, 3]
     assert Progress(root).of("00-2").hints == 3
+    assert "hint 2 of 3: " in course(capsys, "hint", "00", "2")[1]
+
+
+def test_hints_need_no_solutions_and_say_when_they_are_missing(root, capsys):
+    shutil.rmtree(root / "solutions")
+    assert course(capsys, "hint", "00", "1")[0] == 0
+    (root / "exercises" / HINTS).write_text('{"00-2-hint-1": "Count."}')
+    assert "hint 1 of 1: Count." in course(capsys, "hint", "00", "2")[1]
+    for remove in (False, True):
+        if remove:
+            (root / "exercises" / HINTS).unlink()
+        code, out, err = course(capsys, "hint", "00", "1")
+        assert (code, out) == (2, "")
+        assert "expected hints to 00-1, found none; make notebooks writes them" in err
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (
+            lambda text: text.replace('"points": 4', '"point": 4', 1),
+            "points in the check cell of 00-1",
+        ),
+        (lambda text: text[:-9], "expected a notebook"),
+        (lambda text: "[]", "expected a notebook"),
+    ],
+)
+def test_a_broken_notebook_of_the_course_is_one_sentence(root, capsys, change, words):
+    file = root / "exercises" / "00_start_here.ipynb"
+    file.write_text(change(file.read_text()))
+    for verb in (["list"], ["hint", "00", "1"]):
+        code, out, err = course(capsys, *verb)
+        assert (code, out, len(err.splitlines())) == (2, "", 1)
+        assert words in err
+        assert "make notebooks" in err
 
 
 def test_a_solution_opens_after_an_attempt(root, capsys, graded):
@@ -186,7 +223,13 @@ def test_grade_as_json(root, capsys, graded):
     files = json.loads(out)["files"]
     assert (code, files[0]) == (2, one)
     assert (files[1]["passed"], files[1]["total"]) == (5, 8)
-    assert "bad.ipynb" in err
+    *files, error = err.splitlines()
+    assert files == [
+        "right.ipynb (1 of 3): 8 of 8 points",
+        "bad.ipynb (2 of 3): not graded",
+        "half.ipynb (3 of 3): 5 of 8 points",
+    ]
+    assert error == "bad.ipynb: this is no notebook."
     assert course(capsys, "grade", "half.ipynb")[0] == 1
     assert graded[0] == ("right.ipynb", 7, None)
 

@@ -35,8 +35,12 @@ CHECKS = {"00-1": 'check("00-1", coordinates)', "00-2": 'check("00-2", groups)'}
 SOLVED = {"00-1": COORDINATES, "00-2": GROUPS}
 
 
+POINTS = {"00-1": 4, "00-2": 4, "02-4": 8}
+
+
 def cell(ex: str, role: str, source: str):
-    return new_code_cell(source, metadata={"course": {"ex": ex, "role": role}})
+    course = {"ex": ex, "role": role} | ({"points": POINTS[ex]} if role == "check" else {})
+    return new_code_cell(source, metadata={"course": course})
 
 
 def notebook(answers: dict[str, str], *, lesson: str | None = "00"):

@@ -41,7 +41,7 @@ def test_a_rank_that_fails_is_a_report_and_exit_1(monkeypatch, capfd):
     def broken():
         raise ArithmeticError("rank says no")
 
-    def measure(rounds):
+    def measure(rounds, say):
         return run(broken, n=2)
 
     module = types.ModuleType("course_lib.bench.dp")

@@ -3,6 +3,7 @@
 ========  ==========================================================================
 rows      one example, a row a technique, from the library's formulas
 page      the sheet: A4, landscape
+table     the rows as data, for `course map` in a terminal
 ========  ==========================================================================
 """
 
