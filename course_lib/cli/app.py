@@ -9,6 +9,7 @@ from typing import Annotated, Any
 import typer
 from typer.core import TyperGroup
 
+from course_lib import __version__
 from course_lib.cli.errors import INTERRUPTED, explain, fail
 
 AsJson = Annotated[bool, typer.Option("--json", help="Print the data alone, as JSON.")]
@@ -38,6 +39,24 @@ PLAIN: dict[str, Any] = {
 app = typer.Typer(cls=Verbs, help="Parallel training, built and measured on real ranks.", **PLAIN)
 benches = typer.Typer(help="Measure speed on this machine, ours beside torch's.", **PLAIN)
 app.add_typer(benches, name="bench")
+
+
+def _print_version(asked: bool) -> None:
+    if asked:
+        typer.echo(f"course {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def options(
+    version: Annotated[
+        bool,
+        typer.Option(
+            "--version", callback=_print_version, is_eager=True, help="Print the version and exit."
+        ),
+    ] = False,
+) -> None:
+    """Take the options that stand before a command."""
 
 
 def main(argv: list[str] | None = None) -> int:

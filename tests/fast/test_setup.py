@@ -7,6 +7,7 @@ import os
 import re
 import shutil
 import subprocess
+import sys
 import tomllib
 from importlib import metadata
 from pathlib import Path
@@ -14,6 +15,7 @@ from pathlib import Path
 import pytest
 import yaml
 
+import course_lib
 from course_lib.doctor import PYTHON, TORCH
 
 ROOT = Path(__file__).parents[2]
@@ -59,6 +61,49 @@ def test_constraints_pin_every_package_once_within_the_ranges():
         for bound in bounds:
             sign, limit = re.fullmatch(r"(>=|<)([\d.]+)", bound).groups()
             assert (numbers(versions[name]) >= numbers(limit)) == (sign == ">="), requirement
+
+
+def test_the_version_is_in_one_place():
+    assert "version" not in PROJECT["project"]
+    assert PROJECT["project"]["dynamic"] == ["version"]
+    attribute = PROJECT["tool"]["setuptools"]["dynamic"]["version"]
+    assert attribute == {"attr": "course_lib.__version__"}
+    citation = yaml.safe_load((ROOT / "CITATION.cff").read_text())
+    assert citation["version"] == course_lib.__version__
+    changes = re.findall(r"^## \[(.+?)\]", (ROOT / "CHANGELOG.md").read_text(), re.MULTILINE)
+    assert next(change for change in changes if change != "Unreleased") == course_lib.__version__
+
+
+def test_version_is_printed_without_torch():
+    script = (
+        "import sys; from course_lib.cli import main; code = main(['--version']);"
+        "sys.exit(code or ('torch' in sys.modules))"
+    )
+    command = [sys.executable, "-c", script]
+    result = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    assert (result.returncode, result.stdout) == (0, f"course {course_lib.__version__}\n")
+
+
+def test_hypothesis_is_a_package_for_developers_only():
+    """pytest stays: the official grade runs nbval."""
+    runtime = {split(requirement)[0] for requirement in PROJECT["project"]["dependencies"]}
+    assert "pytest" in runtime
+    assert "hypothesis" not in runtime
+    assert "hypothesis" in dict(map(split, PROJECT["project"]["optional-dependencies"]["dev"]))
+    for path in (ROOT / "course_lib").rglob("*.py"):
+        assert "hypothesis" not in path.read_text(), path
+
+
+def test_the_package_is_typed():
+    assert (ROOT / "course_lib" / "py.typed").is_file()
+    assert "py.typed" in PROJECT["tool"]["setuptools"]["package-data"]["course_lib"]
+
+
+def test_pre_commit_has_the_pinned_ruff_and_checks_the_notebooks():
+    remote, local = yaml.safe_load((ROOT / ".pre-commit-config.yaml").read_text())["repos"]
+    assert f"ruff=={remote['rev'].removeprefix('v')}" in (ROOT / "constraints.txt").read_text()
+    assert [hook["id"] for hook in remote["hooks"]] == ["ruff-check", "ruff-format"]
+    assert "course_lib.grading.build --check" in local["hooks"][0]["entry"]
 
 
 def numbers(version: str) -> list[int]:
@@ -125,6 +170,27 @@ def test_ci_runs_lints_tour_and_tests():
     ]
 
 
+def test_github_runs_what_ci_runs():
+    """The workflow adds what a bare runner lacks, and nothing that .ci/run does not check."""
+    workflow = yaml.safe_load((ROOT / ".github/workflows/ci.yml").read_text())
+    (job,) = workflow["jobs"].values()
+    assert job["timeout-minutes"] <= 90
+    commands = [step["run"].strip() for step in job["steps"] if "run" in step]
+    assert commands[-1] == ".ci/run"
+    assert "https://download.pytorch.org/whl/cpu" in commands[0]
+    options = {step["uses"].split("@")[0]: step["with"] for step in job["steps"] if "with" in step}
+    assert options["actions/setup-python"]["python-version"] == f"{PYTHON[0]}.{PYTHON[1]}"
+    assert options["actions/setup-python"]["cache"] == "pip"
+    assert options["actions/upload-artifact"]["path"] == "out/"
+
+
+@pytest.mark.parametrize("name", ["bug", "unclear_lesson", "wrong_mark"])
+def test_issue_forms_ask_for_something(name):
+    form = yaml.safe_load((ROOT / f".github/ISSUE_TEMPLATE/{name}.yml").read_text())
+    assert {"name", "description", "body"} <= form.keys()
+    assert any(field.get("validations", {}).get("required") for field in form["body"])
+
+
 def test_devcontainer_sets_up_with_make():
     folder = ROOT / ".devcontainer"
     config = json.loads((folder / "devcontainer.json").read_text())
@@ -138,5 +204,22 @@ def test_readme_names_what_exists():
         assert command in text, command
     for target in re.findall(r"\]\(([^)#:]+)\)", text):
         assert (ROOT / target).exists(), f"the README points at {target}"
-    for name in re.findall(r"^([\w./-]+/)\s{2,}\S", text, re.MULTILINE):
-        assert (ROOT / name).is_dir(), f"the tree in the README names {name}"
+
+
+def test_readme_tree_is_complete(need):
+    """It lists exactly the rooms of course_lib, and every other file and folder of the root."""
+    command = ["git", "ls-files"]
+    listed = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    need(listed.returncode == 0 and listed.stdout, "a git checkout")
+    files = [Path(name).parts for name in listed.stdout.splitlines()]
+    rooms = {parts[1].removesuffix(".py") for parts in files if parts[0] == "course_lib"}
+    text = (ROOT / "README.md").read_text()
+    tree = re.search(r"^## The tree\n+```\n(.*?)```", text, re.MULTILINE | re.DOTALL)[1]
+    assert names_in(tree, indent="  ") == rooms - {"__init__", "py.typed"}
+    assert names_in(tree, indent="") == {parts[0] for parts in files} - {"README.md"}
+
+
+def names_in(tree: str, indent: str) -> set[str]:
+    """The entries of one level: ``dp, zero/   data parallelism`` holds dp and zero."""
+    entries = re.findall(rf"^{indent}(\S.*?)  ", tree, re.MULTILINE)
+    return {name.rstrip("/") for entry in entries for name in re.split(r",?\s+", entry)}
