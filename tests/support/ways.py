@@ -247,7 +247,7 @@ def spoil(job: Job) -> None:
     with torch.no_grad():
         for optimizer in job.optimizers:
             for flat in optimizer.flats if isinstance(optimizer, zero.Sharded) else ():
-                for _, _, run in flat.own_parts(flat.shard.data):
+                for _, _, run in flat.parameter_slices(flat.shard.data):
                     run.fill_(99.0)
         if not any(isinstance(each, zero.Zero3) for each in job.optimizers):
             for parameter in job.parameters:

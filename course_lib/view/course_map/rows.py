@@ -241,7 +241,7 @@ def _context_row() -> Row:
     n, whole = RANKS, parameter_count(MODEL)
     saved = cp.ring_saved_bytes(MODEL, 1, SEQ_LEN, n)
     ends = recompute.kept_at_ends(MODEL, 1, SEQ_LEN // n)
-    kept = MODEL.layers * cp.kept_per_block(MODEL, 1, SEQ_LEN, n, saved) + ends.first + ends.last
+    kept = MODEL.layers * cp.saved_per_block(MODEL, 1, SEQ_LEN, n, saved) + ends.first + ends.last
     return Row(
         "CP, ring",
         "09",
