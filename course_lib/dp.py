@@ -119,7 +119,7 @@ class GradientSync:
         raise NotImplementedError
 
     def clip(self, max_norm: float) -> Tensor:
-        """Clip the gradients of all parameters: see :func:`clip_gradients`."""
+        """:func:`clip_gradients` of the parameters that are kept in step."""
         return clip_gradients(self.parameters, max_norm)
 
 
@@ -228,18 +228,19 @@ def _view_as_gradients(bucket: Sequence[nn.Parameter], flat: Tensor) -> None:
 
 
 def clip_gradients(parameters: Iterable[nn.Parameter], max_norm: float) -> Tensor:
-    """Scale all gradients by one factor so that their global norm is at most ``max_norm``.
+    """Scale all gradients down together so that their global norm is at most ``max_norm``.
 
-    Returns the norm before scaling. Call it after ``finish()``: then every rank has the same full
-    gradients, the norm needs no communication, and all ranks scale alike. To clip before the sum
-    gives a wrong gradient. Raises ValueError for parameters that are sharded by tensor parallelism
-    (use ``tp.clip_gradients``) or have no gradient (under ZeRO use its ``clip``).
+    Returns the norm before scaling. Call it after ``finish()``: then every rank holds the same
+    full gradients, the norm needs no communication, and all ranks scale alike. Clipping each
+    rank's own part first would be another (and a wrong) gradient. Parameters that tensor
+    parallelism has cut are refused: their norm is ``tp.clip_gradients``'s. So are those without a
+    gradient, as under ZeRO: its ``clip`` knows where they are.
     """
     if max_norm <= 0:
-        raise ValueError(f"expected a norm above 0, got max_norm={max_norm}")
+        raise ValueError(f"max_norm={max_norm}: a norm above 0 is wanted")
     wanted = trainable(parameters)
     comm.refuse_cut(wanted)
-    comm.held_gradients(wanted)  # raises ValueError where a gradient is missing
+    comm.held_gradients(wanted)  # or a ValueError: a norm of nothing is 0, and clips nothing
     return nn.utils.clip_grad_norm_(wanted, max_norm)
 
 

@@ -72,11 +72,11 @@ class Sharded:
         ]
 
     def clip(self, max_norm: float) -> Tensor:
-        """Scale all gradients by one factor so that their global norm is at most ``max_norm``.
+        """Scale all gradients down together to a global norm of at most ``max_norm``.
 
-        Returns the norm before. Every element is in one shard of one rank, so the squares of the
-        shards' norms add up: one all-reduce of one number, as control. Where parameters are
-        sharded over other axes too: ``tp.clip_gradients(z.held_gradients(), ..., over=[axis])``.
+        Returns the norm before: every element is in one shard of one rank, so that the squares
+        of the shards' norms add up (one all-reduce of one number, as control). Where parameters
+        are cut over other axes too: ``tp.clip_gradients(z.held_gradients(), ..., over=[axis])``.
         """
         comm.refuse_cut(self._flat_of)
         held = self.held_gradients()

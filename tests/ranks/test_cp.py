@@ -126,7 +126,7 @@ def test_every_position_is_in_one_shard_and_every_pair_is_computed_once(n, rows,
         assert queries.tolist() == sorted(queries.tolist())
         for theirs, keys in enumerate(shards):
             part = layout.visible(layout_, n, mine, theirs, len(queries))
-            for piece in blockwise._pieces(part, strip=3):
+            for piece in blockwise._strips(part, strip=3):
                 block = torch.ones(len(queries[piece.queries]), len(keys[piece.keys])).long()
                 block = block.tril() if piece.causal else block
                 assert int(block.sum()) == piece.pairs

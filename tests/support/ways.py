@@ -185,7 +185,7 @@ def make(way: Way, model: Decoder, mesh: Mesh | None = None, optimizer: Any = ad
         plan = tp.plan_for(model)
         cuts = {key: cut for key, cut in plan.items() if not (experts and ".ffn" in key)}
         tp.parallelize(model, mesh.tp, plan=cuts)
-    stages = pp.cut(model, schedule, mesh.pp.rank, way.layers) if schedule else {0: model}
+    stages = pp.make_stages(model, schedule, mesh.pp.rank, way.layers) if schedule else {0: model}
     mine = torch.nn.ModuleList(stages.values())
 
     def sum_or_shard(parameters: Any, axis: Any) -> Any:
