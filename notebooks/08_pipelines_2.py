@@ -16,8 +16,8 @@
 # # 08 Pipelines II: interleaved, zero bubble, DualPipe-V
 #
 # *60 minutes to read and run, 65 to build.* Lesson 07 ended with a bubble that only more micro-batches could shrink. Here
-# the micro-batches stay, and the bubble shrinks all the same: by thinner stages, by a backward in two halves, by a pipeline
-# that turns round. You draw each schedule, run it on real ranks, and put its price beside it. You need lesson 07.
+# the micro-batches stay, and the bubble shrinks all the same: by thinner stages, by a split backward, by a V-shaped
+# placement of the stages. You draw each schedule, run it on real ranks, and put its price beside it. You need lesson 07.
 #
 # Vote first: write `"true"`, `"false"` or `"only if ..."`. The claims are settled at the end.
 #
@@ -577,7 +577,7 @@ for name in KINDS:
 # %% [markdown]
 # ## Break it and diagnose
 # Five runs of ZB-H1, 20 ms to an action. One is healthy. In the others one rank **loses a W** of one micro-batch, does one **W twice**,
-# does **whole B** (it keeps I until its W is done), or **hoards** (it puts off all Ws to the end). Name cause and rank:
+# does **whole B** (it keeps I until its W is done), or **delays all W** to the end. Name cause and rank:
 # `("lost W", 2)`, `("healthy", None)`. "Gradient" is g·s / s·s for a rank's gradient g and the serial one s, "first" is when a rank
 # begins its first backward. Another SEED, other patients.
 
@@ -593,7 +593,7 @@ FAULTS = {
     "lost W": (range(P),),
     "W twice": (range(P),),
     "whole B": (range(1, P),),
-    "hoards": (range(P),),
+    "delays all W": (range(P),),
 }
 lab = Lab("08", SEED, FAULTS, fields=("cause", "rank"))
 
@@ -603,7 +603,7 @@ def rows_of(patient):
     if patient.has("whole B"):
         row = rows[patient.rank]
         rows[patient.rank] = [cell.replace("I", "B") for cell in row if "W" not in cell]
-    if patient.has("hoards"):
+    if patient.has("delays all W"):
         rows[patient.rank].sort(key=lambda cell: "W" in cell)  # stable: the rest stays in order
     return from_rows(rows, "zb-h1, perhaps")
 
@@ -613,7 +613,7 @@ def examined(patient, schedule):
 
     def unwell(engine, stage, mb, given):
         if mb == marked and patient.has("lost W"):
-            engine.later.pop((stage, mb))
+            engine.deferred.pop((stage, mb))
             return
         mine = pp.parameters(engine.stages)
         before = [0 if p.grad is None else p.grad.clone() for p in mine]
@@ -702,16 +702,16 @@ for hop in (0, 0.1, 0.25, 0.5):
 from course_lib.schedule import interleaved, one_f_one_b
 from course_lib.schedule import zero_bubble as zb
 from course_lib.schedule.fill import fastest, shortest
-from course_lib.schedule.named import one_and_one
+from course_lib.schedule.named import alternate
 from course_lib.view import code_lines
 
 SPLIT = (fill, fastest, shortest, pp.DeferredWeightGradients)
 code = {
-    "1f1b": (one_f_one_b, one_and_one),
-    "interleaved": (interleaved, one_and_one),
-    "zb-h1": (zb.zb_h1, zb.one_by_one, *SPLIT),
-    "zb-h2": (zb.zb_h2, zb.one_by_one, *SPLIT),
-    "zb-v": (zb.zb_v, zb.there_and_back, *SPLIT),
+    "1f1b": (one_f_one_b, alternate),
+    "interleaved": (interleaved, alternate),
+    "zb-h1": (zb.zb_h1, zb.looped_skeletons, *SPLIT),
+    "zb-h2": (zb.zb_h2, zb.looped_skeletons, *SPLIT),
+    "zb-v": (zb.zb_v, zb.v_shaped_skeleton, *SPLIT),
     "dualpipe-v": (zb.dualpipe_v, zb._pairs, pp.DeferredWeightGradients),
 }
 print(

@@ -365,7 +365,9 @@ def test_layers_that_do_not_add_up():
     with pytest.raises(ValueError, match="8 layers cannot be split into 9 stages"):
         pp.partition(8, 9)
     for wrong in ([2, 2, 2], [4, 4], [8, 0, 0]):  # the first: floor division drops two layers
-        with pytest.raises(ValueError, match=r"expected 3 stages of at least one layer.*8 layers.*got layers="):
+        with pytest.raises(
+            ValueError, match=r"expected 3 stages of at least one layer.*8 layers.*got layers="
+        ):
             pp.make_stages(model, schedule, 0, wrong)
 
 

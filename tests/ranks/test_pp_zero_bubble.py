@@ -419,7 +419,7 @@ def test_a_message_of_another_shape_is_refused(worlds):
         stages = pp.make_stages(model, schedule, mesh.pp.rank)
         pp.run(schedule, stages, mesh, batches(2), lambda y, t: model.cross_entropy(y, t)[0])
 
-    with pytest.raises(RankError, match=r"0F0 made \(2, 6, 16\).*waits for \(2, 12, 16\)"):
+    with pytest.raises(RankError, match=r"0F0 made \(2, 6, 16\).*expects \(2, 12, 16\)"):
         worlds(4).run(rank, timeout=30)
 
 

@@ -113,33 +113,33 @@ PIPELINES = [
     pipeline(
         "gpipe",
         "07",
-        "Every rank holds one layer in four; four micro-batches go forward through all, then "
-        "back, and only activations travel.",
+        "Every rank holds one layer in four; four micro-batches run forward through all, then "
+        "backward, and ranks send only activations and their gradients.",
     ),
     pipeline(
         "1f1b",
         "07",
-        "The same messages, but each backward comes as early as it can, so that later ranks keep "
+        "The same messages, but each backward runs as early as possible, so later ranks store "
         "fewer activations.",
     ),
     pipeline(
         "interleaved",
         "08",
-        "Two ranks that hold every second layer each: a micro-batch goes round twice, over three "
-        "hops instead of one, and ranks wait half as long.",
+        "Two ranks that hold every second layer each: a micro-batch passes both twice, over three "
+        "stage boundaries instead of one, and ranks wait half as long.",
         ranks=2,
     ),
     pipeline(
         "zb-h1",
         "08",
-        "Backward in two halves: the gradients of weights, for which nobody waits, are made where "
-        "a rank would be idle.",
+        "A split backward: weight gradients, for which no rank waits, are computed where a rank "
+        "would be idle.",
     ),
     pipeline(
         "zb-v",
         "08",
-        "The same with two stages on each of two ranks, there and back: the rank of the first "
-        "stage has the last one too, and the turn sends nothing.",
+        "The same with two stages on each of two ranks in a V-shaped placement: the rank of the "
+        "first stage has the last one too, and between those two nothing is sent.",
         ranks=2,
     ),
 ]

@@ -218,7 +218,8 @@ def _pipeline_rows() -> list[Row]:
                 _state(*[max(held)] * 3),
                 Fraction(most),
                 _sent({"pp": n}, plan),
-                "activations: " + ("one hop a stage" if loops else "two stages a rank: twice"),
+                "activations: "
+                + ("one transfer per stage" if loops else "two stages a rank: twice"),
                 "behind other micro-batches",
                 share,
                 "slow links between nodes" if loops else "the bubble hurts",
