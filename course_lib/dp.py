@@ -1,16 +1,16 @@
-"""Data parallelism: every rank holds the whole model and other rows of the batch.
+"""Data parallelism: every rank has the whole model and different rows of the batch.
 
-The one law: the gradient of a mean over all tokens is the sum of the ranks' gradients, when every
-rank divides its summed loss by the number of tokens of *all* ranks (:func:`global_tokens`). So
-gradients are summed here, never averaged: an average over ranks is wrong as soon as ranks hold
-different numbers of tokens.
+The gradient of a mean over all tokens is the sum of the ranks' gradients, when every rank divides
+its summed loss by the number of tokens of *all* ranks (:func:`global_tokens`). So gradients are
+summed here, never averaged: an average over ranks is wrong as soon as ranks have different numbers
+of tokens.
 
-Three ways to the same sum, with the same interface (:class:`GradientSync`):
+Three classes compute the same sum, with the same interface (:class:`GradientSync`):
 
-* :class:`Naive`: after backward, one all-reduce for each parameter.
-* :class:`Bucketed`: after backward, one all-reduce for each flat bucket. Fewer alphas.
-* :class:`Overlapped`: a bucket leaves as soon as backward has filled it, while backward goes on
-  towards the first layer; what torch's DistributedDataParallel does (Li et al. 2020,
+* :class:`Naive`: after backward, one all-reduce per parameter.
+* :class:`Bucketed`: after backward, one all-reduce per flat bucket. Fewer alphas.
+* :class:`Overlapped`: a bucket is sent as soon as backward has filled it, while backward continues
+  towards the first layer, as torch's DistributedDataParallel does (Li et al. 2020,
   arXiv:2006.15704).
 
 A step: ``with sync.accumulate():`` around every backward but the last, then the last backward,
@@ -44,63 +44,65 @@ def wire_bytes(parameter_bytes: int, n: int) -> Fraction:
 
 
 def trainable(parameters: Iterable[nn.Parameter]) -> list[nn.Parameter]:
-    """Parameters that get a gradient, each once, in order. Raises ValueError when none does."""
+    """Return the parameters that get a gradient, each once, in order; ValueError if none does."""
     found = list(dict.fromkeys(p for p in parameters if p.requires_grad))
     if not found:
-        raise ValueError("no parameter requires a gradient: there is nothing to keep in step")
+        raise ValueError("no parameter requires a gradient: there is nothing to sum")
     return found
 
 
 def start_equal(model: nn.Module, axis: Axis) -> None:
-    """Give every rank the parameters and buffers of coordinate 0."""
+    """Copy the parameters and buffers of coordinate 0 to every rank."""
     with torch.no_grad():
         for tensor in [*model.parameters(), *model.buffers()]:
             tensor.copy_(comm.broadcast(tensor, axis))
 
 
 def global_tokens(targets: Iterable[Tensor], axis: Axis, ignore_index: int = -100) -> Tensor:
-    """How many tokens count in ``targets`` (this step's micro-batches) over all ranks, int64.
+    """Count the targets of this step's micro-batches on all ranks that are not ignored; int64.
 
-    One all-reduce of one number, tagged as control.
+    One all-reduce of one number, tagged as control. Raises ValueError when there is none.
     """
     count = torch.stack([(target != ignore_index).sum() for target in targets]).sum()
     total = comm.all_reduce(count, axis, control=True)
     if total == 0:
-        raise ValueError(f"no token of any rank of axis {axis.name} counts: nothing to average")
+        raise ValueError(
+            f"every target on axis {axis.name} is {ignore_index}: there is no loss to average"
+        )
     return total
 
 
 class Sync(Protocol):
-    """What :func:`train_step` asks of whatever sums the gradients."""
+    """The methods that :func:`train_step` calls to sum the gradients."""
 
     axis: Axis
 
     def accumulate(self) -> AbstractContextManager[None]:
-        """Around every backward but the last of a step."""
+        """Run a backward that is not the last of a step inside."""
 
     def finish(self) -> None:
-        """Once, after the last backward."""
+        """Complete the sum; call it once, after the last backward."""
 
     def clip(self, max_norm: float) -> Tensor:
-        """Bring the global norm down to ``max_norm``; the norm before."""
+        """Scale the global norm down to ``max_norm``; return the norm before."""
 
 
 class Optimizer(Protocol):
-    """What :func:`train_step` asks of an optimizer; those of torch.optim have it."""
+    """The methods of an optimizer that :func:`train_step` calls; torch.optim's have them."""
 
     def zero_grad(self) -> None:
-        """Forget the gradients."""
+        """Drop the gradients."""
 
     def step(self) -> Any:
         """Update the parameters."""
 
 
 class GradientSync:
-    """Leaves the sum over the axis in every ``parameter.grad`` when :meth:`finish` returns.
+    """After :meth:`finish`, every ``parameter.grad`` is the sum over the axis.
 
     A parameter that this rank did not use counts as zeros, so that all ranks make the same calls.
-    One that *no* rank used then has a gradient of zeros where one process would have none: an
-    optimizer with weight decay or momentum moves it all the same. Freeze such a parameter.
+    If *no* rank used it, its gradient is zeros where one process would have None, and an optimizer
+    with weight decay or momentum still changes it. Freeze such a parameter.
     """
 
     def __init__(self, parameters: Iterable[nn.Parameter], axis: Axis) -> None:
@@ -109,11 +111,11 @@ class GradientSync:
 
     @contextmanager
     def accumulate(self) -> Iterator[None]:
-        """A backward in here only adds to this rank's own gradients: nothing is sent."""
+        """Run a backward inside that only adds to this rank's gradients and sends nothing."""
         yield
 
     def finish(self) -> None:
-        """Call it once after the last backward of a step."""
+        """Complete the sums; call it once, after the last backward of a step."""
         raise NotImplementedError
 
     def clip(self, max_norm: float) -> Tensor:
@@ -122,16 +124,16 @@ class GradientSync:
 
 
 class Naive(GradientSync):
-    """One all-reduce for each parameter, after backward."""
+    """One all-reduce per parameter, after backward."""
 
     def finish(self) -> None:
-        """Sum every gradient, one call each."""
+        """Sum every gradient in a call of its own."""
         for parameter in self.parameters:
             parameter.grad = comm.all_reduce(_gradient(parameter), self.axis)
 
 
 class Bucketed(GradientSync):
-    """One all-reduce for each bucket of about ``bucket_bytes``, after backward."""
+    """One all-reduce per bucket of about ``bucket_bytes``, after backward."""
 
     def __init__(
         self, parameters: Iterable[nn.Parameter], axis: Axis, bucket_bytes: int = BUCKET_BYTES
@@ -147,14 +149,14 @@ class Bucketed(GradientSync):
     def finish(self) -> None:
         """Sum bucket by bucket."""
         for number, bucket in enumerate(self.buckets):
-            _adopt(bucket, self._start(number).wait())
+            _view_as_gradients(bucket, self._start(number).wait())
 
 
 class Overlapped(Bucketed):
-    """Each bucket leaves from a hook, as soon as backward has filled it.
+    """A hook sends each bucket as soon as backward has filled it.
 
-    Buckets leave in one fixed order on all ranks, even where backward fills them in another:
-    ranks that issued collectives in different orders would add different buckets together.
+    All ranks send the buckets in one fixed order, even where backward fills them in another: ranks
+    that issued collectives in different orders would add different buckets together.
     """
 
     def __init__(
@@ -173,7 +175,7 @@ class Overlapped(Bucketed):
         self._missing = [set(bucket) for bucket in self.buckets]
 
     def _ready(self, parameter: nn.Parameter) -> None:
-        """Called by autograd when ``parameter.grad`` is complete for this backward."""
+        """Send the buckets that are full; autograd calls it when ``parameter.grad`` is complete."""
         if self._accumulating:
             return
         if len(self._in_flight) > self._bucket_of[parameter]:
@@ -187,7 +189,7 @@ class Overlapped(Bucketed):
 
     @contextmanager
     def accumulate(self) -> Iterator[None]:
-        """A backward in here only adds to this rank's own gradients: nothing is sent."""
+        """Run a backward inside that only adds to this rank's gradients and sends nothing."""
         self._accumulating = True
         try:
             yield
@@ -195,22 +197,22 @@ class Overlapped(Bucketed):
             self._accumulating = False
 
     def send_all(self) -> None:
-        """Let every bucket leave that has not: there will be no further backward in this step.
+        """Send every bucket that was not sent: this step has no further backward.
 
-        For a pipeline, which knows when a stage has had its last backward while others go on.
+        For a pipeline, in which one stage ends its last backward while others still compute.
         """
         while len(self._in_flight) < len(self.buckets):
             self._in_flight.append(self._start(len(self._in_flight)))
 
     def finish(self) -> None:
-        """Send what unused parameters kept back, and wait for every bucket in flight."""
+        """Send the buckets that wait for unused parameters, then wait for every bucket."""
         self.send_all()
         for bucket, handle in zip(self.buckets, self._in_flight, strict=True):
-            _adopt(bucket, handle.wait())
+            _view_as_gradients(bucket, handle.wait())
         self._await_all()
 
     def close(self) -> None:
-        """Take the hooks off the parameters."""
+        """Remove the hooks from the parameters."""
         for hook in self._hooks:
             hook.remove()
 
@@ -219,8 +221,8 @@ def _gradient(parameter: nn.Parameter) -> Tensor:
     return torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
 
 
-def _adopt(bucket: Sequence[nn.Parameter], flat: Tensor) -> None:
-    """Gradients become views into the flat sum: nothing is copied back."""
+def _view_as_gradients(bucket: Sequence[nn.Parameter], flat: Tensor) -> None:
+    """Make the gradients views into the flat sum, without a copy."""
     for parameter, gradient in zip(bucket, comm.unflatten(flat, bucket), strict=True):
         parameter.grad = gradient
 
@@ -249,9 +251,9 @@ def train_step(
     optimizer: Optimizer,
     max_norm: float | None = None,
 ) -> Tensor:
-    """One optimizer step on this rank's ``micro_batches``; the mean loss over all tokens.
+    """Do one optimizer step on this rank's ``micro_batches``; return the mean loss of all tokens.
 
-    ``loss_sum`` is the model's (summed loss, number of tokens) of one micro-batch.
+    ``loss_sum`` returns the model's (summed loss, number of tokens) of one micro-batch.
     """
     if not micro_batches:
         raise ValueError("a step needs at least one micro-batch")

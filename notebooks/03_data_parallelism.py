@@ -125,7 +125,7 @@ show_source(dp.global_tokens, dp.train_step)
 
 # %%
 BUCKET = 280_000  # bytes; a block of this small model has 197,120
-show_source(dp.Bucketed, dp._adopt)
+show_source(dp.Bucketed, dp._view_as_gradients)
 print()
 for number, bucket in enumerate(comm.by_dtype_and_size(parameters[::-1], BUCKET)):
     print(f"bucket {number}: {len(bucket):2} tensors, {sum(p.nbytes for p in bucket):,} bytes")

@@ -149,10 +149,10 @@ def owners():
     mesh = make_mesh()
     layer = torch.nn.Sequential(torch.nn.Linear(3, 2), torch.nn.Linear(2, 1))
     names = {p: name for name, p in layer.named_parameters()}
-    flat = zero.Flat(list(layer.parameters()), mesh.dp, "all")
+    flat = zero.FlatParameter(list(layer.parameters()), mesh.dp, "all")
     own = [
         f"{names[p]}[{begin}:{begin + len(run)}]"
-        for p, begin, run in flat.own_parts(flat.shard.detach())
+        for p, begin, run in flat.parameter_slices(flat.shard.detach())
     ]
     return f"{flat.elements} elements, padded to {len(flat.full_F)}; mine: {', '.join(own)}"
 
@@ -174,7 +174,7 @@ from course_lib.view import show_source
 
 show_source(zero.Zero1.finish, zero.Zero1.refresh)
 print()
-show_source(zero.Flat.start_gather, zero.Flat.start_reduce)
+show_source(zero.FlatParameter.start_gather, zero.FlatParameter.start_reduce)
 
 # %% [markdown]
 # ## Stage 2: gradients leave at once
@@ -195,7 +195,7 @@ show_source(zero.Zero2._ready, zero.Zero2._send_next, zero.Zero2.accumulate)
 # | event | noticed by | what happens |
 # |---|---|---|
 # | forward of a block begins | forward pre-hook | it is there; the gather of the *next* block starts (prefetch) |
-# | forward ends | forward hook | it is freed, unless it is *kept* |
+# | forward ends | forward hook | it is freed, if it is *resharded after forward* |
 # | backward begins | hook on the outputs | gathered again; the gather of the block *before* starts |
 # | backward ends | its inputs' gradient | freed; its reduce-scatter starts |
 
@@ -203,8 +203,8 @@ show_source(zero.Zero2._ready, zero.Zero2._send_next, zero.Zero2.accumulate)
 show_source(zero.Zero3._before_forward, zero.Zero3._before_backward, zero.Zero3._after_backward)
 
 # %% [markdown]
-# `kept` blocks stay from forward to backward: by default the root (embedding, last norm, head) and the last block, which
-# backward wants again at once. What is kept saves one gather of two.
+# `reshard_after_forward`, as in FSDP2, says which blocks are freed between forward and backward: by default all but the root
+# (embedding, last norm, head) and the last block, which backward uses first. A block that stays gathered saves one gather of two.
 #
 # ## Measure: the same losses, other bytes
 # Four steps in each of the four ways. Losses and weights must be equal; bytes sent and state kept must be those of the
@@ -292,8 +292,10 @@ def sent_formula(way, micro_batches=1):
     if way == "dp":
         return dp.wire_bytes(4 * P, RANKS)
     elements = runs[way][0]["elements"]
-    kept = (0, CONFIG.layers) if way == "zero 3" else ()  # the root and the last block
-    return zero.wire_bytes(STAGE[way], elements, RANKS, micro_batches=micro_batches, kept=kept)
+    once = (0, CONFIG.layers) if way == "zero 3" else ()  # the root and the last block
+    return zero.wire_bytes(
+        STAGE[way], elements, RANKS, micro_batches=micro_batches, gathered_once=once
+    )
 
 
 def state_formula(way):
@@ -319,7 +321,7 @@ print(f"\nyour predictions: stage 1 {predicted_stage_1}, stage 3 {predicted_stag
 
 # %% [markdown]
 # Equal losses. State is some bytes above the formula: AdamW keeps one counter of 4 bytes for each tensor or flat, and stage 3
-# one element for each flat that is freed. Stage 3 sends less than 1.5 times DP's bytes here, because root and last block are kept.
+# one element for each flat that is freed. Stage 3 sends less than 1.5 times DP's bytes here, because root and last block stay gathered.
 #
 # Stage 1 and stage 2 keep the same state *between* steps. What stage 2 saves is seen only during one:
 
@@ -726,15 +728,16 @@ lab.grade(diagnosis)
 
 # %%
 from course_lib.view import code_lines
-from course_lib.zero.units import Gathered, cut
+from course_lib.zero.flat import OneReduceScatter, ShardedFlatParameter
+from course_lib.zero.stage3 import make_units
 
 shared = (dp.global_tokens, dp.train_step)
-sharded = (*shared, zero.Flat, zero.Sharded)
+sharded = (*shared, zero.FlatParameter, OneReduceScatter, zero.Sharded)
 code = {
     "dp": code_lines(dp.Overlapped, dp.Bucketed, dp.GradientSync, *shared),
     "zero 1": code_lines(zero.Zero1, *sharded),
     "zero 2": code_lines(zero.Zero2, zero.Zero1, *sharded),
-    "zero 3": code_lines(zero.Zero3, zero.Unit, Gathered, cut, *sharded),
+    "zero 3": code_lines(zero.Zero3, zero.Unit, ShardedFlatParameter, make_units, *sharded),
 }
 heads = f"{'state':>12}{'activations':>13}{'peak':>12}{'bytes sent':>12}{'exposed':>10}{'code':>6}"
 print(f"{'a rank':8}{heads}")
@@ -1082,7 +1085,7 @@ check("04-5", sharded_pass)
 # **3.** Where does the 1.5 of stage 3 come from, and when is it less, or more?
 #
 # <details><summary>Answer</summary>
-# Three halves of an all-reduce instead of two: gather, gather, reduce-scatter. Less with kept blocks; more with M
+# Three halves of an all-reduce instead of two: gather, gather, reduce-scatter. Less with blocks that stay gathered; more with M
 # micro-batches, M times as much; and with gradients in float32 but weights in bfloat16 two of the three carry half the bytes.
 # </details>
 #

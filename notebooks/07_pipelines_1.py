@@ -297,8 +297,8 @@ show_source(Engine._do, Engine._forward, Engine._backward)
 
 # %% [markdown]
 # You know the lines: `detach().requires_grad_()` makes the leaf, `backward(output, gradient)` continues from a received
-# gradient, `x.grad` travels back. (`get_gradient_edge` keeps the graph of an output without the output; I, W, `later` and
-# `_put_off` are lesson 08's: skip them.) `self.kept` holds what is in flight.
+# gradient, `x.grad` travels back. (`get_gradient_edge` keeps the graph of an output without the output; I, W, `deferred` and
+# `_split_backward` are lesson 08's: skip them.) `self.saved` stores what is in flight.
 #
 # Each micro-batch's loss must be its *share* of the step's loss: the sum over its tokens, divided by the tokens of the
 # whole batch. Then gradients simply add up.
@@ -318,7 +318,7 @@ def flat(parameters):
 def train(name):
     mesh = make_mesh(pp=P)
     schedule = make(name, P, M)
-    stages = pp.cut(build_model(CONFIG, seed=0), schedule, mesh.pp.rank)
+    stages = pp.make_stages(build_model(CONFIG, seed=0), schedule, mesh.pp.rank)
     optimizer = torch.optim.AdamW(pp.parameters(stages))
     with SavedActivations(*stages.values(), [TOKENS, TARGETS]) as saved:
         outcome = pp.run(schedule, stages, mesh, MICRO_BATCHES, share)
@@ -409,7 +409,7 @@ print(
 def paced_step(name):
     mesh = make_mesh(pp=P)
     schedule = make(name, P, M)
-    stages = pp.cut(build_model(CONFIG, seed=0), schedule, mesh.pp.rank)
+    stages = pp.make_stages(build_model(CONFIG, seed=0), schedule, mesh.pp.rank)
     for one in (make("gpipe", P, M), schedule):  # the first step warms up
         comm.barrier(mesh.pp)
         mesh.trace.clear()
@@ -596,7 +596,7 @@ def loses(stage, micro_batch):
 def patient(ill):
     mesh = make_mesh(pp=P)
     rank, schedule = mesh.pp.rank, make("1f1b", P, M)
-    stages = pp.cut(build_model(TIED, seed=0), schedule, rank)
+    stages = pp.make_stages(build_model(TIED, seed=0), schedule, rank)
     cut = list(zip(RAGGED.chunk(M), RAGGED_TARGETS.chunk(M), strict=True))
     if ill.has("lost", rank):
         loses(stages[rank], ill.pick(range(M)))
@@ -619,7 +619,7 @@ def table(stage):
 model = build_model(TIED, seed=0)
 total, count = model.loss_sum(RAGGED, RAGGED_TARGETS)
 (total / count).backward()
-right = [flat(pp.parameters(pp.cut(model, make("1f1b", P, M), rank))) for rank in range(P)]
+right = [flat(pp.parameters(pp.make_stages(model, make("1f1b", P, M), rank))) for rank in range(P)]
 whole_right = torch.cat(right).double()
 print(
     f"{'':8}{'loss':>9}{'|gradient| / serial':>21}{'angle':>9}{'off, by rank':>22}{'ends apart':>26}"
@@ -719,7 +719,7 @@ for factor in (1.25, 1.5, 2.0):
 # The row of data parallelism (lesson 03) is computed: whole state, a quarter of the batch, one all-reduce.
 
 # %%
-from course_lib.pp.mail import Mail
+from course_lib.pp.exchange import P2PExchange
 from course_lib.schedule import gpipe, naive, one_f_one_b
 
 model = build_model(CONFIG, seed=0)
@@ -731,7 +731,7 @@ with SavedActivations(model, [TOKENS, TARGETS]) as quarter:
     share(model(TOKENS[: M // P]), TARGETS[: M // P])
 all_reduced = ledger.wire("all_reduce", state.gradients, P)
 
-ENGINE = (Engine, pp.run, Mail, pp.messages)
+ENGINE = (Engine, pp.run, P2PExchange, pp.messages)
 code = {"naive": naive, "gpipe": gpipe, "1f1b": one_f_one_b}
 head = f"{'fullest rank, one step':24}{'state':>11}{'activations':>13}{'bytes sent':>12}"
 print(head + f"{'bubble of total':>17}{'code lines':>12}")

@@ -16,8 +16,8 @@
 # # 08 Pipelines II: interleaved, zero bubble, DualPipe-V
 #
 # *60 minutes to read and run, 65 to build.* Lesson 07 ended with a bubble that only more micro-batches could shrink. Here
-# the micro-batches stay, and the bubble shrinks all the same: by thinner stages, by a backward in two halves, by a pipeline
-# that turns round. You draw each schedule, run it on real ranks, and put its price beside it. You need lesson 07.
+# the micro-batches stay, and the bubble shrinks all the same: by thinner stages, by a split backward, by a V-shaped
+# placement of the stages. You draw each schedule, run it on real ranks, and put its price beside it. You need lesson 07.
 #
 # Vote first: write `"true"`, `"false"` or `"only if ..."`. The claims are settled at the end.
 #
@@ -123,7 +123,7 @@ for chunks in (1, 2, 4):
     formula = predicted_bubble("interleaved", P, M, chunks)
     print(f"{chunks:6}{found.makespan:7.2f}{found.bubble_of_total:18.1%}{formula:9.1%}", end="")
     print(f"{found.bubble_of_ideal:10.1%}{max(schedule.peak_in_flight()) / chunks:26.2f}", end="")
-    print(f"{pp.hops(schedule):6}")
+    print(f"{pp.stage_boundaries(schedule):6}")
     assert abs(formula - found.bubble_of_total) < 1e-9
 print(f"your predictions: step {predicted_interleaved}, messages {predicted_hops} times as many")
 
@@ -138,7 +138,7 @@ print(f"your predictions: step {predicted_interleaved}, messages {predicted_hops
 # attention's scores have no weights. For a 1.5B model Qi et al. measured 18.5, 18.1 and 9.3 ms for F, I and W. Here the three are
 # paced alike, unless said. (Papers differ in words: Zero Bubble calls our I "B"; for DeepSeek B is the whole backward.)
 #
-# Live, on two ranks: rank 1 does I, sends, and then does W. `pp.WeightsLater` is wrapped round forward and I; its `run` is W.
+# Live, on two ranks: rank 1 does I, sends, and then does W. `pp.DeferredWeightGradients` is wrapped round forward and I; its `run` is W.
 
 # %%
 from contextlib import nullcontext
@@ -153,7 +153,7 @@ def two_stages(in_halves):
     stage(TOKENS[:1] if rank == 0 else like)  # warms up
     comm.barrier(mesh.pp)
     mesh.trace.clear()
-    later = pp.WeightsLater() if in_halves else nullcontext()
+    later = pp.DeferredWeightGradients() if in_halves else nullcontext()
     x = TOKENS[:1] if rank == 0 else comm.recv(like, mesh.pp, source=0).requires_grad_()
     with mesh.compute("F", stage=rank, mb=0), later:
         y = stage(x)
@@ -198,7 +198,7 @@ x, dy = (torch.randn(1, SEQ, CONFIG.hidden, generator=generator) for _ in range(
 x.requires_grad_()
 
 with SavedActivations(block) as kept:
-    later = pp.WeightsLater()
+    later = pp.DeferredWeightGradients()
     with later:
         y = block(x)
     before = kept.now
@@ -216,7 +216,7 @@ with SavedActivations(block) as theirs:
     between_torch = theirs.now
 del held
 
-formula = pp.kept_for_weights(CONFIG, 1, SEQ, 2, 3)
+formula = pp.saved_for_wgrad(CONFIG, 1, SEQ, 2, 3)
 print(
     f"after forward {before:,}; between I and W {between:,}, formula {formula:,}; after W {after}"
 )
@@ -365,12 +365,12 @@ trade_plot(
 # because this picture counts total time. Interleaved pays in memory what the V does not.
 #
 # ## Build it
-# The engine of lesson 07 needs few lines more. A forward whose row has an I runs inside `WeightsLater`; W empties it.
+# The engine of lesson 07 needs few lines more. A forward whose row has an I runs inside `DeferredWeightGradients`; W empties it.
 
 # %%
 from course_lib.pp.engine import Engine
 
-show_source(Engine._forward, Engine._weights, pp.WeightsLater.run)
+show_source(Engine._forward, Engine._weights, pp.DeferredWeightGradients.run)
 
 # %% [markdown]
 # Where to put W is one function for all of them: walk through an order of F and I, and do a W where a rank waits or is full.
@@ -401,7 +401,7 @@ def named(model, stages):
 def paced_step(schedule):
     mesh = make_mesh(pp=P)
     model = build_model(CONFIG, seed=0)
-    stages = pp.cut(model, schedule, mesh.pp.rank)
+    stages = pp.make_stages(model, schedule, mesh.pp.rank)
     optimizer = torch.optim.AdamW(pp.parameters(stages))
     pp.run(schedule, stages, mesh, MICRO_BATCHES, share)  # warms up
     optimizer.zero_grad()
@@ -550,7 +550,7 @@ def mean_loss(logits, targets):
 def in_pytorch(name):
     dist.init_process_group("gloo")
     model, schedule = build_model(CONFIG, seed=0), make(name, P, M)
-    modules = pp.cut(model, schedule, dist.get_rank())  # number of the stage -> its module
+    modules = pp.make_stages(model, schedule, dist.get_rank())  # number of the stage -> its module
     parts = [
         PipelineStage(module, stage, schedule.stages, torch.device("cpu"))
         for stage, module in modules.items()
@@ -577,7 +577,7 @@ for name in KINDS:
 # %% [markdown]
 # ## Break it and diagnose
 # Five runs of ZB-H1, 20 ms to an action. One is healthy. In the others one rank **loses a W** of one micro-batch, does one **W twice**,
-# does **whole B** (it keeps I until its W is done), or **hoards** (it puts off all Ws to the end). Name cause and rank:
+# does **whole B** (it keeps I until its W is done), or **delays all W** to the end. Name cause and rank:
 # `("lost W", 2)`, `("healthy", None)`. "Gradient" is g·s / s·s for a rank's gradient g and the serial one s, "first" is when a rank
 # begins its first backward. Another SEED, other patients.
 
@@ -593,7 +593,7 @@ FAULTS = {
     "lost W": (range(P),),
     "W twice": (range(P),),
     "whole B": (range(1, P),),
-    "hoards": (range(P),),
+    "delays all W": (range(P),),
 }
 lab = Lab("08", SEED, FAULTS, fields=("cause", "rank"))
 
@@ -603,7 +603,7 @@ def rows_of(patient):
     if patient.has("whole B"):
         row = rows[patient.rank]
         rows[patient.rank] = [cell.replace("I", "B") for cell in row if "W" not in cell]
-    if patient.has("hoards"):
+    if patient.has("delays all W"):
         rows[patient.rank].sort(key=lambda cell: "W" in cell)  # stable: the rest stays in order
     return from_rows(rows, "zb-h1, perhaps")
 
@@ -613,7 +613,7 @@ def examined(patient, schedule):
 
     def unwell(engine, stage, mb, given):
         if mb == marked and patient.has("lost W"):
-            engine.later.pop((stage, mb))
+            engine.deferred.pop((stage, mb))
             return
         mine = pp.parameters(engine.stages)
         before = [0 if p.grad is None else p.grad.clone() for p in mine]
@@ -702,17 +702,17 @@ for hop in (0, 0.1, 0.25, 0.5):
 from course_lib.schedule import interleaved, one_f_one_b
 from course_lib.schedule import zero_bubble as zb
 from course_lib.schedule.fill import fastest, shortest
-from course_lib.schedule.named import one_and_one
+from course_lib.schedule.named import alternate
 from course_lib.view import code_lines
 
-SPLIT = (fill, fastest, shortest, pp.WeightsLater)
+SPLIT = (fill, fastest, shortest, pp.DeferredWeightGradients)
 code = {
-    "1f1b": (one_f_one_b, one_and_one),
-    "interleaved": (interleaved, one_and_one),
-    "zb-h1": (zb.zb_h1, zb.one_by_one, *SPLIT),
-    "zb-h2": (zb.zb_h2, zb.one_by_one, *SPLIT),
-    "zb-v": (zb.zb_v, zb.there_and_back, *SPLIT),
-    "dualpipe-v": (zb.dualpipe_v, zb._pairs, pp.WeightsLater),
+    "1f1b": (one_f_one_b, alternate),
+    "interleaved": (interleaved, alternate),
+    "zb-h1": (zb.zb_h1, zb.looped_skeletons, *SPLIT),
+    "zb-h2": (zb.zb_h2, zb.looped_skeletons, *SPLIT),
+    "zb-v": (zb.zb_v, zb.v_shaped_skeleton, *SPLIT),
+    "dualpipe-v": (zb.dualpipe_v, zb._pairs, pp.DeferredWeightGradients),
 }
 print(
     f"{'fullest rank':14}{'state':>11}{'activations':>13}{'bytes sent':>12}{'bubble of total':>17}{'code':>6}"
@@ -778,7 +778,7 @@ def cheat_sheet(p, m):
             f"{1 - found.work / found.span:9.1%}{max(schedule.peak_in_flight()) / chunks:11.1f}",
             end="",
         )
-        print(f"{pp.hops(schedule):6}   {formula}")
+        print(f"{pp.stage_boundaries(schedule):6}   {formula}")
 
 
 cheat_sheet(p=4, m=8)

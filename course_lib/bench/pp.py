@@ -158,7 +158,7 @@ def _inputs(step: int) -> tuple[torch.Tensor, torch.Tensor]:
 
 def _ours(name: str, mesh: Mesh) -> Step:
     schedule = make(name, RANKS, MICRO_BATCHES)
-    stages = pp.cut(build_model(CONFIG), schedule, mesh.pp.rank)
+    stages = pp.make_stages(build_model(CONFIG), schedule, mesh.pp.rank)
     optimizer = torch.optim.SGD(pp.parameters(stages), lr=1e-3)
 
     def step(number: int) -> None:
@@ -172,7 +172,7 @@ def _ours(name: str, mesh: Mesh) -> Step:
 
 
 def torchs_schedule(name: str, stages: Mapping[int, nn.Module], microbatches: int, **options):
-    """Torch's schedule of this name over ``stages``, which :func:`pp.cut` made for ours."""
+    """Torch's schedule of this name over ``stages``, which :func:`pp.make_stages` made for ours."""
     last = make(name, RANKS, microbatches).stages
     parts = [PipelineStage(stages[at], at, last, torch.device("cpu")) for at in stages]
     kind: Any = TORCH[name]
@@ -182,7 +182,7 @@ def torchs_schedule(name: str, stages: Mapping[int, nn.Module], microbatches: in
 
 def _torchs(name: str, mesh: Mesh, return_outputs: bool = True) -> Step:
     ours = make(name, RANKS, MICRO_BATCHES)
-    stages = pp.cut(build_model(CONFIG), ours, mesh.pp.rank)
+    stages = pp.make_stages(build_model(CONFIG), ours, mesh.pp.rank)
     schedule = torchs_schedule(name, stages, MICRO_BATCHES, loss_fn=_mean_loss)
     optimizer = torch.optim.SGD(pp.parameters(stages), lr=1e-3)
 
@@ -246,7 +246,7 @@ def paced_schedule(name: str) -> tuple[Schedule, Costs]:
 def paced_step(schedule: Schedule) -> None:
     """What a rank does: one step to warm up, then one that its trace holds alone."""
     mesh = make_mesh(pp=RANKS)
-    stages = pp.cut(build_model(PACED_CONFIG), schedule, mesh.pp.rank)
+    stages = pp.make_stages(build_model(PACED_CONFIG), schedule, mesh.pp.rank)
     optimizer = torch.optim.SGD(pp.parameters(stages), lr=1e-3)
     whole = batch(0, seed=0, batch_size=PACED_MICRO_BATCHES, seq_len=32)
     micro_batches = list(zip(*(part.chunk(PACED_MICRO_BATCHES) for part in whole), strict=True))

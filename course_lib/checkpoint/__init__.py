@@ -52,7 +52,7 @@ def save(
 ) -> None:
     """Write weights and optimizer state into the folder ``path``. Call it on every rank.
 
-    ``model`` is this rank's decoder, or its stages by number (``pp.cut``'s result).
+    ``model`` is this rank's decoder, or its stages by number (``pp.make_stages``'s result).
     ``optimizers`` is what updates it, or several, each with weights of its own (with experts under
     ZeRO one over edp and one over dp_cp); ``()`` saves weights alone, of a model that no ZeRO
     holds. ``progress`` are numbers to be saved with them, the same on all ranks. The folder must

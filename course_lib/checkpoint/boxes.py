@@ -89,7 +89,7 @@ def holders(names: Mapping[nn.Parameter, str], optimizers: Sequence[Optimizer]) 
     _check_known([*sharded, *(values for values in updaters if values not in shards)], names)
     for flat in flats:
         mine = {parameter: names[parameter] for parameter in flat.parameters}
-        yield Holder(flat.shard, mine, flat.own_parts, *updaters.get(flat.shard, nobody))
+        yield Holder(flat.shard, mine, flat.parameter_slices, *updaters.get(flat.shard, nobody))
     for parameter in [one for one in names if one not in sharded]:
         if not parameter.is_contiguous():  # ZeRO-3 leaves a shape without memory
             raise ValueError(

@@ -82,7 +82,7 @@ def schedule(
     b: Annotated[float | None, typer.Option("--b", help="Of a backward; default: 2 F.")] = None,
     i: Annotated[float | None, typer.Option("--i", help="Of its half for the input.")] = None,
     w: Annotated[float | None, typer.Option("--w", help="Of its half for the weights.")] = None,
-    comm: Annotated[float, typer.Option(help="Delay of a hop between ranks.")] = 0.0,
+    comm: Annotated[float, typer.Option(help="Delay of a P2P transfer between ranks.")] = 0.0,
     stage_cost: Annotated[
         str | None, typer.Option(help="Factors of the stages' costs: 1,1,2,1; F:I:W as 1:1:2.")
     ] = None,

@@ -17,6 +17,7 @@ from course_lib.comm.door import Handle
 from course_lib.comm.flat import (
     by_dtype_and_size,
     flatten,
+    on_gradient,
     start_all_gather_flat,
     start_all_reduce_flat,
     unflatten,
@@ -33,7 +34,6 @@ from course_lib.comm.held import (
     Held,
     clip_gradients,
     held_gradients,
-    on_gradient,
     refuse_cut,
     squared_norm,
     sum_gradients,

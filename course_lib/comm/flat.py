@@ -1,15 +1,17 @@
-"""Flat buckets: many tensors travel as one.
+"""Flat buckets: many gradients or parameters in one call, and the hook that tells when to send.
 
-One call for a bucket of gradients costs one alpha instead of one for each tensor.
+One call for a bucket of gradients costs one alpha instead of one per tensor.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+import weakref
+from collections.abc import Callable, Iterable, Sequence
 from typing import TypeVar
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
 
 from course_lib.comm.collectives import start_all_gather_into, start_in_place_all_reduce
 from course_lib.comm.door import Done, Handle
@@ -19,26 +21,27 @@ T = TypeVar("T", bound=Tensor)
 
 
 def flatten(tensors: Sequence[Tensor]) -> Tensor:
-    """All elements of ``tensors`` (one dtype) in order, as a fresh 1-D tensor."""
+    """Copy all elements of ``tensors`` (one dtype), in order, into a new 1-D tensor."""
     dtypes = {tensor.dtype for tensor in tensors}
     if len(dtypes) != 1:
         raise ValueError(
-            f"a flat bucket holds one dtype, got {sorted(map(str, dtypes))}: make one bucket each"
+            f"expected tensors of one dtype in a flat bucket, got {sorted(map(str, dtypes))}: "
+            "make one bucket per dtype"
         )
     return torch.cat([tensor.detach().reshape(-1) for tensor in tensors])
 
 
 def unflatten(flat: Tensor, like: Iterable[Tensor]) -> list[Tensor]:
-    """Views into ``flat`` with the shapes of ``like``, in order."""
+    """Return views into ``flat`` with the shapes of ``like``, in order."""
     shapes = [tensor.shape for tensor in like]
-    pieces = flat.split([shape.numel() for shape in shapes])
-    return [piece.view(shape) for piece, shape in zip(pieces, shapes, strict=True)]
+    slices = flat.split([shape.numel() for shape in shapes])
+    return [values.view(shape) for values, shape in zip(slices, shapes, strict=True)]
 
 
 def start_all_reduce_flat(tensors: Sequence[Tensor], axis: Axis, label: str = "") -> Handle:
-    """Begin the all-reduce of ``tensors`` as one bucket; wait gives the flat sum.
+    """Start the all-reduce of ``tensors`` as one bucket; wait returns the flat sum.
 
-    The flattening is the only copy that is made. ``label`` names the bucket in pictures.
+    Flattening makes the only copy. ``label`` names the bucket in pictures.
     """
     flat = flatten(tensors)
     if axis.size == 1:
@@ -47,15 +50,16 @@ def start_all_reduce_flat(tensors: Sequence[Tensor], axis: Axis, label: str = ""
 
 
 def start_all_gather_flat(full: Tensor, shard: Tensor, axis: Axis, label: str = "") -> Handle:
-    """Begin to fill ``full`` [n*d] with every rank's ``shard`` [d]; wait gives ``full``.
+    """Start to fill ``full`` [n*d] with every rank's ``shard`` [d]; wait returns ``full``.
 
-    Unlike :func:`~course_lib.comm.all_gather` it writes memory that the caller has: parameters
-    that are views into ``full`` stay so. ``shard`` may be this rank's own piece of ``full``.
+    Unlike :func:`~course_lib.comm.all_gather` it writes into the caller's memory, so parameters
+    that are views into ``full`` stay views. ``shard`` may be this rank's own slice of ``full``.
     """
     if full.dim() != 1 or shard.shape != (len(full) // axis.size,) or len(full) % axis.size:
         raise ValueError(
-            f"flat all_gather on axis {axis.name} of {axis.size} ranks: full of shape "
-            f"{list(full.shape)} is wanted to be {axis.size} times the shard {list(shard.shape)}"
+            f"flat all_gather on axis {axis.name} of {axis.size} ranks: expected full to have "
+            f"{axis.size} times the elements of the shard, got shapes {list(full.shape)} and "
+            f"{list(shard.shape)}"
         )
     if axis.size == 1:
         return Done(full.copy_(shard))
@@ -63,12 +67,13 @@ def start_all_gather_flat(full: Tensor, shard: Tensor, axis: Axis, label: str = 
 
 
 def by_dtype_and_size(tensors: Iterable[T], limit: int) -> list[list[T]]:
-    """Cut ``tensors`` (order kept within a dtype) into buckets of about ``limit`` bytes.
+    """Group ``tensors`` (order kept within a dtype) into buckets of about ``limit`` bytes.
 
-    A bucket is closed by the tensor that fills it, so that a tensor above the limit has its own.
+    The tensor that reaches the limit closes its bucket, so a tensor above the limit may share a
+    bucket with earlier ones but not with later ones.
     """
     if limit < 1:
-        raise ValueError(f"a bucket of {limit} bytes: at least 1 is wanted")
+        raise ValueError(f"expected buckets of at least 1 byte, got a bucket of {limit} bytes")
     open_buckets: dict[torch.dtype, list[T]] = {}
     buckets: list[list[T]] = []
     for tensor in tensors:
@@ -79,3 +84,21 @@ def by_dtype_and_size(tensors: Iterable[T], limit: int) -> list[list[T]]:
         if sum(member.nbytes for member in bucket) >= limit:
             del open_buckets[tensor.dtype]
     return buckets
+
+
+def on_gradient(
+    parameters: Iterable[nn.Parameter], ready: Callable[[nn.Parameter], None]
+) -> list[RemovableHandle]:
+    """Make autograd call the method ``ready`` when a parameter's gradient is complete.
+
+    The hook stores only a weak reference to the method's object. An object that refers to its
+    parameters, whose hooks refer to the object, is a cycle through autograd's own memory. Python's
+    garbage collector cannot see it: model, gradients and process groups would never be freed.
+    """
+    method = weakref.WeakMethod(ready)
+
+    def call(parameter: nn.Parameter) -> None:
+        if alive := method():
+            alive(parameter)
+
+    return [each.register_post_accumulate_grad_hook(call) for each in parameters]

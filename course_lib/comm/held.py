@@ -7,13 +7,11 @@ know which: they take a list of :class:`Held`, and write to the tensors in place
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.utils.hooks import RemovableHandle
 
 from course_lib.comm.collectives import all_reduce
 from course_lib.comm.flat import by_dtype_and_size, start_all_reduce_flat, unflatten
@@ -95,21 +93,3 @@ def refuse_cut(parameters: Iterable[Tensor]) -> None:
             "tp, so that the norm of what this rank holds is not the model's, and ranks would "
             "scale differently: use tp.clip_gradients with the held gradients"
         )
-
-
-def on_gradient(
-    parameters: Iterable[nn.Parameter], ready: Callable[[nn.Parameter], None]
-) -> list[RemovableHandle]:
-    """Have autograd call the method ``ready`` when a parameter's gradient is complete.
-
-    The hook does not keep the method's object alive. An object that holds its parameters and is
-    held by their hooks is a cycle through autograd's own memory, which Python's collector cannot
-    see: model, gradients and process groups would stay until the process ends.
-    """
-    method = weakref.WeakMethod(ready)
-
-    def call(parameter: nn.Parameter) -> None:
-        if alive := method():
-            alive(parameter)
-
-    return [each.register_post_accumulate_grad_hook(call) for each in parameters]

@@ -42,7 +42,7 @@ def build_stages(
         if plan.experts is not None:
             cuts = {key: entry for key, entry in cuts.items() if not key.startswith("blocks.*.ffn")}
         tp.parallelize(model, mesh.tp, plan.region, cuts)
-    stages = {0: model} if schedule is None else pp.cut(model, schedule, mesh.pp.rank)
+    stages = {0: model} if schedule is None else pp.make_stages(model, schedule, mesh.pp.rank)
     attention = plan.core.on(mesh.cp) if mesh.cp.size > 1 else None
     for stage in stages.values():
         if attention is not None:

@@ -189,7 +189,7 @@ def _of_part(config: ModelConfig, n: int, plan: Plan, elements: Sequence[int]) -
         n,
         dtype=config.dtype,
         micro_batches=plan.micro_batches,
-        kept=(0, len(elements) - 1) if plan.zero == 3 else (),
+        gathered_once=(0, len(elements) - 1) if plan.zero == 3 else (),
     )
 
 

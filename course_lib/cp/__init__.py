@@ -1,11 +1,11 @@
-"""Context parallelism: every rank holds the whole model and some positions of every sequence.
+"""Context parallelism: every rank has the whole model and some positions of every sequence.
 
-All layers but attention treat positions one by one and stay as they are. Attention gets another
-:attr:`~course_lib.model.Attention.core`, by one of three ways to the same numbers:
+All layers but attention compute each position on its own and do not change. Attention gets another
+:attr:`~course_lib.model.Attention.core`, one of three that compute the same numbers:
 
-* :func:`ring_attention`: K and V travel past the queries, block by block.
+* :func:`ring_attention`: ranks send K and V around a ring, block by block.
 * :func:`gather_attention`: every rank gathers all K and V.
-* :func:`ulysses_attention`: all-to-all to whole sequences of some heads, and back.
+* :func:`ulysses_attention`: an all-to-all to full sequences of some heads, and one back.
 
 ::
 
@@ -13,15 +13,15 @@ All layers but attention treat positions one by one and stay as they are. Attent
     tokens, targets, positions = cp.shard(tokens, targets, mesh.cp, cp.ZIGZAG)
     total, _ = model.cross_entropy(model(tokens, positions), targets)
 
-Where there are more ranks than heads, a grid of ranks does both, Ulysses in its runs of
-neighbours and a ring through them::
+Where there are more ranks than heads, USP (two-dimensional context parallelism) uses Ulysses in
+groups of neighbours and a ring across the groups::
 
     heads, ring = cp.split_axis(mesh.cp, 2)
     both = partial(cp.ulysses_ring_attention, heads_axis=heads, ring_axis=ring)
     cp.parallelize(model, both, mesh.cp, cp.nested(cp.ZIGZAG, 2))
 
-Ranks of the axis have seen different tokens: parameter gradients are sums over ``mesh.dp_cp``, of
-losses divided by the number of tokens of all its ranks, as in data parallelism.
+The ranks of the axis compute different tokens. So parameter gradients are summed over
+``mesh.dp_cp``, of losses divided by the number of tokens of all its ranks, as in data parallelism.
 """
 
 from course_lib.cp.gather import gather_attention, gather_saved_bytes, gather_wire_bytes
@@ -36,7 +36,7 @@ from course_lib.cp.layout import (
     positions,
     shard,
 )
-from course_lib.cp.model import ParallelAttention, kept_per_block, parallelize
+from course_lib.cp.model import ParallelAttention, parallelize, saved_per_block
 from course_lib.cp.ring import ring_attention, ring_saved_bytes, ring_wire_bytes
 from course_lib.cp.ulysses import (
     split_axis,
@@ -58,7 +58,6 @@ __all__ = [
     "gather_saved_bytes",
     "gather_wire_bytes",
     "imbalance",
-    "kept_per_block",
     "nested",
     "pairs",
     "parallelize",
@@ -66,6 +65,7 @@ __all__ = [
     "ring_attention",
     "ring_saved_bytes",
     "ring_wire_bytes",
+    "saved_per_block",
     "shard",
     "split_axis",
     "ulysses_attention",

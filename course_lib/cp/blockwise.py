@@ -1,21 +1,21 @@
-"""Attention of some queries on some keys, and how partial results become the whole one.
+"""Attention of some queries on some keys, and how to merge the results of several blocks of keys.
 
-Softmax over keys in several blocks needs of each block only its own output and the log-sum-exp
-(lse) of its scores: with blocks 1 and 2,
+The softmax over several blocks of keys needs only the output and the log-sum-exp (lse) of the
+scores of each block. With blocks 1 and 2,
 
     out = w out_1 + (1 - w) out_2,   w = exp(lse_1) / (exp(lse_1) + exp(lse_2))
 
-(:func:`merge`; never by exponentials of scores, which overflow). Backward of one block needs the
-whole row's out and lse and nothing of the other blocks, with p = exp(q k^T - lse):
+(:func:`merge`; never with exponentials of scores, which overflow). Backward of one block needs out
+and lse of the full row, and nothing else of the other blocks. With p = exp(q k^T - lse):
 
     dv = p^T dout,   ds = p * (dout v^T - sum(dout * out)),   dq = ds k,   dk = ds^T q
 
-so that gradients of blocks simply add up. Accumulators are float32 at least, or every block adds
-a rounding error of bfloat16. Sources: Milakov and Gimelshein 2018 (arXiv:1805.02867), Dao et al.
+so the gradients of the blocks add up. Accumulators are float32 at least, or every block adds a
+rounding error of bfloat16. Sources: Milakov and Gimelshein 2018 (arXiv:1805.02867), Dao et al.
 2022 (arXiv:2205.14135), Liu et al. 2023 (arXiv:2310.01889).
 
 Letters: B sequences, s queries, t keys, H query heads, G key and value heads, R = H/G query heads
-that share one, K size of a head; kv_2BtGK holds keys and values as one tensor, one message.
+per key head, K features per head; kv_2BtGK has keys and values in one tensor, sent as one message.
 """
 
 from __future__ import annotations
@@ -26,18 +26,18 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from course_lib.cp.layout import Part
+from course_lib.cp.layout import Tile
 
 aten = torch.ops.aten
 
 
 class Kernel(NamedTuple):
-    """How one block is computed, forward and backward.
+    """The functions that compute one block, forward and backward.
 
-    ``forward(q_BsHK, k_BtGK, v_BtGK, causal)`` gives (out_BsHK, lse_BsH);
-    ``backward(dout, q, k, v, out, lse, causal)`` gives (dq, dk, dv), where out and lse are those
-    of the whole rows, all blocks together. A causal block is computed ``strip`` rows at
-    a time, if given.
+    ``forward(q_BsHK, k_BtGK, v_BtGK, causal)`` returns (out_BsHK, lse_BsH);
+    ``backward(dout, q, k, v, out, lse, causal)`` returns (dq, dk, dv), where out and lse are those
+    of the full rows, over all blocks. A causal block is computed ``strip`` rows at a time, if
+    given.
     """
 
     forward: Callable[[Tensor, Tensor, Tensor, bool], tuple[Tensor, Tensor]]
@@ -48,7 +48,7 @@ class Kernel(NamedTuple):
 
 
 def accumulator(dtype: torch.dtype) -> torch.dtype:
-    """The dtype in which partial results add up: float32 at least."""
+    """Return the dtype in which the results of blocks are added: float32 at least."""
     return torch.promote_types(dtype, torch.float32)
 
 
@@ -56,7 +56,7 @@ def accumulator(dtype: torch.dtype) -> torch.dtype:
 
 
 def _scores(q_BsHK: Tensor, k_BtGK: Tensor, causal: bool) -> Tensor:
-    """q k^T / sqrt(K) as (B, G, R, s, t), -inf where a query may not look."""
+    """Return q k^T / sqrt(K) as (B, G, R, s, t), with -inf for masked keys."""
     q_BsGRK = q_BsHK.unflatten(2, (k_BtGK.shape[2], -1))
     scores = torch.einsum("bsgrk,btgk->bgrst", q_BsGRK, k_BtGK) * q_BsHK.shape[-1] ** -0.5
     if causal:
@@ -142,7 +142,7 @@ FLASH_CUDA = Kernel(_cuda_forward, _cuda_backward)
 
 
 def kernel_for(q_BsHK: Tensor) -> Kernel:
-    """The fastest kernel that also gives the log-sum-exp, on this device and in this dtype."""
+    """Return the fastest kernel for this device and dtype that also returns the log-sum-exp."""
     if q_BsHK.device.type == "cpu":
         return FLASH_CPU
     half = q_BsHK.dtype in (torch.bfloat16, torch.float16)
@@ -153,44 +153,44 @@ def kernel_for(q_BsHK: Tensor) -> Kernel:
 
 # --- blocks ------------------------------------------------------------------------------------
 
-Blocks = Iterable[tuple[int, Tensor]]  # (whose, kv_2BtGK), as they arrive
-Visible = Callable[[int], Part | None]  # what this rank's queries see of a rank's keys
+Blocks = Iterable[tuple[int, Tensor]]  # (source rank, kv_2BtGK), as they arrive
+Visible = Callable[[int], Tile | None]  # the tile of this rank's queries and a rank's keys
 
 
-def _pieces(part: Part | None, strip: int | None) -> Iterator[Part]:
-    """What to compute of a part: a causal one in strips, each on all earlier keys and on its own.
+def _strips(tile: Tile | None, strip: int | None) -> Iterator[Tile]:
+    """Split a causal tile into strips of rows: each sees its own keys and all earlier ones.
 
-    The CPU kernel goes through keys 512 at a time and computes what the mask then hides: in strips
-    there is little of that, and the plain kernel's scores are strip * t instead of s * t.
+    The CPU kernel takes 512 keys at a time and computes scores that the mask then hides. Strips
+    avoid most of that work, and the plain kernel's scores have strip * t elements, not s * t.
     """
-    if part is None:
+    if tile is None:
         return
-    if strip is None or not part.causal:
-        yield part
+    if strip is None or not tile.causal:
+        yield tile
         return
-    for first in range(0, part.queries.stop, strip):
-        rows = slice(first, min(first + strip, part.queries.stop))
-        yield Part(rows, rows, causal=True)
+    for first in range(0, tile.queries.stop, strip):
+        rows = slice(first, min(first + strip, tile.queries.stop))
+        yield Tile(rows, rows, causal=True)
         if first:
-            yield Part(rows, slice(0, first), causal=False)
+            yield Tile(rows, slice(0, first), causal=False)
 
 
 def merge(out: Tensor, lse: Tensor, block_out: Tensor, block_lse: Tensor) -> None:
-    """Add a block to the running (out_BsHK, lse_BsH), in place. Rows without any yet: lse -inf."""
+    """Add a block to the running (out_BsHK, lse_BsH), in place; lse is -inf before any block."""
     weight_BsH1 = torch.sigmoid(block_lse - lse)[..., None]
     out.lerp_(block_out.to(out.dtype), weight_BsH1)
     lse.copy_(torch.logaddexp(lse, block_lse))
 
 
 def attend(q: Tensor, blocks: Blocks, visible: Visible, kernel: Kernel) -> tuple[Tensor, Tensor]:
-    """Attention of ``q`` (B, s, H, K) on all ``blocks``: (out_BsHK, lse_BsH)."""
+    """Return (out_BsHK, lse_BsH), the attention of ``q`` (B, s, H, K) on all ``blocks``."""
     wide = accumulator(q.dtype)
     out = torch.zeros_like(q, dtype=wide, memory_format=torch.contiguous_format)
     lse = q.new_full(q.shape[:-1], float("-inf"), dtype=wide)
-    for whose, (k, v) in blocks:
-        for part in _pieces(visible(whose), kernel.strip):
-            rows, keys = (slice(None), part.queries), (slice(None), part.keys)
-            block = kernel.forward(q[rows], k[keys], v[keys], part.causal)
+    for source, (k, v) in blocks:
+        for tile in _strips(visible(source), kernel.strip):
+            rows, keys = (slice(None), tile.queries), (slice(None), tile.keys)
+            block = kernel.forward(q[rows], k[keys], v[keys], tile.causal)
             merge(out[rows], lse[rows], *block)
     return out.to(q.dtype), lse
 
@@ -202,19 +202,19 @@ def attend_backward(
     visible: Visible,
     kernel: Kernel,
 ) -> Iterator[tuple[int, Tensor]]:
-    """Yield (whose, dkv_2BtGK), what these queries add to each block; add to ``dq`` in place.
+    """Yield (source rank, dkv_2BtGK), the gradient of each block; add to ``dq`` in place.
 
     ``row_state`` is (dout, q, out, lse) of this rank's rows. Gradients are in ``dq``'s dtype.
     """
-    for whose, kv in blocks:
+    for source, kv in blocks:
         dkv = torch.zeros_like(kv, dtype=dq.dtype)
-        for part in _pieces(visible(whose), kernel.strip):
-            rows, keys = (slice(None), part.queries), (slice(None), part.keys)
+        for tile in _strips(visible(source), kernel.strip):
+            rows, keys = (slice(None), tile.queries), (slice(None), tile.keys)
             dout, q, out, lse = (x[rows] for x in row_state)
             dq_rows, dk, dv = kernel.backward(
-                dout, q, kv[0][keys], kv[1][keys], out, lse, part.causal
+                dout, q, kv[0][keys], kv[1][keys], out, lse, tile.causal
             )
             dq[rows] += dq_rows
             dkv[0][keys] += dk
             dkv[1][keys] += dv
-        yield whose, dkv
+        yield source, dkv

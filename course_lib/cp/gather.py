@@ -1,12 +1,13 @@
-"""All-gather attention: every rank gets everybody's keys and values, then computes on its own.
+"""All-gather attention: every rank gathers the keys and values of all ranks, then computes.
 
-One collective instead of n - 1 turns. With grouped-query attention K and V are small beside q and
-the scores, so that Llama 3 pays for them in full: n times the K and V memory of a ring. Gradients
-of K and V are partial sums on every rank, which a reduce-scatter adds up and takes home.
+One collective replaces n - 1 turns of a ring. With grouped-query attention K and V are small
+beside q and the scores, so Llama 3 accepts n times the K and V memory of a ring. Each rank
+computes partial sums of the gradients of K and V; a reduce-scatter adds them up and gives each
+rank its own.
 
-Bytes a rank sends, in units of all ranks' K and V: (n-1)/n forward, a/b (n-1)/n backward where
-accumulators have a bytes an element and K and V have b, and (n-1)/n more when K and V are
-gathered again in backward instead of kept.
+Bytes that a rank sends, in units of all ranks' K and V: (n-1)/n in forward; a/b (n-1)/n in
+backward, where accumulators have a bytes per element and K and V have b; and (n-1)/n more when K
+and V are gathered again in backward instead of saved.
 
 Source: Llama Team 2024 (arXiv:2407.21783), section 3.3.2.
 """
@@ -33,25 +34,25 @@ def gather_wire_bytes(
     seq_len: int,
     n: int,
     *,
-    keep: bool = True,
+    save_gathered: bool = True,
     forwards: int = 1,
 ) -> Fraction:
-    """Bytes a rank sends in all layers, forward and backward, for ``batch`` whole sequences."""
+    """Return the bytes a rank sends in all layers in a step, for ``batch`` sequences."""
     kv_elements = 2 * batch * seq_len * config.kv_heads * config.head_dim
-    gathers = forwards if keep else forwards + 1
+    gathers = forwards if save_gathered else forwards + 1
     width = gathers * config.dtype.itemsize + accumulator(config.dtype).itemsize
     return Fraction(config.layers * (n - 1) * kv_elements * width, n)
 
 
 def gather_saved_bytes(
-    config: ModelConfig, batch: int, seq_len: int, n: int, *, keep: bool = True
+    config: ModelConfig, batch: int, seq_len: int, n: int, *, save_gathered: bool = True
 ) -> int:
-    """Bytes that a rank keeps from forward to backward in one layer's attention.
+    """Return the bytes that a rank saves for backward in one layer's attention.
 
-    As a ring, and with ``keep`` also the K and V of the n-1 other ranks.
+    It saves what a ring saves, and with ``save_gathered`` also K and V of the n-1 other ranks.
     """
     kv_bytes = 2 * batch * seq_len * config.kv_heads * config.head_dim * config.dtype.itemsize
-    others = kv_bytes * (n - 1) // n if keep else 0
+    others = kv_bytes * (n - 1) // n if save_gathered else 0
     return ring_saved_bytes(config, batch, seq_len, n) + others
 
 
@@ -60,33 +61,34 @@ class GatherAttention(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx, q, k, v, axis: Axis, layout: SequenceLayout, kernel: Kernel, keep: bool
+        ctx, q, k, v, axis: Axis, layout: SequenceLayout, kernel: Kernel, save_gathered: bool
     ) -> Tensor:
         ctx.axis, ctx.kernel, ctx.visible = axis, kernel, view_of(axis, layout, q.shape[1])
-        mine = torch.stack((k, v))[None]
-        everyones_n2BsGK = comm.all_gather(mine, axis)
-        out, lse = attend(q, _own_first(everyones_n2BsGK, axis), ctx.visible, kernel)
-        ctx.keep = keep
-        ctx.save_for_backward(q, everyones_n2BsGK if keep else mine, out, lse)
+        own_12BsGK = torch.stack((k, v))[None]
+        all_n2BsGK = comm.all_gather(own_12BsGK, axis)
+        out, lse = attend(q, _own_first(all_n2BsGK, axis), ctx.visible, kernel)
+        ctx.save_gathered = save_gathered
+        ctx.save_for_backward(q, all_n2BsGK if save_gathered else own_12BsGK, out, lse)
         return out
 
     @staticmethod
     @once_differentiable
     def backward(ctx, dout: Tensor):
         q, kv, out, lse = ctx.saved_tensors
-        everyones = kv if ctx.keep else comm.all_gather(kv, ctx.axis)
+        gathered = kv if ctx.save_gathered else comm.all_gather(kv, ctx.axis)
         dq = torch.zeros_like(q, dtype=accumulator(q.dtype))
-        partial = torch.empty_like(everyones, dtype=dq.dtype)
-        blocks = _own_first(everyones, ctx.axis)
-        for whose, dkv in attend_backward(dq, (dout, q, out, lse), blocks, ctx.visible, ctx.kernel):
-            partial[whose] = dkv
+        partial = torch.empty_like(gathered, dtype=dq.dtype)
+        rows, blocks = (dout, q, out, lse), _own_first(gathered, ctx.axis)
+        for source, dkv in attend_backward(dq, rows, blocks, ctx.visible, ctx.kernel):
+            partial[source] = dkv
         dk, dv = comm.reduce_scatter(partial, ctx.axis)[0].to(kv.dtype)
         return dq.to(q.dtype), dk, dv, None, None, None, None
 
 
-def _own_first(everyones: Tensor, axis: Axis) -> list[tuple[int, Tensor]]:
+def _own_first(gathered: Tensor, axis: Axis) -> list[tuple[int, Tensor]]:
+    """Return (source rank, block) in the order of a ring."""
     order = [(axis.rank - turn) % axis.size for turn in range(axis.size)]
-    return [(whose, everyones[whose]) for whose in order]
+    return [(source, gathered[source]) for source in order]
 
 
 def gather_attention(
@@ -97,12 +99,12 @@ def gather_attention(
     layout: SequenceLayout = ZIGZAG,
     kernel: Kernel | None = None,
     *,
-    keep: bool = True,
+    save_gathered: bool = True,
 ) -> Tensor:
-    """Causal attention (B, s, H, K) of this rank's rows on the rows of all ranks.
+    """Return the causal attention (B, s, H, K) of this rank's rows on the rows of all ranks.
 
-    As :func:`course_lib.cp.ring.ring_attention`. ``keep`` the gathered K and V for backward, or
-    gather them again.
+    Arguments as for :func:`course_lib.cp.ring.ring_attention`. With ``save_gathered`` the gathered
+    K and V are saved for backward; otherwise backward gathers them again.
     """
     kernel = kernel or kernel_for(q_BsHK)
-    return GatherAttention.apply(q_BsHK, k_BsGK, v_BsGK, axis, layout, kernel, keep)
+    return GatherAttention.apply(q_BsHK, k_BsGK, v_BsGK, axis, layout, kernel, save_gathered)

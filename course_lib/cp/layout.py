@@ -1,13 +1,14 @@
-"""Which positions of a sequence each rank holds, and what its queries may see of the others' keys.
+"""Which positions of a sequence each rank holds, and which keys of other ranks its queries see.
 
-A sequence of S positions is cut into equal chunks, numbered in order. n ranks hold:
+A sequence of S positions is split into equal chunks, numbered in order. With n ranks:
 
-* ``CONTIGUOUS``: rank i chunk i of n. Under a causal mask the last rank then computes nearly n
-  times as much as the first, and everybody waits for it.
-* ``ZIGZAG``: rank i chunks i and 2n-1-i of 2n, an early and a late one: equal work for all.
+* ``CONTIGUOUS``: rank i holds chunk i of n. Under a causal mask the last rank computes nearly n
+  times as much as the first, and all ranks wait for it.
+* ``ZIGZAG``: rank i holds chunks i and 2n-1-i of 2n, an early and a late one: equal work on all
+  ranks.
 
-Positions are all that a layout decides: tokens, targets and the positions that RoPE turns by
-are indexed with the same numbers (:func:`shard`), so that they cannot disagree.
+A layout decides positions only. Tokens, targets and the positions for RoPE are indexed with the
+same numbers (:func:`shard`), so they cannot disagree; :class:`PositionsCheck` holds a model to it.
 
 Letters: S positions of the whole sequence, s = S/n those of one rank, B sequences.
 Source: zig-zag as in zhuzilin/ring-flash-attention and Llama 3 (arXiv:2407.21783, 3.3.2).
@@ -18,18 +19,19 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from fractions import Fraction
+from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from course_lib.mesh import Axis
 
 
 @dataclass(frozen=True)
 class SequenceLayout:
-    """``chunks(rank, n)`` are the numbers of the chunks that a rank holds, ascending.
+    """``chunks(rank, n)`` returns the numbers of the chunks that a rank holds, ascending.
 
-    Every rank holds ``per_rank`` of them, so that the sequence is cut into ``per_rank * n``.
+    Every rank holds ``per_rank`` chunks, so the sequence is split into ``per_rank * n``.
     """
 
     name: str
@@ -50,31 +52,33 @@ ZIGZAG = SequenceLayout("zigzag", 2, lambda rank, n: (rank, 2 * n - 1 - rank))
 
 
 def nested(ring: SequenceLayout, heads: int) -> Nested:
-    """The layout of a grid: ``ring`` cuts the sequence for every run of ``heads`` neighbours, who
-    cut their part once more, contiguously. Rank i ``heads`` + j has piece j of part i.
+    """Return the layout for USP, two-dimensional context parallelism.
 
-    With zig-zag and 4 ranks in runs of 2: of 8 chunks run 0 has 0 1 6 7 and run 1 has 2 3 4 5, so
-    that the ranks have (0, 1), (6, 7), (2, 3), (4, 5).
+    ``ring`` splits the sequence over groups of ``heads`` neighbouring ranks. Each group splits its
+    shard again, contiguously: rank i ``heads`` + j has chunk j of group i's shard.
+
+    With zig-zag and 4 ranks in groups of 2: of 8 chunks group 0 has 0 1 6 7 and group 1 has
+    2 3 4 5, so the ranks have (0, 1), (6, 7), (2, 3), (4, 5).
     """
 
     def chunks(rank: int, n: int) -> tuple[int, ...]:
-        run, place = divmod(rank, heads)
-        of_run = [chunk * heads + i for chunk in ring.chunks(run, n // heads) for i in range(heads)]
-        return tuple(of_run[place * ring.per_rank : (place + 1) * ring.per_rank])
+        group, place = divmod(rank, heads)
+        held = [chunk * heads + i for chunk in ring.chunks(group, n // heads) for i in range(heads)]
+        return tuple(held[place * ring.per_rank : (place + 1) * ring.per_rank])
 
-    return Nested(f"{ring.name} in runs of {heads}", ring.per_rank, chunks, ring, heads)
+    return Nested(f"{ring.name} in groups of {heads}", ring.per_rank, chunks, ring, heads)
 
 
 def in_order(layout: SequenceLayout, n: int) -> bool:
-    """Whether the shards of ranks 0, 1, ... put one behind the other are the sequence."""
+    """Whether the shards of ranks 0, 1, ..., concatenated, are the sequence in order."""
     return [c for rank in range(n) for c in layout.chunks(rank, n)] == list(
         range(layout.per_rank * n)
     )
 
 
 @dataclass(frozen=True)
-class Part:
-    """The rows of a rank's queries and of a block of keys between which attention is computed.
+class Tile:
+    """Rows of a rank's queries and rows of a block of keys between which attention is computed.
 
     ``causal``: row i of the queries sees rows 0..i of the keys; else every query sees every key.
     """
@@ -85,12 +89,12 @@ class Part:
 
     @property
     def pairs(self) -> int:
-        """How many (query, key) pairs that is."""
+        """The number of (query, key) pairs to compute."""
         queries, keys = (rows.stop - rows.start for rows in (self.queries, self.keys))
         return queries * (queries + 1) // 2 if self.causal else queries * keys
 
 
-def visible(layout: SequenceLayout, n: int, mine: int, theirs: int, rows: int) -> Part | None:
+def visible(layout: SequenceLayout, n: int, mine: int, theirs: int, rows: int) -> Tile | None:
     """What the queries of rank ``mine`` see of the keys of rank ``theirs``; each has ``rows``.
 
     None when they see nothing. A chunk sees all of every earlier chunk and, causally, itself.
@@ -116,54 +120,54 @@ def visible(layout: SequenceLayout, n: int, mine: int, theirs: int, rows: int) -
     """
     everything = slice(0, rows)
     if mine == theirs:
-        return Part(everything, everything, causal=True)
+        return Tile(everything, everything, causal=True)
     my_chunks, their_chunks = layout.chunks(mine, n), layout.chunks(theirs, n)
     too_early = sum(chunk < their_chunks[0] for chunk in my_chunks)
     seen = sum(chunk < my_chunks[-1] for chunk in their_chunks)
     size = rows // layout.per_rank
     if seen == 0:
         return None
-    return Part(slice(too_early * size, rows), slice(0, seen * size), causal=False)
+    return Tile(slice(too_early * size, rows), slice(0, seen * size), causal=False)
 
 
-def view_of(axis: Axis, layout: SequenceLayout, rows: int) -> Callable[[int], Part | None]:
-    """:func:`visible` for this rank: a function of whose keys they are."""
+def view_of(axis: Axis, layout: SequenceLayout, rows: int) -> Callable[[int], Tile | None]:
+    """Return :func:`visible` for this rank's queries, as a function of the keys' source rank."""
     if rows % layout.per_rank:
         raise ValueError(
-            f"axis {axis.name}, rank {axis.rank}: {rows} positions a rank are no "
-            f"{layout.per_rank} equal chunks of the {layout.name} layout; cut sequences with "
+            f"axis {axis.name}, rank {axis.rank}: expected {layout.per_rank} equal chunks of the "
+            f"{layout.name} layout, got {rows} positions per rank; split sequences with "
             "shard(tokens, targets, axis, layout)"
         )
-    return lambda whose: visible(layout, axis.size, axis.rank, whose, rows)
+    return lambda source: visible(layout, axis.size, axis.rank, source, rows)
 
 
 def pairs(layout: SequenceLayout, seq_len: int, n: int) -> list[int]:
-    """(query, key) pairs that each rank computes, for one head of one sequence."""
+    """Count the (query, key) pairs that each rank computes, for one head of one sequence."""
     rows = shard_length(layout, seq_len, n)
-    parts = [[visible(layout, n, mine, theirs, rows) for theirs in range(n)] for mine in range(n)]
-    return [sum(part.pairs for part in of_rank if part) for of_rank in parts]
+    tiles = [[visible(layout, n, mine, theirs, rows) for theirs in range(n)] for mine in range(n)]
+    return [sum(tile.pairs for tile in of_rank if tile) for of_rank in tiles]
 
 
 def imbalance(layout: SequenceLayout, seq_len: int, n: int) -> Fraction:
-    """Work of the busiest rank over the mean: contiguous 2 - (s+1)/(S+1), zig-zag 1."""
+    """Return the busiest rank's work over the mean: contiguous 2 - (s+1)/(S+1), zig-zag 1."""
     work = pairs(layout, seq_len, n)
     return Fraction(max(work) * n, sum(work))
 
 
 def shard_length(layout: SequenceLayout, seq_len: int, n: int, axis: str = "cp") -> int:
-    """Positions of one rank, S/n. Raises ValueError when the chunks cannot be equal."""
-    pieces = layout.per_rank * n
-    if seq_len % pieces or seq_len < 1:
+    """Return S/n, the positions per rank. Raises ValueError when chunks cannot be equal."""
+    chunks = layout.per_rank * n
+    if seq_len % chunks or seq_len < 1:
         raise ValueError(
-            f"axis {axis}: {seq_len} positions cannot be cut into the {pieces} equal chunks that "
-            f"the {layout.name} layout gives {n} ranks; pad the sequence to "
-            f"{max(1, -(-seq_len // pieces)) * pieces} (targets of the padding: IGNORE_INDEX)"
+            f"axis {axis}: {seq_len} positions cannot be split into the {chunks} equal chunks that "
+            f"the {layout.name} layout needs for {n} ranks; pad the sequence to "
+            f"{max(1, -(-seq_len // chunks)) * chunks} (targets of the padding: IGNORE_INDEX)"
         )
     return seq_len // n
 
 
 def positions(seq_len: int, axis: Axis, layout: SequenceLayout) -> Tensor:
-    """The positions that this rank holds, (s), ascending, int64."""
+    """Return the positions that this rank holds, (s), ascending, int64."""
     size = shard_length(layout, seq_len, axis.size, axis.name) // layout.per_rank
     chunk_p = torch.tensor(layout.chunks(axis.rank, axis.size), device=axis.context.device)
     row_r = torch.arange(size, device=axis.context.device)
@@ -173,9 +177,61 @@ def positions(seq_len: int, axis: Axis, layout: SequenceLayout) -> Tensor:
 def shard(
     tokens_BS: Tensor, targets_BS: Tensor, axis: Axis, layout: SequenceLayout
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """This rank's (tokens_Bs, targets_Bs, positions_s) of sequences that every rank holds whole.
+    """Return this rank's (tokens_Bs, targets_Bs, positions_s) of sequences that all ranks hold.
 
-    Targets are made before cutting: the next token of a chunk's last one is on another rank.
+    Targets are made before the split: the next token of a chunk's last one is on another rank.
     """
-    mine_s = positions(tokens_BS.shape[1], axis, layout)
-    return tokens_BS[:, mine_s], targets_BS[:, mine_s], mine_s
+    own_s = positions(tokens_BS.shape[1], axis, layout)
+    return tokens_BS[:, own_s], targets_BS[:, own_s], own_s
+
+
+class PositionsCheck:
+    """Before each attention, check that the positions are those that this rank holds.
+
+    A model that is called without positions counts 0..s-1 on every rank: RoPE and mask would be
+    wrong, and the loss would still fall. On a GPU the comparison waits for the device, so there
+    only the first forward of each length is checked.
+    """
+
+    def __init__(self, axis: Axis, layout: SequenceLayout, max_seq_len: int) -> None:
+        self.axis, self.layout, self.max_seq_len = axis, layout, max_seq_len
+        self.expected: dict[int, Tensor] = {}  # by the number of rows
+
+    def __call__(self, _: nn.Module, args: tuple[Any, ...]) -> None:
+        given_s = args[1]
+        rows = given_s.shape[-1]
+        seen = rows in self.expected
+        if not seen:
+            self._check_length(rows * self.axis.size)
+            own_s = positions(rows * self.axis.size, self.axis, self.layout)
+            self.expected[rows] = own_s.to(given_s.device)
+        if seen and given_s.device.type != "cpu":
+            return
+        if not torch.equal(given_s, self.expected[rows]):
+            raise ValueError(
+                f"axis {self.axis.name}, rank {self.axis.rank}: expected this rank's positions in "
+                f"the {self.layout.name} layout, {_brief(self.expected[rows])}, got "
+                f"{_brief(given_s)}: call model(tokens, positions), both from "
+                "cp.shard(tokens, targets, axis, layout) with this axis and layout, and "
+                "model.cross_entropy(logits, targets)"
+            )
+
+    def _check_length(self, seq_len: int) -> None:
+        if seq_len > self.max_seq_len:
+            raise ValueError(
+                f"axis {self.axis.name}: {self.axis.size} ranks hold {seq_len} positions "
+                f"together, but the model was built for max_seq_len={self.max_seq_len}; shorten "
+                "the sequence or build with a larger one"
+            )
+
+
+def _brief(positions_s: Tensor) -> str:
+    """Write consecutive positions as ranges: ``0..5 42..47``, the first four."""
+    ranges: list[list[int]] = []
+    for position in positions_s.flatten().tolist():
+        if ranges and position == ranges[-1][1] + 1:
+            ranges[-1][1] = position
+        else:
+            ranges.append([position, position])
+    shown = " ".join(f"{first}..{last}" for first, last in ranges[:4])
+    return shown if len(ranges) <= 4 else f"{shown} ..."

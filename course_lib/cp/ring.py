@@ -1,19 +1,21 @@
-"""Ring attention: keys and values travel round a ring, one block a turn, past everyone's queries.
+"""Ring attention: ranks send keys and values around a ring, one block per turn.
 
-A rank holds three blocks of keys and values at most, its own, one in hand and one that arrives, so
-that memory does not grow with the number of ranks. Forward, rank r, turn t = 0..n-1:
+A rank stores at most three blocks of keys and values: its own, the one that it computes with and
+the one that arrives. So memory does not grow with the number of ranks. Forward on rank r, turn
+t = 0..n-1:
 
-    merge(attention(q_r, kv_(r-t)))     while kv_(r-t) travels on to rank r+1
+    merge(attention(q_r, kv_(r-t)))     while rank r sends kv_(r-t) to rank r+1
 
-Backward turns the same ring once more: each turn gives a share of dq_r, which stays, and of
-dkv_(r-t), which must get home to rank r-t. That gradient follows its block one turn behind,
-every rank it passes adding its own share, and travels while the next block is computed.
+Backward sends K and V around the same ring once more. Each turn computes a term of dq_r, which
+stays on rank r, and a term of dkv_(r-t), which must get back to rank r-t. That gradient follows
+its block one turn later. Every rank on the way adds its own term, and sends the sum while it
+computes the next block.
 
-Bytes a rank sends, in units of all ranks' K and V: (n-1)/n forward, as much again backward, and
-dK, dV, whose accumulators have a bytes an element where K and V have b. That is a/b for n turns
-where they start at home and go all the way round: (3n-2)/n together with a = b. But the home
-rank's own share need not travel. Here it stays, dK, dV start at the next rank and take n-1 turns
-to get home: 3(n-1)/n together with a = b (:func:`ring_wire_bytes`).
+Bytes that a rank sends, in units of all ranks' K and V: (n-1)/n in forward, as much in backward,
+and dK, dV, whose accumulators have a bytes per element where K and V have b. If dK, dV started on
+their own rank and took n turns, they would cost a/b: (3n-2)/n in all with a = b. But the rank's
+own term need not be sent. Here dK, dV start at the next rank and take n-1 turns: 3(n-1)/n in all
+with a = b (:func:`ring_wire_bytes`).
 
 Source: Liu et al. 2023 (arXiv:2310.01889); Brandon et al. 2023 (arXiv:2311.09431) on balance.
 """
@@ -36,9 +38,9 @@ from course_lib.model import ModelConfig
 def ring_wire_bytes(
     config: ModelConfig, batch: int, seq_len: int, n: int, *, forwards: int = 1
 ) -> Fraction:
-    """Bytes a rank sends in all layers, forward and backward, for ``batch`` whole sequences.
+    """Return the bytes a rank sends in all layers in a step, for ``batch`` sequences.
 
-    ``forwards`` of the attention for each backward: 2 where it is recomputed.
+    ``forwards`` counts the forward passes per backward: 2 where attention is recomputed.
     """
     kv_elements = 2 * batch * seq_len * config.kv_heads * config.head_dim
     width = (forwards + 1) * config.dtype.itemsize + accumulator(config.dtype).itemsize
@@ -46,10 +48,10 @@ def ring_wire_bytes(
 
 
 def ring_saved_bytes(config: ModelConfig, batch: int, seq_len: int, n: int) -> int:
-    """Bytes that a rank keeps from forward to backward in one layer's attention.
+    """Return the bytes that a rank saves for backward in one layer's attention.
 
-    q, out, K and V of its own positions, and a log-sum-exp for every row and head: 1/n of what
-    one process keeps.
+    It saves q, out, K and V of its own positions, and one log-sum-exp per row and head: 1/n of
+    what one process saves.
     """
     rows = batch * seq_len // n
     features = 2 * (config.heads + config.kv_heads) * config.head_dim
@@ -75,19 +77,20 @@ class RingAttention(torch.autograd.Function):
         axis = ctx.axis
         q, kv, out, lse = ctx.saved_tensors
         dq = torch.zeros_like(q, dtype=accumulator(q.dtype))
-        home = travelling = None
+        own = in_flight = None
         blocks = comm.ring(kv, axis)
-        for whose, dkv in attend_backward(dq, (dout, q, out, lse), blocks, ctx.visible, ctx.kernel):
-            if whose == axis.rank:
-                home = dkv
+        rows = (dout, q, out, lse)
+        for source, dkv in attend_backward(dq, rows, blocks, ctx.visible, ctx.kernel):
+            if source == axis.rank:
+                own = dkv
                 continue
-            if travelling is not None:  # this block's gradient, from the ranks it has passed
-                dkv += travelling.wait()[0]
-            travelling = comm.start_exchange(axis, [(dkv, axis.next)], [(dkv, axis.previous)])
-        assert home is not None
-        if travelling is not None:
-            home += travelling.wait()[0]
-        dk, dv = home.to(kv.dtype)
+            if in_flight is not None:  # the terms of this gradient from the ranks before
+                dkv += in_flight.wait()[0]
+            in_flight = comm.start_exchange(axis, [(dkv, axis.next)], [(dkv, axis.previous)])
+        assert own is not None
+        if in_flight is not None:
+            own += in_flight.wait()[0]
+        dk, dv = own.to(kv.dtype)
         return dq.to(q.dtype), dk, dv, None, None, None
 
 
@@ -99,10 +102,10 @@ def ring_attention(
     layout: SequenceLayout = ZIGZAG,
     kernel: Kernel | None = None,
 ) -> Tensor:
-    """Causal attention (B, s, H, K) of this rank's rows on the rows of all ranks.
+    """Return the causal attention (B, s, H, K) of this rank's rows on the rows of all ranks.
 
-    All three hold the rank's positions as ``layout`` orders them, RoPE applied. Raises ValueError
-    when the rows are no equal chunks.
+    All three tensors have the rank's positions in the order of ``layout``, with RoPE applied.
+    Raises ValueError when the rows cannot be split into equal chunks.
     """
     kernel = kernel or kernel_for(q_BsHK)
     return RingAttention.apply(q_BsHK, k_BsGK, v_BsGK, axis, layout, kernel)

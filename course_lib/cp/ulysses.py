@@ -1,23 +1,24 @@
-"""Ulysses: by all-to-all from a part of the sequence to a part of the heads, and back.
+"""Ulysses: an all-to-all from shards of the sequence to shards of the heads, and back.
 
-Heads do not know of one another, so that a rank that holds whole sequences for H/n of the heads
-runs the serial attention unchanged:
+Heads are independent in attention, so a rank with full sequences of H/n heads runs the reference
+attention unchanged:
 
     x_BsHK -> x_BShK  of q, k and v,   y_BShK = core(q, k, v),   y_BShK -> y_BsHK
 
-and backward is the same four exchanges in reverse. Work is equal on all ranks in the contiguous
-layout: use that one, whose shards join to the sequence in order.
+Backward is the same four all-to-alls in reverse. In the contiguous layout work is equal on all
+ranks, and the shards concatenate to the sequence in order: use that layout.
 
-Grouped query: where n does not divide the G key and value heads, each is sent in copies, lcm(G, n)
-heads in all, so that every rank has the ones that its query heads look at.
+With grouped-query attention n may not divide the G key and value heads. Each is then sent in
+copies, lcm(G, n) heads in all, so that every rank has the keys and values of its query heads.
 
-Bytes: an all-to-all sends (n-1)/n of the rank's tensor. Two of q's size and two of K's size in
-forward, the same in backward: less than a ring as n grows, but grouped query shrinks K and V only.
-The degree is bounded by the number of heads; a ring inside goes beyond (:func:`split_axis`,
-:func:`ulysses_ring_attention`).
+Bytes: an all-to-all sends (n-1)/n of the rank's tensor. Forward sends two tensors of q's size and
+two of K's size, and so does backward: less than a ring as n grows, but grouped-query attention
+shrinks K and V only. The degree is at most the number of heads. USP (two-dimensional context
+parallelism: Ulysses inside groups of ranks, a ring across them) goes beyond that
+(:func:`split_axis`, :func:`ulysses_ring_attention`).
 
 Letters: lower-case s and h are S and H divided by the axis. Sources: Jacobs et al. 2023
-(arXiv:2309.14509); Fang and Zhao 2024 (arXiv:2405.07719) on both together.
+(arXiv:2309.14509); Fang and Zhao 2024 (USP, arXiv:2405.07719).
 """
 
 from __future__ import annotations
@@ -38,24 +39,23 @@ from course_lib.model import AttentionCore, ModelConfig, causal_attention
 def ulysses_wire_bytes(
     config: ModelConfig, batch: int, seq_len: int, n: int, *, forwards: int = 1
 ) -> Fraction:
-    """Bytes a rank sends in all layers, forward and backward, for ``batch`` whole sequences."""
+    """Return the bytes a rank sends in all layers in a step, for ``batch`` sequences."""
     heads = 2 * config.heads + 2 * lcm(config.kv_heads, n)
     shard = Fraction(batch * seq_len * heads * config.head_dim * config.dtype.itemsize, n)
     return (forwards + 1) * config.layers * shard * Fraction(n - 1, n)
 
 
 def ulysses_saved_bytes(config: ModelConfig, batch: int, seq_len: int, n: int) -> int:
-    """Bytes that a rank keeps from forward to backward in one layer's attention.
+    """Return the bytes that a rank saves for backward in one layer's attention.
 
-    q, out, K and V of whole sequences and 1/n of the heads, and a log-sum-exp for each row and
-    head. The output, swapped back, is one more copy of out: what the next layer keeps of it.
+    It saves q, out, K and V of full sequences and 1/n of the heads, and one log-sum-exp per row
+    and head. The next linear saves the output after its all-to-all, which is not counted here.
     """
-    return ring_saved_bytes(share_of_heads(config, n), batch, seq_len, 1)
+    return ring_saved_bytes(_shard_of_heads(config, n), batch, seq_len, 1)
 
 
-def share_of_heads(config: ModelConfig, n: int) -> ModelConfig:
-    """The sizes of the attention that each of ``n`` ranks computes: H/n heads, lcm(G, n)/n of K
-    and V, copies included."""
+def _shard_of_heads(config: ModelConfig, n: int) -> ModelConfig:
+    """Return the sizes of one of ``n`` ranks' attention: H/n heads, lcm(G, n)/n of K and V."""
     return replace(
         config,
         hidden=config.hidden // n,
@@ -72,22 +72,22 @@ def ulysses_attention(
     layout: SequenceLayout = CONTIGUOUS,
     core: AttentionCore = causal_attention,
 ) -> Tensor:
-    """Attention (B, s, H, K); ``core`` is what runs on whole sequences of some heads.
+    """Return the attention (B, s, H, K); ``core`` runs on full sequences of some heads.
 
-    Rows are the rank's contiguous positions. Raises ValueError when the axis does not divide the
-    query heads, and for a layout whose shards do not join to the sequence in order.
+    Rows are the rank's contiguous positions. Raises ValueError when the axis size does not divide
+    the query heads, and for a layout whose shards do not concatenate in order.
     """
     heads, kv_heads = q_BsHK.shape[2], k_BsGK.shape[2]
     if heads % axis.size:
         raise ValueError(
-            f"axis {axis.name} of {axis.size} ranks does not divide {heads} query heads: Ulysses "
-            "gives each rank whole heads; take a divisor, or a ring, or both together"
+            f"axis {axis.name} of {axis.size} ranks does not divide {heads} query heads, and "
+            "Ulysses gives each rank whole heads: choose a divisor, a ring, or both (USP)"
         )
     if not in_order(layout, axis.size):
         raise ValueError(
-            f"axis {axis.name}: the {layout.name} layout's shards do not join to the sequence in "
-            "order, and the causal mask would be of other positions: Ulysses wants "
-            "cp.CONTIGUOUS, which divides its work evenly"
+            f"axis {axis.name}: expected a layout whose shards concatenate to the sequence in "
+            f"order, got {layout.name}, and the causal mask would be wrong: use cp.CONTIGUOUS, "
+            "with which Ulysses has equal work on all ranks"
         )
     copies = lcm(kv_heads, axis.size) // kv_heads
     q_BShK = comm.swap(q_BsHK, axis, split_dim=2, join_dim=1)
@@ -98,14 +98,14 @@ def ulysses_attention(
     return comm.swap(core(q_BShK, k_BSgK, v_BSgK), axis, split_dim=1, join_dim=2)
 
 
-# --- Ulysses and ring: a grid of ranks -----------------------------------------------------------
+# --- USP: Ulysses inside groups of ranks, a ring across them -------------------------------------
 
 
 def split_axis(axis: Axis, heads: int) -> tuple[Axis, Axis]:
-    """``axis`` as a grid: its runs of ``heads`` neighbours, and a ring through all runs.
+    """Split ``axis`` in two for USP: groups of ``heads`` neighbours, and a ring across the groups.
 
-    Neighbours share out heads, for all-to-all wants the fast links; the ring hides behind
-    arithmetic. It makes groups, as ``make_mesh`` does: call it on every rank of the world, once.
+    Neighbours split the heads, because an all-to-all needs the fast links; the ring overlaps with
+    arithmetic. It creates process groups, as ``make_mesh`` does: call it once, on every rank.
     """
     return sub_axis(axis, heads, f"{axis.name}_heads"), across_axis(
         axis, heads, f"{axis.name}_ring"
@@ -122,20 +122,20 @@ def ulysses_ring_attention(
     heads_axis: Axis,
     ring_axis: Axis,
 ) -> Tensor:
-    """Both: Ulysses over ``heads_axis`` makes of its ranks' rows one shard of a ring.
+    """Return the attention of USP: Ulysses over ``heads_axis`` around a ring over ``ring_axis``.
 
-    ``axis`` is what :func:`split_axis` made the other two of, ``layout`` is
-    :func:`course_lib.cp.nested` of the ring's layout. Raises ValueError where they do not agree.
+    :func:`split_axis` made both axes from ``axis``; ``layout`` is :func:`course_lib.cp.nested` of
+    the ring's layout. Raises ValueError where they do not agree.
     """
     if not isinstance(layout, Nested) or layout.heads != heads_axis.size:
         raise ValueError(
-            f"axis {axis.name}: rows lie in the {layout.name} layout, and a ring through runs of "
-            f"{heads_axis.size} neighbours wants cp.nested(ring's layout, {heads_axis.size})"
+            f"axis {axis.name}: expected the layout cp.nested(ring's layout, {heads_axis.size}) "
+            f"for a ring across groups of {heads_axis.size} neighbours, got {layout.name}"
         )
     if axis.size != heads_axis.size * ring_axis.size:
         raise ValueError(
-            f"axis {axis.name} of {axis.size} ranks is no grid of {heads_axis.size} x "
-            f"{ring_axis.size}: take both axes from split_axis({axis.name}, ...)"
+            f"expected axis {axis.name} to have {heads_axis.size} x {ring_axis.size} ranks, got "
+            f"{axis.size}: take both axes from split_axis({axis.name}, ...)"
         )
 
     def ring(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -147,19 +147,19 @@ def ulysses_ring_attention(
 def ulysses_ring_wire_bytes(
     config: ModelConfig, batch: int, seq_len: int, heads: int, ring: int, *, forwards: int = 1
 ) -> tuple[Fraction, Fraction]:
-    """Bytes a rank sends in all layers over the axis of heads, and over that of the ring.
+    """Return the bytes a rank sends in all layers, over the axis of heads and over the ring's.
 
-    The first swaps 1/ring of every sequence, the second turns K and V of 1/heads of the heads.
+    The first sends 1/ring of every sequence, the second K and V of 1/heads of the heads.
     """
-    share = share_of_heads(config, heads)
+    own = _shard_of_heads(config, heads)
     return (
         ulysses_wire_bytes(config, batch, seq_len // ring, heads, forwards=forwards),
-        ring_wire_bytes(share, batch, seq_len, ring, forwards=forwards),
+        ring_wire_bytes(own, batch, seq_len, ring, forwards=forwards),
     )
 
 
 def ulysses_ring_saved_bytes(
     config: ModelConfig, batch: int, seq_len: int, heads: int, ring: int
 ) -> int:
-    """Bytes that a rank keeps in one layer's attention: a ring's of 1/heads of the heads."""
-    return ring_saved_bytes(share_of_heads(config, heads), batch, seq_len, ring)
+    """Return the bytes that a rank saves in one layer: a ring's with 1/heads of the heads."""
+    return ring_saved_bytes(_shard_of_heads(config, heads), batch, seq_len, ring)

@@ -1,4 +1,4 @@
-"""From traces to rows, and from the costs of a simulation to the pace of ranks."""
+"""Measured steps as rows of a schedule, and the pace of ranks for simulated costs."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ from course_lib.trace import Trace
 
 
 def pace_of(costs: Costs, schedule: Schedule) -> Pace:
-    """The ``pace`` with which ranks take as long for each action as :func:`simulate` assumes.
+    """Return the ``pace`` that makes each action take the seconds in ``costs``.
 
-    ``costs`` are seconds. Stages may differ: a slow generation of GPUs in one of them.
+    Stages may differ, for example where one of them has slower GPUs.
     """
     kinds = {(action.op, action.stage) for row in schedule.rows for action in row}
     return {kind: costs.of(Action(*kind, 0)) for kind in sorted(kinds)}
 
 
 def stage_traces(traces: Iterable[Trace]) -> list[Trace]:
-    """The traces without messages, as a picture of a schedule wants them; sleeps stay."""
+    """Return copies of the traces with the spans of stages only, for a picture of a schedule."""
     found = []
     for trace in traces:
         only = copy(trace)
@@ -30,10 +30,10 @@ def stage_traces(traces: Iterable[Trace]) -> list[Trace]:
 
 
 def measured_rows(traces: Iterable[Trace]) -> list[list[Span]]:
-    """The stages' actions of each rank as measured, in seconds from the first start of all.
+    """Return each rank's measured actions, in seconds from the first start on any rank.
 
-    Rows as those of a Simulation, so that ``bubble`` and ``makespan`` take them. The traces
-    should hold one step: clear them after a first one that warms up.
+    The rows have the type of a Simulation's, so ``bubble`` and ``makespan`` take them. The traces
+    should hold one step: clear them after a first step, which warms up.
     """
     spans = from_zero(span for trace in stage_traces(traces) for span in trace.spans)
     ranks = sorted({span.rank for span in spans})

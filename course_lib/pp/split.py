@@ -1,25 +1,25 @@
-"""Backward in two halves: I, the gradient of the input, and W, the gradient of the weights.
+"""The split backward: I computes the input gradient (dgrad), W the weight gradient (wgrad).
 
-Only I is waited for by the stage before. Of a linear y_TF = x_TD W_FD^T + b_F
+The stage before waits for I only. For a linear y_TF = x_TD W_FD^T + b_F
 
     I   dx_TD = dy_TF W_FD
     W   dW_FD = dy_TF^T x_TD, db_F = sum of dy_TF over T
 
-so that W needs no message, and may fill a bubble. A linear run under :class:`WeightsLater` keeps
-two graphs where autograd keeps one: the stage's own, in which the weight is a constant, and one
-of the product and the weight alone. I goes through the first and frees it; it leaves dy to the
-second. Between I and W remain x and dy of each linear, and nothing else. W is autograd's own
-backward of the second graph, so that gradients are added bit for bit as a whole backward adds
-them, and hooks on parameters fire.
+so W sends nothing and can fill a bubble. A linear that runs under :class:`DeferredWeightGradients`
+has two graphs instead of one: that of the stage, in which the weight is a constant, and one of
+only the product and the weight. I is the backward of the first graph. It frees that graph and
+saves dy for the second. Between I and W only x and dy of each linear are saved. W is autograd's
+backward of the second graph, so gradients are added bit for bit as in a whole backward, and hooks
+on parameters run.
 
-What is no linear (norms, embeddings, a linear with messages inside) stays with I: it is little
-arithmetic. Only sequence parallelism's linears that gather their input again in backward have a
-message in W: gathered in I it would have to be kept whole until W.
+Everything else (norms, embeddings, a linear with messages inside) is computed in I: it is little
+arithmetic. In W, only those linears of sequence parallelism communicate that gather their input
+again in backward. If I gathered it, the full input would have to be saved until W.
 
-``torch.distributed.pipelining`` splits any graph, by going twice through one that it retains:
-all activations stay until W, and a custom autograd function computes both halves in each.
+``torch.distributed.pipelining`` splits any graph: it retains the graph and runs backward twice.
+All activations are saved until W, and a custom autograd function computes both halves each time.
 
-Source: Qi et al. 2023 (arXiv:2401.10241), whose code puts off the products of linears too.
+Source: Qi et al. 2023 (arXiv:2401.10241), whose code also defers the products of linears.
 """
 
 from __future__ import annotations
@@ -38,13 +38,13 @@ from torch.overrides import TorchFunctionMode
 from course_lib.comm.operators import apply_weight
 from course_lib.model import ModelConfig
 
-# For each linear the graph of x and the weight, and a node that holds the gradient dy for it.
-PutOff = list[tuple[GradientEdge, GradientEdge]]
+# Per linear: the graph of the product and the weight, and a node that has saved dy for it.
+Deferred = list[tuple[GradientEdge, GradientEdge]]
 Product = Callable[[Tensor], Tensor]
 
 
-class _Held(torch.autograd.Function):
-    """A node that holds a tensor as autograd does, so that memory meters see it."""
+class _Saved(torch.autograd.Function):
+    """A node that saves a tensor as autograd does, so that memory meters count it."""
 
     @staticmethod
     def forward(ctx, x: Tensor) -> Tensor:
@@ -53,29 +53,29 @@ class _Held(torch.autograd.Function):
 
 
 class _Linear(torch.autograd.Function):
-    """A linear whose backward gives dx and puts the rest off.
+    """A linear whose backward returns dx and defers the weight gradient.
 
-    ``weight`` is detached: a parameter would hear of a backward that brings it nothing, and its
-    hooks would take that for its gradient. ``trained`` is there to require one in its place.
+    ``weight`` is detached: otherwise the hooks of the parameter would run in I, without a
+    gradient. ``trained`` is an empty tensor that requires a gradient in its place.
     """
 
     @staticmethod
     def forward(
-        ctx, x: Tensor, trained: Tensor, weight: Tensor, product: Product, put_off: PutOff
+        ctx, x: Tensor, trained: Tensor, weight: Tensor, product: Product, deferred: Deferred
     ) -> Tensor:
         with torch.enable_grad():
             y = product(_as_input(x))
-        ctx.weights_half, ctx.put_off = get_gradient_edge(y), put_off
+        ctx.weight_graph, ctx.deferred = get_gradient_edge(y), deferred
         ctx.save_for_backward(weight)
         return y.detach()
 
     @staticmethod
     @once_differentiable
     def backward(ctx, dy: Tensor):
-        with torch.enable_grad():  # else no node is made
-            # An edge, and not its node alone: before torch 2.12 a node dies with its output.
-            held = get_gradient_edge(_Held.apply(dy.detach().requires_grad_()))
-        ctx.put_off.append((ctx.weights_half, held))
+        with torch.enable_grad():  # otherwise autograd makes no node
+            # An edge, not only its node: before torch 2.12 a node is freed with its output.
+            saved = get_gradient_edge(_Saved.apply(dy.detach().requires_grad_()))
+        ctx.deferred.append((ctx.weight_graph, saved))
         (weight,) = ctx.saved_tensors
         return dy @ weight if ctx.needs_input_grad[0] else None, None, None, None, None
 
@@ -89,12 +89,12 @@ def _as_input(x: Tensor) -> Tensor:
     return x
 
 
-class WeightsLater(TorchFunctionMode):
-    """Around forward and I of one micro-batch on one stage; :meth:`run` is its W."""
+class DeferredWeightGradients(TorchFunctionMode):
+    """Run forward and I of one micro-batch on one stage inside; :meth:`run` is its W."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.put_off: PutOff = []
+        self.deferred: Deferred = []
         self.trained = torch.empty(0, requires_grad=True)
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
@@ -107,27 +107,29 @@ class WeightsLater(TorchFunctionMode):
         if not (weight.is_leaf and weight.requires_grad):
             return apply_weight(input, weight, bias)
         product = partial(apply_weight, weight=weight, bias=bias)
-        return _Linear.apply(input, self.trained, weight.detach(), product, self.put_off)
+        return _Linear.apply(input, self.trained, weight.detach(), product, self.deferred)
 
     def run(self) -> None:
-        """Add the gradients that I has put off, and free what they needed one by one."""
-        while self.put_off:
-            graph, held = self.put_off.pop(0)
-            node: Any = held.node
+        """Add the deferred weight gradients, and free what each of them needed."""
+        while self.deferred:
+            graph, saved = self.deferred.pop(0)
+            node: Any = saved.node
             torch.autograd.backward(graph, *node.saved_tensors)
 
 
-def kept_for_weights(
+def saved_for_wgrad(
     config: ModelConfig, sequences: int, seq_len: int, first: int = 0, end: int | None = None
 ) -> int:
-    """Bytes kept between I and W by the slice ``first``..``end - 1`` of the model, from shapes.
+    """Return the bytes that blocks ``first`` to ``end - 1`` save between I and W, from shapes.
 
-    x and dy of every linear; q, k and v have one x, and so have gate and up. The head's dy is as
-    large as all logits.
+    These are x and dy of every linear; q, k and v share one x, and so do gate and up. The head's
+    dy has the size of all logits.
     """
     end = config.layers if end is None else end
     kv_features = config.kv_heads * config.head_dim
-    inner = 3 if config.family == "llama" else 2  # of the MLP: x of its last linear, dy of others
+    inner = (
+        3 if config.family == "llama" else 2
+    )  # of the MLP: x of its last linear, dy of the others
     block = 6 * config.hidden + 2 * kv_features + inner * config.ffn
     head = config.hidden + config.vocab if end == config.layers else 0
     return sequences * seq_len * ((end - first) * block + head) * config.dtype.itemsize

@@ -1,4 +1,4 @@
-"""A tied embedding with two copies on two ranks: the first stage's table, the last one's head."""
+"""A tied embedding with copies on two ranks: in the first stage, and as LM head in the last one."""
 
 from __future__ import annotations
 
@@ -14,19 +14,19 @@ from course_lib.schedule import Schedule
 
 
 @contextmanager
-def summed(
-    schedule: Schedule, stages: Mapping[int, Decoder], pp: Axis, apart: bool = True
+def summed_gradient(
+    schedule: Schedule, stages: Mapping[int, Decoder], pp: Axis, sum_tied: bool = True
 ) -> Iterator[list[int]]:
-    """Around a step: afterwards both copies have the sum of what the step added to each.
+    """Run a step inside; then both copies have the sum of what the step added to each.
 
-    Gives those stages of this rank whose gradients are complete only then. In a V these are the
-    two that share one embedding, and nothing is sent; else the one that has a copy. Without
-    ``apart`` the copies of two ranks are left for the caller to sum.
+    Yields this rank's stages whose gradients are complete only after that. In a V-shaped placement
+    these are the two that share one embedding, and nothing is sent; otherwise the one with a copy.
+    Without ``sum_tied`` the copies of two ranks are left to the caller.
     """
     first, last = schedule.placement[0], schedule.placement[-1]
     ends = [stage for stage in stages if stage in (0, schedule.stages - 1)]
     weight = _tied_weight(stages[ends[0]]) if ends else None
-    if weight is None or (first != last and not apart):
+    if weight is None or (first != last and not sum_tied):
         yield []
         return
     if first == last:
@@ -34,22 +34,22 @@ def summed(
         return
     before, weight.grad = weight.grad, None  # only what this step adds is summed
     yield ends
-    _sum_tied_gradient(weight, pp, other=first + last - pp.rank)
-    if before is not None:
-        weight.grad = before.add_(weight.grad)  # type: ignore[arg-type]
+    step = _sum_of_both(weight.grad, pp, other=first + last - pp.rank)
+    weight.grad = step if before is None else before.add_(step)
 
 
 def _tied_weight(stage: Decoder) -> Tensor | None:
-    end = stage.head if stage.embedding is None else stage.embedding.token
-    if end is None or not stage.config.tied or not end.weight.requires_grad:
+    """Return the stage's copy of the embedding, if it has one that is tied and trained."""
+    module = stage.head if stage.embedding is None else stage.embedding.token
+    if module is None or not stage.config.tied or not module.weight.requires_grad:
         return None
-    return end.weight
+    return module.weight
 
 
-def _sum_tied_gradient(weight: Tensor, pp: Axis, other: int) -> None:
-    """An all-reduce of two ranks: each sends its gradient to the other.
+def _sum_of_both(gradient: Tensor | None, pp: Axis, other: int) -> Tensor:
+    """Do an all-reduce over two ranks, in place: each sends its gradient to the other.
 
-    Without it the copies drift apart from the first step on.
+    Without it the copies differ from the first step on.
     """
-    assert weight.grad is not None
-    weight.grad += comm.exchange(weight.grad, pp, to=other, source=other)
+    assert gradient is not None, "backward has reached both copies"
+    return gradient.add_(comm.exchange(gradient, pp, to=other, source=other))

@@ -1,9 +1,10 @@
-"""A pipeline schedule as data: for each rank a row of actions, and where each stage lives.
+"""A pipeline schedule as data: a row of actions per rank, and the rank of each stage.
 
-The same rows are drawn, simulated, validated and executed. Words: a *stage* is a virtual stage,
-0 to p*chunks-1, in the order in which a micro-batch passes them; a *rank* holds one or more of
-them (its *chunks*); *F* is a stage's forward, *B* its whole backward, *I* and *W* the two halves
-of B: the gradient of the input and that of the weights (Qi et al. 2023, arXiv:2401.10241).
+The same rows are drawn, simulated, validated and executed. A *stage* is a virtual stage, 0 to
+p*chunks-1, in the order in which a micro-batch passes them. A *rank* has one or more of them, its
+*chunks*. *F* is a stage's forward, *B* its whole backward. *I* and *W* are the two halves of a
+split backward, the input gradient (dgrad) and the weight gradient (wgrad): Qi et al. 2023,
+arXiv:2401.10241.
 """
 
 from __future__ import annotations
@@ -18,24 +19,24 @@ from typing import NamedTuple
 
 OPS = ("F", "B", "I", "W")
 CELL = re.compile(r"([0-9]{1,9})([A-Z])([0-9]{1,9})")
-# Cells of torch that move data and compute nothing. The engine derives them from the others.
-PAIR = re.compile(r"\((.*)\)OVERLAP_F_B")  # torch's: messages overlap
+# Cells of torch that communicate and compute nothing. The engine derives them from the others.
+PAIR = re.compile(r"\((.*)\)OVERLAP_F_B")  # torch's: two actions whose messages overlap
 TRANSFER = re.compile(r"[0-9]+(SEND_F|RECV_F|SEND_B|RECV_B|UNSHARD|RESHARD|REDUCE_GRAD)[0-9]*")
 
 
 class ScheduleError(ValueError):
-    """A schedule that cannot be run; says where (rank, place in its row) and why."""
+    """A schedule that cannot be run; the message names rank and cell and the reason."""
 
 
 class Action(NamedTuple):
-    """One thing to do: ``op`` for micro-batch ``mb`` on virtual ``stage``."""
+    """One action: ``op`` for micro-batch ``mb`` on virtual ``stage``."""
 
     op: str
     stage: int
     mb: int
 
     def __str__(self) -> str:
-        """As torch prints it: stage, op, micro-batch, e.g. ``0F3``."""
+        """Write it as torch does: stage, op, micro-batch, such as ``0F3``."""
         return f"{self.stage}{self.op}{self.mb}"
 
     @classmethod
@@ -52,7 +53,7 @@ class Action(NamedTuple):
 
 @dataclass(frozen=True)
 class Schedule:
-    """``rows[rank]`` is what a rank does, in order; ``placement[stage]`` is the rank of a stage."""
+    """``rows[rank]`` are a rank's actions, in order; ``placement[stage]`` is a stage's rank."""
 
     name: str
     rows: tuple[tuple[Action, ...], ...]
@@ -74,21 +75,21 @@ class Schedule:
         return 1 + max((action.mb for row in self.rows for action in row), default=-1)
 
     def peak_in_flight(self) -> list[int]:
-        """For each rank, the most (stage, micro-batch) pairs whose activations it keeps at once.
+        """Return per rank the most (stage, micro-batch) pairs whose activations it stores at once.
 
         A pair is in flight from the start of its F to the end of its B or W. A rank does one
-        thing at a time, so that the order of its row decides, whatever actions cost; where one
-        ends as the next begins (half-open intervals), the two do not overlap.
+        action at a time, so the order of its row decides, and not the costs. Intervals are
+        half-open: an action that ends when the next one starts does not overlap with it.
         """
         return [max(in_flight(row), default=0) for row in self.rows]
 
     def stages_of(self, rank: int) -> list[int]:
-        """The stages that ``rank`` holds, ascending."""
-        return [stage for stage, home in enumerate(self.placement) if home == rank]
+        """Return the stages of ``rank``, ascending."""
+        return [stage for stage, owner in enumerate(self.placement) if owner == rank]
 
 
 def in_flight(row: Iterable[Action]) -> Iterator[int]:
-    """How many (stage, micro-batch) pairs are in flight during each action of ``row``."""
+    """Yield the number of (stage, micro-batch) pairs in flight during each action of ``row``."""
     now = 0
     for action in row:
         now += action.op == "F"
@@ -97,25 +98,25 @@ def in_flight(row: Iterable[Action]) -> Iterator[int]:
 
 
 def looped(ranks: int, chunks: int = 1) -> tuple[int, ...]:
-    """Placement that goes round: stage s lives on rank s mod p (Megatron's interleaving)."""
+    """Return the looped placement: stage s is on rank s mod p (Megatron's interleaving)."""
     return tuple(stage % ranks for stage in range(ranks * chunks))
 
 
 def v_shape(ranks: int) -> tuple[int, ...]:
-    """Two chunks, there and back: stages s and 2p-1-s share a rank."""
+    """Return the V-shaped placement of two chunks: stages s and 2p-1-s share a rank."""
     return (*range(ranks), *reversed(range(ranks)))
 
 
 def from_rows(rows: Iterable[Iterable[str]], name: str = "rows") -> Schedule:
-    """A schedule from cells like ``0F0``.
+    """Read a schedule from cells like ``0F0``.
 
     Empty cells are idle time and are left out, and so are torch's cells of communication
     (``0SEND_F0``, ``0REDUCE_GRAD``, ...); its pair ``(0F7;7B3)OVERLAP_F_B`` is read as two. The
-    placement is read off the rows: a stage lives where its actions are. Raises ScheduleError with
-    rank and cell when that is contradictory.
+    placement follows from the rows: a stage is on the rank that has its actions. Raises
+    ScheduleError with rank and cell when two ranks have the same stage.
     """
     actions: list[list[Action]] = []
-    home: dict[int, int] = {}
+    rank_of: dict[int, int] = {}
     for rank, cells in enumerate(rows):
         actions.append([])
         for place, cell in _single(cells):
@@ -125,52 +126,52 @@ def from_rows(rows: Iterable[Iterable[str]], name: str = "rows") -> Schedule:
                 action = Action.parse(cell)
             except ScheduleError as error:
                 raise ScheduleError(f"rank {rank}, cell {place}: {error}") from None
-            if home.setdefault(action.stage, rank) != rank:
+            if rank_of.setdefault(action.stage, rank) != rank:
                 raise ScheduleError(
                     f"rank {rank}, cell {place}: {action} is on stage {action.stage}, which rank "
-                    f"{home[action.stage]} holds; a stage's weights live on one rank"
+                    f"{rank_of[action.stage]} holds; a stage's weights are on one rank"
                 )
             actions[-1].append(action)
-    return Schedule(name, as_rows(actions), _placement(home))
+    return Schedule(name, as_rows(actions), _placement(rank_of))
 
 
 def _single(cells: Iterable[str]) -> Iterator[tuple[int, str]]:
-    """Place and text of each cell, pairs taken apart."""
+    """Yield place and text of each cell, and of each half of a pair."""
     for place, cell in enumerate(cells):
         pair = PAIR.fullmatch(cell.strip())
         for one in pair[1].split(";") if pair else (cell,):
             yield place, one
 
 
-def _placement(home: dict[int, int]) -> tuple[int, ...]:
-    """Ranks by stage; ``home`` must have every stage from 0 on."""
-    if not home:
+def _placement(rank_of: dict[int, int]) -> tuple[int, ...]:
+    """Return the ranks by stage; ``rank_of`` must have every stage from 0 on."""
+    if not rank_of:
         raise ScheduleError("there is no action in any row")
-    gap = next((stage for stage in range(len(home)) if stage not in home), None)
+    gap = next((stage for stage in range(len(rank_of)) if stage not in rank_of), None)
     if gap is not None:
         raise ScheduleError(
-            f"stage {gap} appears in no row, but stage {max(home)} does; stages are numbered "
+            f"stage {gap} appears in no row, but stage {max(rank_of)} does; stages are numbered "
             "from 0 without a gap"
         )
-    return tuple(home[stage] for stage in range(len(home)))
+    return tuple(rank_of[stage] for stage in range(len(rank_of)))
 
 
 def read_csv(text: str, name: str = "rows") -> Schedule:
-    """A schedule from CSV text: one line for each rank, cells as :func:`from_rows` takes them.
+    """Read a schedule from CSV text: one line per rank, cells as for :func:`from_rows`.
 
-    Lines without any action are no ranks; only blank lines may stand between those of ranks.
+    Blank lines are skipped, and so are lines without text in any cell at the end.
     """
     try:
         lines = [line for line in csv.reader(io.StringIO(text)) if line]
     except csv.Error as error:
         raise ScheduleError(f"this is no CSV text ({error})") from None
     while lines and not any(cell.strip() for cell in lines[-1]):
-        lines.pop()  # a spreadsheet leaves lines of commas at the end
+        lines.pop()  # spreadsheets write lines of commas at the end
     return from_rows(lines, name)
 
 
 def write_csv(schedule: Schedule) -> str:
-    """The schedule as CSV text, which :func:`read_csv` reads back."""
+    """Write the schedule as CSV text, which :func:`read_csv` reads."""
     out = io.StringIO()
     csv.writer(out, lineterminator="\n").writerows([map(str, row) for row in schedule.rows])
     return out.getvalue()
@@ -180,9 +181,9 @@ def check_sizes(**sizes: int) -> None:
     """Raise ValueError unless every size is a whole number of 1 or more."""
     for name, size in sizes.items():
         if isinstance(size, bool) or not isinstance(size, int) or size < 1:
-            raise ValueError(f"{name}={size!r}: a whole number, 1 or more, is wanted")
+            raise ValueError(f"expected a whole number, 1 or more, got {name}={size!r}")
 
 
 def as_rows(rows: Sequence[Sequence[Action]]) -> tuple[tuple[Action, ...], ...]:
-    """Lists of actions as the tuples that a Schedule holds."""
+    """Convert lists of actions to the tuples of a Schedule."""
     return tuple(tuple(row) for row in rows)

@@ -1,4 +1,4 @@
-"""The schedules that have a name, written out as rows.
+"""The schedules with a name, as rows.
 
 p is the number of ranks, m of micro-batches; with ``chunks`` > 1 each rank holds several stages
 (looped placement).
@@ -15,9 +15,9 @@ from course_lib.schedule.zero_bubble import dualpipe_v, zb_h1, zb_h2, zb_v
 
 
 def naive(ranks: int, microbatches: int, chunks: int = 1) -> Schedule:
-    """One micro-batch at a time goes all the way forward and back: one rank works, p-1 wait.
+    """Run one micro-batch at a time forward and back: one rank works, p-1 wait.
 
-    ``m p (F + B)`` in all (one chunk): what cutting a model over ranks gives without a pipeline.
+    The makespan is ``m p (F + B)`` (one chunk): a model split over ranks, without a pipeline.
     """
     check_sizes(ranks=ranks, microbatches=microbatches, chunks=chunks)
     rows: list[list[Action]] = []
@@ -32,10 +32,10 @@ def naive(ranks: int, microbatches: int, chunks: int = 1) -> Schedule:
 
 
 def gpipe(ranks: int, microbatches: int, chunks: int = 1) -> Schedule:
-    """All forwards, then all backwards. Bubble (p-1)/(m+p-1) of total; m in flight.
+    """Run all forwards, then all backwards. Bubble (p-1)/(m+p-1) of total; m in flight.
 
-    Backwards take the micro-batches in the order of the forwards, as torch's does. With several
-    chunks every chunk passes all micro-batches before the next one starts (breadth first).
+    Backwards take the micro-batches in the order of the forwards, as in torch. With several
+    chunks, every chunk runs all micro-batches before the next one starts (breadth first).
     Source: Huang et al. 2018, arXiv:1811.06965.
     """
     check_sizes(ranks=ranks, microbatches=microbatches, chunks=chunks)
@@ -53,29 +53,29 @@ def gpipe(ranks: int, microbatches: int, chunks: int = 1) -> Schedule:
 def one_f_one_b(ranks: int, microbatches: int, chunks: int = 1) -> Schedule:
     """Rank r warms up with p-1-r forwards, then alternates one forward and one backward.
 
-    The same bubble as GPipe, but rank r keeps at most p-r micro-batches in flight instead of m.
+    The bubble is that of GPipe, but rank r has at most p-r micro-batches in flight instead of m.
     Source: Narayanan et al. 2019 (PipeDream, arXiv:1806.03377) and 2021 (arXiv:2104.04473, with
-    the flush at the end that is meant here).
+    a flush at the end of each step, as here).
     """
     check_sizes(ranks=ranks, microbatches=microbatches, chunks=chunks)
     if chunks > 1:
         raise ValueError(
-            f"1f1b has one chunk a rank, got chunks={chunks}; several chunks make it another "
-            "schedule (interleaved)"
+            f"1f1b has one chunk per rank, got chunks={chunks}; with several chunks choose "
+            "interleaved"
         )
     rows = []
     for rank in range(ranks):
         fs, bs = ([Action(op, rank, mb) for mb in range(microbatches)] for op in "FB")
-        rows.append(one_and_one(fs, bs, warm_up=ranks - 1 - rank))
+        rows.append(alternate(fs, bs, warm_up=ranks - 1 - rank))
     return Schedule("1f1b", as_rows(rows), looped(ranks))
 
 
 def interleaved(ranks: int, microbatches: int, chunks: int = 2) -> Schedule:
-    """1F1B with several stages a rank: the bubble is cut by ``chunks``, in flight there is more.
+    """1F1B with several stages per rank: the bubble is divided by ``chunks``, more is in flight.
 
-    Micro-batches go in rounds of p or a few more: a round passes all chunks before the next one
-    starts. Where m is a multiple of p the order is Megatron's; otherwise the m // p rounds are as
-    even as can be, the larger first, so that no round is too short to fill the ring.
+    Micro-batches run in rounds of p or a few more: a round passes all chunks before the next one
+    starts. Where m is a multiple of p the order is Megatron's. Otherwise the m // p rounds are as
+    even as possible, the larger first, so that every round has at least p micro-batches.
     Source: Narayanan et al. 2021, arXiv:2104.04473, 2.2.
     """
     check_sizes(ranks=ranks, microbatches=microbatches, chunks=chunks)
@@ -90,12 +90,12 @@ def interleaved(ranks: int, microbatches: int, chunks: int = 2) -> Schedule:
         warm_up = (chunks - 1) * len(rounds[0]) + (1 + (chunks > 1)) * (ranks - 1 - rank)
         fs = [Action("F", chunk * ranks + rank, mb) for chunk, mb in forwards]
         bs = [Action("B", chunk * ranks + rank, mb) for chunk, mb in backwards]
-        rows.append(one_and_one(fs, bs, warm_up))
+        rows.append(alternate(fs, bs, warm_up))
     return Schedule("interleaved", as_rows(rows), looped(ranks, chunks))
 
 
-def one_and_one(fs: list[Action], bs: list[Action], warm_up: int) -> list[Action]:
-    """``warm_up`` of ``fs``, then one of each by turns, then what is left of ``bs``."""
+def alternate(fs: list[Action], bs: list[Action], warm_up: int) -> list[Action]:
+    """Return ``warm_up`` of ``fs``, then one of each in turn, then the rest of ``bs``."""
     steady = [action for pair in zip(fs[warm_up:], bs, strict=False) for action in pair]
     return fs[:warm_up] + steady + bs[max(0, len(fs) - warm_up) :]
 
@@ -110,9 +110,9 @@ SCHEDULES: dict[str, Callable[..., Schedule]] = {
     "zb-v": zb_v,
     "dualpipe-v": dualpipe_v,
 }
-CHUNKS = {"interleaved": 2, "zb-v": 2, "dualpipe-v": 2}  # unless said; 1 for the others
+CHUNKS = {"interleaved": 2, "zb-v": 2, "dualpipe-v": 2}  # by default; 1 for the others
 PLANNED = ("zb-h1", "zb-h2", "zb-v", "dualpipe-v")  # their rows depend on the costs
-IN_A_V = ("zb-v", "dualpipe-v")
+V_SHAPED = ("zb-v", "dualpipe-v")
 
 
 def make(
@@ -122,10 +122,10 @@ def make(
     chunks: int | None = None,
     costs: Costs | None = None,
 ) -> Schedule:
-    """The schedule called ``name``; ``chunks`` left out is 2 for interleaved and the Vs, else 1.
+    """Return the schedule ``name``; ``chunks`` is by default 2 for interleaved and a V, else 1.
 
-    ``costs`` are those that a zero-bubble schedule is made for (F = I = W unless given); the
-    others have the same rows at any. Raises ValueError that lists the names there are.
+    A zero-bubble schedule is planned for ``costs`` (by default F = I = W); the rows of the others
+    do not depend on them. Raises ValueError for an unknown name.
     """
     chunks = _chunks(name, chunks)
     if costs is None or name not in PLANNED:
@@ -134,15 +134,15 @@ def make(
 
 
 def placement(name: str, ranks: int, chunks: int | None = None) -> tuple[int, ...]:
-    """Where the stages of the schedule called ``name`` live: the rank of each."""
+    """Return the rank of each stage of the schedule ``name``."""
     chunks = _chunks(name, chunks)
     check_sizes(ranks=ranks, chunks=chunks)
-    return v_shape(ranks) if name in IN_A_V else looped(ranks, chunks)
+    return v_shape(ranks) if name in V_SHAPED else looped(ranks, chunks)
 
 
 def _chunks(name: str, chunks: int | None) -> int:
     if name not in SCHEDULES:
-        raise ValueError(f"no schedule is called {name!r}; there are {', '.join(SCHEDULES)}")
+        raise ValueError(f"no schedule is called {name!r}; choose from {', '.join(SCHEDULES)}")
     return CHUNKS.get(name, 1) if chunks is None else chunks
 
 
@@ -153,13 +153,14 @@ def predicted_bubble(
     chunks: int | None = None,
     costs: Costs | None = None,
 ) -> float:
-    """The textbook share of total time in which a rank waits; equal stages, no communication.
+    """Return the textbook bubble as a share of total time; equal stages, no communication.
 
-    naive (p-1)/p. The others x/(1+x), x being the share of ideal time, with v chunks: gpipe, 1f1b
-    and interleaved (p-1)/(mv); zb-h1 (p-1)(F+I-W) and zb-h2 (p-1)(F+I-2W), but not below 0, of
-    m(F+I+W), for W no longer than F or I; zb-v 0, at F = I = W. The last two are shares of a
-    rank's own time, from its first start to its last end: ranks begin one after another, and so
-    the makespan holds (p-1) F more. Raises ValueError where the papers give no formula.
+    naive: (p-1)/p. The others: x/(1+x), where x is the share of ideal time. With v chunks x is
+    (p-1)/(mv) for gpipe, 1f1b and interleaved; (p-1)(F+I-W) over m(F+I+W) for zb-h1 and
+    (p-1)(F+I-2W) over the same for zb-h2, but not below 0, where W is at most F and I; and 0 for
+    zb-v at F = I = W. The last two are shares of a rank's own time, from its first start to its
+    last end. Ranks start one after another, so the makespan is longer by (p-1) F. Raises
+    ValueError where the papers give no formula.
     """
     chunks = _chunks(name, chunks)
     check_sizes(ranks=ranks, microbatches=microbatches, chunks=chunks)

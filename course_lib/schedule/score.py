@@ -1,4 +1,4 @@
-"""How good is a schedule? Its bubble and its memory beside others', and what none can beat."""
+"""The score of a schedule: bubble and memory beside other schedules, and a lower bound."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ BESIDE = ("1f1b", "zb-h1", "zb-v")
 
 
 def score(schedule: Schedule, costs: Costs) -> dict[str, Any]:
-    """Time and memory of a legal ``schedule``, and those of others that do the same work.
+    """Return time and memory of a legal ``schedule``, and of others that do the same work.
 
-    ``makespan`` and ``span`` (the longest of one rank), the ``bubble`` of either base, ``peak``:
-    the most that a rank keeps in flight, in micro-batches of all its stages (so that stages of
-    half the size count half), ``lower_bound`` of the makespan and ``efficiency``, the bound's
-    share of it. ``beside`` has the same of 1F1B, ZB-H1 and ZB-V, in which every rank has the same
-    work, evenly cut into its stages. Raises ScheduleError, with the reason, when ``schedule`` is
+    The keys are ``makespan`` and ``span`` (the longest of one rank); the ``bubble`` with both
+    bases; ``peak``, the most that a rank has in flight, in micro-batches of all its stages (a
+    stage of half the size counts half); the ``lower_bound`` of the makespan; and ``efficiency``,
+    the bound over the makespan. ``beside`` has the same for 1F1B, ZB-H1 and ZB-V, in which every
+    rank has the same work, split evenly over its stages. Raises ScheduleError when ``schedule`` is
     not legal.
     """
     validate(schedule)
@@ -51,33 +51,32 @@ def _measured(simulation: Simulation) -> dict[str, Any]:
 
 
 def same_work(schedule: Schedule, costs: Costs, other: Sequence[int]) -> Costs:
-    """Costs for a placement ``other`` in which each rank works as long as in ``schedule``."""
+    """Return costs for the placement ``other`` with the work per rank of ``schedule``."""
     costs.check_stages(schedule.stages)
     of_rank = []
     for rank in range(schedule.ranks):
-        mine = [costs.at(stage) for stage in schedule.stages_of(rank)]
-        of_rank.append([sum(op) for op in zip(*mine, strict=True)])
+        own = [costs.at(stage) for stage in schedule.stages_of(rank)]
+        of_rank.append([sum(op) for op in zip(*own, strict=True)])
     stages = [[cost / other.count(rank) for cost in of_rank[rank]] for rank in other]
     return Costs(1, 1, 1, costs.comm, tuple((f, i, w) for f, i, w in stages))
 
 
 def lower_bound(placement: Sequence[int], microbatches: int, costs: Costs) -> float:
-    """No order takes less than this, whatever the memory: the least makespan there may be.
+    """Return a makespan that no order can beat, even with unlimited memory.
 
-    A rank cannot begin before the first micro-batch is there, and has all its work to do; its
-    first I waits for the whole forward; and after its last I that of every stage before is still
-    to come, and one W.
+    A rank starts when the first micro-batch arrives, and then has all its work to do. Its first I
+    waits for the whole forward. After its last I follow those of all earlier stages, and one W.
     """
-    there, back = first_pass(placement, costs)
+    forward, backward = first_pass(placement, costs)
     stages = range(len(placement))
     f, i, w = zip(*map(costs.at, stages), strict=True)
-    hops = costs.hops(placement)
-    tail = [sum(i[:stage]) + sum(hops[:stage]) + w[0] for stage in stages]
+    transfers = costs.transfers(placement)
+    tail = [sum(i[:stage]) + sum(transfers[:stage]) + w[0] for stage in stages]
     bounds = []
     for rank in set(placement):
-        mine = [stage for stage in stages if placement[stage] == rank]
-        fs, ins, ws = (microbatches * sum(op[stage] for stage in mine) for op in (f, i, w))
-        start, first = min(there[stage] for stage in mine), min(back[stage] for stage in mine)
-        after = min(tail[stage] for stage in mine)
+        own = [stage for stage in stages if placement[stage] == rank]
+        fs, ins, ws = (microbatches * sum(op[stage] for stage in own) for op in (f, i, w))
+        start, first = min(forward[stage] for stage in own), min(backward[stage] for stage in own)
+        after = min(tail[stage] for stage in own)
         bounds += [start + fs + ins + ws, start + fs + ins + after, first + ins + after]
     return max(bounds)

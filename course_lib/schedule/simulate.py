@@ -1,7 +1,7 @@
-"""When does everything happen? A cost model in, spans out.
+"""The simulator: it takes a schedule and costs and returns spans.
 
-Every rank does its row in order; an action starts when the rank is free and what it needs has
-arrived. A message between different ranks takes ``comm`` and blocks nobody.
+Every rank does its row in order. An action starts when the rank is free and its inputs have
+arrived. A message between different ranks takes ``comm`` and blocks no rank.
 """
 
 from __future__ import annotations
@@ -15,18 +15,19 @@ from course_lib.schedule.data import Action, Schedule
 from course_lib.schedule.span import Span
 from course_lib.schedule.validate import before, progress, settled
 
-Factor = float | tuple[float, float, float]  # of a stage's costs: of all, or of F, I and W
-MOST = 1e12  # of a cost: far above any, and sums of them are still exact enough
-LEAST = 1e-30  # of one that is not 0: far below any, and shares of them are still numbers
+Factor = float | tuple[float, float, float]  # of a stage's costs: one for all, or for F, I and W
+MOST = 1e12  # the largest cost: sums of such costs are still exact enough
+LEAST = 1e-30  # the smallest cost above 0: quotients of such costs are still finite
 
 
 @dataclass(frozen=True)
 class Costs:
-    """Seconds (or any unit) of one action on one virtual stage, and of one hop between ranks.
+    """Seconds (or any unit) of one action on one virtual stage, and of one P2P transfer.
 
-    B = I + W always. Give ``b`` (split in halves where a schedule splits) or ``i`` and ``w``:
-    see :meth:`make`. ``per_stage`` multiplies the costs of each stage (unequal stages): by one
-    factor, or by one each for F, I and W. Ranks of unequal speed: see :meth:`on_ranks`.
+    B = I + W always. :meth:`make` takes ``b`` (half of which is I where a schedule splits the
+    backward) or ``i`` and ``w``. For unequal stages, ``per_stage`` multiplies the costs of each
+    stage by one factor, or by one each for F, I and W. For ranks of unequal speed see
+    :meth:`on_ranks`.
     """
 
     f: float = 1.0
@@ -45,9 +46,9 @@ class Costs:
         comm: float = 0.0,
         per_stage: tuple[Factor, ...] | None = None,
     ) -> Costs:
-        """Costs from B, or from I and W; B is 2 F when neither is given.
+        """Make costs from B, or from I and W; B is 2 F when neither is given.
 
-        Raises ValueError when a cost is negative, one half alone is given or B is not I + W.
+        Raises ValueError when a cost is negative, only one half is given or B is not I + W.
         """
         given = {"f": f, "b": b, "i": i, "w": w, "comm": comm}
         _check_costs({name: cost for name, cost in given.items() if cost is not None})
@@ -55,20 +56,20 @@ class Costs:
             b = 2 * f
         if b is None:
             if i is None or w is None:
-                raise ValueError("give the whole backward b, or both of its halves i and w")
+                raise ValueError("give the whole backward b, or both i and w")
             return cls(f, i, w, comm, per_stage)
         if i is None:
             i = b / 2 if w is None else b - w
         if w is None:
             w = b - i
         if i < 0 or w < 0:
-            raise ValueError(f"i={i}, w={w}: half of the backward cannot be more than b={b}")
+            raise ValueError(f"i={i}, w={w}: half of the backward cannot cost more than b={b}")
         if abs(i + w - b) > 1e-9 * b:
             raise ValueError(f"b={b} is not i + w = {i + w}; leave one of them out")
         return cls(f, i, w, comm, per_stage)
 
     def __post_init__(self) -> None:
-        """Refuse what no action can cost."""
+        """Raise ValueError for impossible costs."""
         _check_costs({"f": self.f, "i": self.i, "w": self.w, "comm": self.comm})
         for stage, factor in enumerate(self.per_stage or ()):
             _check_costs({f"per_stage[{stage}]": one for one in _three(factor)})
@@ -77,27 +78,27 @@ class Costs:
             raise ValueError("f, i and w are all 0, on every stage: there is no work to schedule")
 
     def of(self, action: Action) -> float:
-        """What ``action`` costs."""
+        """Return the cost of ``action``."""
         f, i, w = self.at(action.stage)
         return {"F": f, "B": i + w, "I": i, "W": w}[action.op]
 
     def at(self, stage: int) -> tuple[float, float, float]:
-        """F, I and W of ``stage``."""
+        """Return the costs F, I and W of ``stage``."""
         if self.per_stage is None:
             return self.f, self.i, self.w
         f, i, w = _three(self.per_stage[stage])
         return self.f * f, self.i * i, self.w * w
 
     def on_ranks(self, speeds: Sequence[float], placement: Sequence[int]) -> Costs:
-        """The same where ranks differ: a rank of speed 0.5 takes twice as long for its stages.
+        """Return costs for ranks of different speed; at speed 0.5 an action takes twice as long.
 
-        Raises ValueError when there is not one speed above 0 for each rank of ``placement``.
+        Raises ValueError when there is not one speed above 0 per rank of ``placement``.
         """
         ranks = max(placement) + 1
         if len(speeds) != ranks or not all(0 < speed <= MOST for speed in speeds):
             raise ValueError(
-                f"speeds {', '.join(map(str, speeds))}: one number above 0 for each of {ranks} "
-                "ranks is wanted"
+                f"expected one speed above 0 for each of {ranks} ranks, got "
+                f"{', '.join(map(str, speeds))}"
             )
         self.check_stages(len(placement))
         factors = self.per_stage or (1.0,) * len(placement)
@@ -107,25 +108,25 @@ class Costs:
         )
         return replace(self, per_stage=tuple(t[0] if len(set(t)) == 1 else t for t in slower))
 
-    def hops(self, placement: Sequence[int]) -> list[float]:
-        """How long a message takes from each stage to the next; no time within a rank."""
+    def transfers(self, placement: Sequence[int]) -> list[float]:
+        """Return the time of a message from each stage to the next; 0 within a rank."""
         return [self.comm * (here != following) for here, following in pairwise(placement)]
 
     def check_stages(self, stages: int) -> None:
-        """Raise ValueError unless ``per_stage`` is for this many."""
+        """Raise ValueError unless ``per_stage`` has this many factors."""
         if self.per_stage is not None and len(self.per_stage) != stages:
             raise ValueError(
-                f"per_stage has {len(self.per_stage)} factors, the schedule has {stages} stages: "
-                "one for each is wanted"
+                f"expected one factor for each of the schedule's {stages} stages, got per_stage "
+                f"with {len(self.per_stage)}"
             )
 
 
 def _three(factor: Factor) -> tuple[float, float, float]:
-    """A factor of F, one of I and one of W."""
+    """Return the factors of F, of I and of W."""
     if not isinstance(factor, tuple):
         return factor, factor, factor
     if len(factor) != 3:
-        raise ValueError(f"factors {factor}: one number, or three for F, I and W, are wanted")
+        raise ValueError(f"expected one factor, or three for F, I and W, got {factor}")
     return factor
 
 
@@ -140,7 +141,7 @@ def _check_costs(costs: Mapping[str, float]) -> None:
 
 @dataclass(frozen=True)
 class Simulation:
-    """The spans of each rank (start and end in the unit of the costs), and what follows."""
+    """The spans of each rank, in the unit of the costs, and figures computed from them."""
 
     schedule: Schedule
     rows: tuple[tuple[Span, ...], ...]
@@ -153,12 +154,12 @@ class Simulation:
 
     @property
     def makespan(self) -> float:
-        """From 0 to the end of the last action."""
+        """The time from 0 to the end of the last action."""
         return makespan(self.rows)
 
     @property
     def work(self) -> float:
-        """How long the rank works that works most."""
+        """The working time of the busiest rank."""
         return busiest(self.rows)
 
     @property
@@ -177,7 +178,7 @@ class Simulation:
         return bubble(self.rows)[1]
 
     def as_dict(self) -> dict[str, Any]:
-        """Everything as plain data: one row and one peak for each rank."""
+        """Return everything as plain data: one row and one peak per rank."""
         of_total, of_ideal = bubble(self.rows)
         keys = ("op", "stage", "mb", "start", "end")
         return {
@@ -194,54 +195,54 @@ Rows = Sequence[Sequence[Span]]
 
 
 def makespan(rows: Rows) -> float:
-    """From the first start of all to the last end of all."""
+    """Return the time from the first start on any rank to the last end on any rank."""
     last = max(span.end for row in rows for span in row)
     return last - min(span.start for row in rows for span in row)
 
 
 def longest_rank_span(rows: Rows) -> float:
-    """The longest time from one rank's first start to its last end."""
+    """Return the longest time from one rank's first start to its last end."""
     return max(row[-1].end - row[0].start for row in rows if row)
 
 
 def busiest(rows: Rows) -> float:
-    """How long the rank works that works most."""
+    """Return the working time of the busiest rank."""
     return max(sum(span.duration for span in row) for row in rows)
 
 
 def bubble(rows: Rows) -> tuple[float, float]:
-    """The bubble's share of total time and of ideal time; rows may be simulated or measured."""
+    """Return the bubble as shares of total and of ideal time, of simulated or measured rows."""
     work = busiest(rows)
     total = makespan(rows)
-    waited = max(0.0, total - work)  # rounding alone could put it below
+    waited = max(0.0, total - work)  # rounding could make it negative
     return (waited / total, waited / work) if work else (0.0, 0.0)
 
 
 def arrival(schedule: Schedule, costs: Costs, action: Action, end: Mapping[Action, float]) -> float:
-    """When all that ``action`` needs is on its rank; ``end`` has the ends of what came before."""
+    """Return when all inputs of ``action`` are on its rank; ``end`` has the ends of actions."""
     rank, latest = schedule.placement[action.stage], 0.0
     for needed in before(action, schedule.stages):
-        hop = costs.comm if schedule.placement[needed.stage] != rank else 0.0
-        latest = max(latest, end[needed] + hop)
+        transfer = costs.comm if schedule.placement[needed.stage] != rank else 0.0
+        latest = max(latest, end[needed] + transfer)
     return latest
 
 
 def first_pass(placement: Sequence[int], costs: Costs) -> tuple[list[float], list[float]]:
-    """When the first micro-batch can reach each stage, for its F and for its I (or B)."""
+    """Return when the first micro-batch can reach each stage, for its F and for its I (or B)."""
     costs.check_stages(len(placement))
     cost = [costs.at(stage) for stage in range(len(placement))]
-    hops = costs.hops(placement)
-    there = [0.0]
-    for (f, _, _), hop in zip(cost, hops, strict=False):
-        there.append(there[-1] + f + hop)
-    back = [there[-1] + cost[-1][0]]
-    for (_, i, _), hop in zip(reversed(cost), reversed(hops), strict=False):
-        back.append(back[-1] + i + hop)
-    return there, back[::-1]
+    transfers = costs.transfers(placement)
+    forward = [0.0]
+    for (f, _, _), transfer in zip(cost, transfers, strict=False):
+        forward.append(forward[-1] + f + transfer)
+    backward = [forward[-1] + cost[-1][0]]
+    for (_, i, _), transfer in zip(reversed(cost), reversed(transfers), strict=False):
+        backward.append(backward[-1] + i + transfer)
+    return forward, backward[::-1]
 
 
 def simulate(schedule: Schedule, costs: Costs) -> Simulation:
-    """Play the schedule. Raises ScheduleError on a deadlock. Linear in the number of actions."""
+    """Simulate the schedule, in linear time. Raises ScheduleError on a deadlock."""
     costs.check_stages(schedule.stages)
     end: dict[Action, float] = {}
     rows: list[list[Span]] = [[] for _ in schedule.rows]

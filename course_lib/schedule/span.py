@@ -1,7 +1,7 @@
-"""Spans: what one rank does from one moment to another, measured or simulated alike.
+"""Spans: what one rank does from one time to another, measured or simulated.
 
-No torch here. A simulated schedule and a measured run are both lists of :class:`Span`,
-which is why one picture can lay them over each other.
+A simulated schedule and a measured run are both lists of :class:`Span`, so one picture can show
+them together. No torch here.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ from dataclasses import dataclass, replace
 class Span:
     """One action of one rank. Times are seconds on a clock that all ranks share.
 
-    ``op`` is what was done: F, B, I or W for a stage's work, the name of a collective for
-    communication, anything else for other compute. ``axis`` is set for communication only.
+    ``op`` is F, B, I or W for a stage's work, the name of a collective for communication, and any
+    other name for other compute. ``axis`` is set for communication only.
     """
 
     rank: int
@@ -30,17 +30,17 @@ class Span:
 
     @property
     def duration(self) -> float:
-        """Seconds from start to end."""
+        """The seconds from start to end."""
         return self.end - self.start
 
     @property
     def is_comm(self) -> bool:
-        """Whether this span is communication (it then has an axis)."""
+        """Whether this span is communication: then it has an axis."""
         return self.axis is not None
 
 
 def from_zero(spans: Iterable[Span]) -> list[Span]:
-    """Shift ``spans`` so that the earliest starts at 0, in order of start."""
+    """Return ``spans`` in order of start, shifted so that the earliest starts at 0."""
     ordered = sorted(spans, key=lambda span: (span.start, span.rank))
     if not ordered:
         return []

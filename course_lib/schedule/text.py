@@ -1,4 +1,4 @@
-"""A simulated schedule as plain text, one line for each rank: readable in any terminal, no torch.
+"""A simulated schedule as plain text, one line per rank, for any terminal. No torch here.
 
 ``F0--`` is the forward of micro-batch 0, ``B0==`` its backward, dots are idle time: the bubble.
 """
@@ -17,19 +17,19 @@ FILLS = {"F": "-", "B": "=", "I": "+", "W": "x"}
 WORDS = {"F": "F forward", "B": "B backward", "I": "I input gradient", "W": "W weight gradient"}
 IDLE, MIXED = ".", "#"
 NARROWEST = 40
-MOST_RANKS = 32  # drawn; of more, the first and the last ones
-MOST_STAGES = 16  # whose costs the title gives
+MOST_RANKS = 32  # drawn; with more, only the first and the last ones
+MOST_STAGES = 16  # with more, the title does not list their costs
 WIDEST = 8  # columns of the shortest action
 
 
 def drawing(simulation: Simulation, width: int = 80) -> str:
-    """The schedule to scale in lines of ``width`` characters at most, and its numbers.
+    """Draw the schedule to scale in lines of at most ``width`` characters, with its numbers.
 
-    At the right end of a rank stands its peak in flight. Where actions are too short for the
-    number of their micro-batch, or for a column of their own, the text says so.
+    Each line ends with the rank's peak in flight. The text says where actions are too short for
+    the number of their micro-batch, or for a column of their own.
     """
     if width < NARROWEST:
-        raise ValueError(f"width={width}: at least {NARROWEST} characters are wanted")
+        raise ValueError(f"expected a width of at least {NARROWEST} characters, got width={width}")
     peaks = [f" peak {peak}" for peak in simulation.schedule.peak_in_flight()]
     margin = len(f"rank {len(peaks) - 1} ")
     scale, roomy = _scale(simulation, width - margin - max(map(len, peaks)))
@@ -54,7 +54,7 @@ def drawing(simulation: Simulation, width: int = 80) -> str:
 
 
 def title_of(simulation: Simulation) -> str:
-    """Which schedule, of what size, at what costs."""
+    """Return the title: the schedule, its size and its costs."""
     schedule = simulation.schedule
     chunks = schedule.stages / schedule.ranks
     parts = [_count(schedule.ranks, "rank")]
@@ -65,15 +65,15 @@ def title_of(simulation: Simulation) -> str:
 
 
 def spoken(costs: Costs, ops: Collection[str] = "FB") -> str:
-    """The costs of ``ops`` in words."""
+    """Return the costs of ``ops`` in words."""
     text = f"F {_number(costs.f)}, B {_number(costs.i + costs.w)}"
     if {"I", "W"} & set(ops):
         text += f" (I {_number(costs.i)} + W {_number(costs.w)})"
-    return f"{text}, hops take {_number(costs.comm) if costs.comm else 'no time'}"
+    return f"{text}, transfers take {_number(costs.comm) if costs.comm else 'no time'}"
 
 
 def unequal(factors: Sequence[Factor]) -> str:
-    """How the stages' costs differ, as a sentence."""
+    """Return a sentence on how the stages' costs differ."""
     if len(factors) > MOST_STAGES:
         return f"The {len(factors)} stages differ in cost."
     each = (factor if isinstance(factor, tuple) else (factor,) for factor in factors)
@@ -81,7 +81,7 @@ def unequal(factors: Sequence[Factor]) -> str:
 
 
 def numbers(simulation: Simulation) -> str:
-    """Makespan, bubble with both its bases and peak in flight, as one sentence."""
+    """Return makespan, bubble with both bases and peak in flight, as one sentence."""
     peaks = simulation.schedule.peak_in_flight()
     most = max(peaks)
     return (
@@ -93,11 +93,11 @@ def numbers(simulation: Simulation) -> str:
 
 
 def scored(name: str, points: Mapping[str, Any]) -> str:
-    """A score as a small table, and how far the schedule is from the bound."""
+    """Return a score as a small table, with the distance from the lower bound."""
     lines = ["Same work on every rank:       makespan   longest rank   bubble of total   peak"]
-    for who, row in [(name, points), *points["beside"].items()]:
+    for label, row in [(name, points), *points["beside"].items()]:
         lines.append(
-            f"{who[:24]:<28}{_number(row['makespan']):>11}{_number(row['span']):>15}"
+            f"{label[:24]:<28}{_number(row['makespan']):>11}{_number(row['span']):>15}"
             f"{row['bubble']['of_total']:>18.1%}{_number(row['peak']):>7}"
         )
     lines.append(
@@ -113,16 +113,16 @@ def _ops(simulation: Simulation) -> set[str]:
 
 
 def _scale(simulation: Simulation, room: int) -> tuple[float, bool]:
-    """Columns per unit of time, and whether every action has at least one."""
+    """Return columns per unit of time, and whether every action has at least one."""
     durations = [span.duration for span in simulation.spans if span.duration > 0]
-    shortest = min(durations, default=simulation.makespan)  # none: each is lost in its start
+    shortest = min(durations, default=simulation.makespan)  # none where rounding makes all 0
     shortest = round(shortest, 12) or shortest
     columns = min(WIDEST, int(room / simulation.makespan * shortest + 1e-9))
     return (columns / shortest, True) if columns else (room / simulation.makespan, False)
 
 
 def _drawn(ranks: int) -> Iterator[int | None]:
-    """The ranks to draw, None where some are left out."""
+    """Yield the ranks to draw, and None where some are left out."""
     if ranks <= MOST_RANKS:
         yield from range(ranks)
         return
@@ -132,7 +132,7 @@ def _drawn(ranks: int) -> Iterator[int | None]:
 
 
 def _actions(simulation: Simulation, rank: int, scale: float) -> str:
-    """A row in which every action has at least one column."""
+    """Draw a row in which every action has at least one column."""
     stages = simulation.schedule.stages_of(rank)
     line = [IDLE] * round(simulation.makespan * scale)
     for span in simulation.rows[rank]:
@@ -144,13 +144,13 @@ def _actions(simulation: Simulation, rank: int, scale: float) -> str:
 
 
 def _primes(stages: Sequence[int], span: Span) -> str:
-    """One ' for the second stage of a rank, two for the third."""
+    """Return one ' for the second stage of a rank, two for the third."""
     assert span.stage is not None
     return "'" * stages.index(span.stage)
 
 
 def _mostly(simulation: Simulation, rank: int, scale: float) -> str:
-    """A row of columns longer than an action: each shows what took the most of it."""
+    """Draw a row of columns longer than an action: each shows the operation that fills most."""
     columns = round(simulation.makespan * scale)
     shares: list[dict[str, float]] = [{} for _ in range(columns)]
     for span in simulation.rows[rank]:
@@ -164,7 +164,7 @@ def _mostly(simulation: Simulation, rank: int, scale: float) -> str:
 
 
 def _letter(share: dict[str, float], crowded: bool) -> str:
-    """What took most of a column; where columns hold many actions, MIXED unless one took 4/5."""
+    """Return the operation that fills most of a column; MIXED if crowded and it fills under 4/5."""
     busy = sum(share.values())
     if busy < 0.5:
         return IDLE
@@ -173,7 +173,7 @@ def _letter(share: dict[str, float], crowded: bool) -> str:
 
 
 def _key(simulation: Simulation, drawn: str) -> str:
-    """What the letters mean, and what was left out."""
+    """Explain the letters and what was left out."""
     words = [word for op, word in WORDS.items() if op in _ops(simulation)]
     text = f"{', '.join(words)}, {IDLE} idle; peak: most (stage, micro-batch) pairs in flight."
     if "'" in drawn:
@@ -185,7 +185,7 @@ def _key(simulation: Simulation, drawn: str) -> str:
 
 
 def _key_of_columns(simulation: Simulation, drawn: str, scale: float) -> str:
-    """The same where columns are longer than actions."""
+    """Explain the letters where columns are longer than actions."""
     text = f"{_key(simulation, '')} Scaled down: a column is {_number(1 / scale)} of time and "
     return text + "shows what took most of it." + f" {MIXED}: several." * (MIXED in drawn)
 

@@ -1,6 +1,6 @@
-"""Is a schedule legal? Every action once, every dependency met, no deadlock, memory kept.
+"""Validation of a schedule: every action once, every dependency met, no deadlock, peak memory.
 
-The reasons are written for the person who wrote the rows.
+The messages are written for the author of the rows.
 """
 
 from __future__ import annotations
@@ -11,9 +11,9 @@ from course_lib.schedule.data import OPS, Action, Schedule, ScheduleError, in_fl
 
 
 def validate(schedule: Schedule, peak: Sequence[int] | None = None) -> None:
-    """Raise ScheduleError, with rank and cell and reason, at the first thing that is wrong.
+    """Raise ScheduleError, with rank, cell and reason, for the first error.
 
-    ``peak``, if given, is the most (stage, micro-batch) pairs that each rank may keep in flight.
+    ``peak``, if given, is the most (stage, micro-batch) pairs that each rank may have in flight.
     """
     first = next(_problems(schedule, peak), None)
     if first is not None:
@@ -21,16 +21,16 @@ def validate(schedule: Schedule, peak: Sequence[int] | None = None) -> None:
 
 
 def reasons(schedule: Schedule, peak: Sequence[int] | None = None) -> list[str]:
-    """Everything that is wrong, of the first kind of which there is any; [] where it is legal.
+    """Return all errors of the first kind that occurs; [] if the schedule is legal.
 
-    Kinds: cells that are none, actions twice, actions missing, a wrong order within a row, a
-    deadlock, too much in flight. What is wrong of one kind makes the later ones meaningless.
+    The kinds are: invalid cells, repeated actions, missing actions, a wrong order within a row, a
+    deadlock, too much in flight. An error of one kind makes the later kinds meaningless.
     """
     return list(_problems(schedule, peak))
 
 
 def _problems(schedule: Schedule, peak: Sequence[int] | None) -> Iterator[str]:
-    """Kind by kind, up to the first kind that has any."""
+    """Yield the errors kind by kind, up to the first kind that has any."""
     for kind in (_cells, _twice, _missing, _own_order, _deadlocks):
         found = False
         for problem in kind(schedule):
@@ -43,9 +43,9 @@ def _problems(schedule: Schedule, peak: Sequence[int] | None) -> Iterator[str]:
 
 
 def before(action: Action, stages: int) -> Iterator[Action]:
-    """What must be over before ``action`` may start, on whatever rank.
+    """Yield the actions that must end before ``action`` starts, on any rank.
 
-    Backward of the next stage is named B here; a schedule that splits it has I in its place.
+    The backward of the next stage is named B here; a schedule that splits it has I in its place.
     """
     op, stage, mb = action.op, action.stage, action.mb
     if op == "F" and stage > 0:
@@ -59,9 +59,9 @@ def before(action: Action, stages: int) -> Iterator[Action]:
 
 
 def settled(action: Action) -> tuple[Action, ...]:
-    """What is over once ``action`` is: itself, and after I also B in the eyes of other stages.
+    """Return what :func:`before` may name once ``action`` has ended: itself, and after I also B.
 
-    I computes the gradient that the stage before waits for; nobody waits for W.
+    I computes the gradient that the stage before waits for; no stage waits for W.
     """
     if action.op == "I":
         return action, Action("B", action.stage, action.mb)
@@ -71,8 +71,8 @@ def settled(action: Action) -> tuple[Action, ...]:
 def progress(schedule: Schedule) -> Iterator[tuple[int, int, Action]]:
     """Yield (rank, place, action) in an order in which all actions can be done.
 
-    Each rank goes through its row from left to right; it is taken up again when something it
-    waits for is done, so that the whole takes linear time. Raises ScheduleError on a deadlock.
+    Each rank does its row from left to right until an input is missing, and continues when that
+    input is computed, so the total time is linear. Raises ScheduleError on a deadlock.
     """
     done: set[Action] = set()
     places = [0] * schedule.ranks
@@ -98,7 +98,7 @@ def progress(schedule: Schedule) -> Iterator[tuple[int, int, Action]]:
 
 
 def _cells(schedule: Schedule) -> Iterator[str]:
-    """Every cell by itself: a known action, on a stage that lives on this rank."""
+    """Check each cell: a known action, on a stage of this rank."""
     for rank, row in enumerate(schedule.rows):
         if not row:
             yield f"rank {rank} has nothing to do; every rank holds a stage"
@@ -115,12 +115,12 @@ def _cells(schedule: Schedule) -> Iterator[str]:
                     f"0..{schedule.stages - 1}"
                 )
             elif schedule.placement[action.stage] != rank:
-                home = schedule.placement[action.stage]
-                yield f"{where} is on stage {action.stage}, which lives on rank {home}"
+                owner = schedule.placement[action.stage]
+                yield f"{where} is on stage {action.stage}, which is on rank {owner}"
 
 
 def _twice(schedule: Schedule) -> Iterator[str]:
-    """What is done a second time."""
+    """Find actions that are done a second time."""
     seen: dict[Action, int] = {}
     for rank, row in enumerate(schedule.rows):
         for place, action in enumerate(row):
@@ -133,7 +133,7 @@ def _twice(schedule: Schedule) -> Iterator[str]:
 
 
 def _missing(schedule: Schedule) -> Iterator[str]:
-    """F once, and then either B once or I and W once, for every stage and micro-batch."""
+    """Check for F once, and either B once or I and W once, per stage and micro-batch."""
     seen = {
         action: (rank, place)
         for rank, row in enumerate(schedule.rows)
@@ -146,31 +146,32 @@ def _missing(schedule: Schedule) -> Iterator[str]:
 
 
 def _incomplete(seen: dict[Action, tuple[int, int]], rank: int, stage: int, mb: int) -> str:
+    """Return what is missing or too much for one stage and micro-batch; "" if nothing."""
     has = {op for op in "FBIW" if Action(op, stage, mb) in seen}
     if has in ({"F", "B"}, {"F", "I", "W"}):
         return ""
-    who = f"rank {rank}: micro-batch {mb} on stage {stage}"
+    where = f"rank {rank}: micro-batch {mb} on stage {stage}"
     if not has and (other := next((a for a in seen if a.mb == mb), None)):
         return (
-            f"{who} has neither forward nor backward, but rank {seen[other][0]}, cell "
+            f"{where} has neither forward nor backward, but rank {seen[other][0]}, cell "
             f"{seen[other][1]}, has {other}; every stage does every micro-batch"
         )
     if "F" not in has:
-        return f"{who} has no forward ({stage}F{mb} is missing)"
+        return f"{where} has no forward ({stage}F{mb} is missing)"
     if "B" in has:
         extra = ", ".join(f"{stage}{op}{mb}" for op in "IW" if op in has)
         return (
-            f"{who} has a whole backward ({stage}B{mb}) and also {extra}: it is either B, or I "
+            f"{where} has a whole backward ({stage}B{mb}) and also {extra}: it is either B, or I "
             "and W"
         )
     missing = ", ".join(f"{stage}{op}{mb}" for op in "IW" if op not in has)
     if missing == f"{stage}I{mb}, {stage}W{mb}":
-        return f"{who} has no backward ({stage}B{mb} is missing)"
-    return f"{who} has half a backward ({missing} is missing)"
+        return f"{where} has no backward ({stage}B{mb} is missing)"
+    return f"{where} has half a backward ({missing} is missing)"
 
 
 def _own_order(schedule: Schedule) -> Iterator[str]:
-    """What an action needs from its own rank must stand before it: seen without simulating."""
+    """Check that the inputs from the same rank come before an action, without a simulation."""
     for rank, row in enumerate(schedule.rows):
         place_of = {fact: place for place, action in enumerate(row) for fact in settled(action)}
         for place, action in enumerate(row):
@@ -191,7 +192,7 @@ def _deadlocks(schedule: Schedule) -> Iterator[str]:
 
 
 def _deadlock(schedule: Schedule, stuck: dict[int, int], done: set[Action]) -> str:
-    """Who waits for whom, from the lowest rank that is stuck until the circle closes."""
+    """Describe the circle of ranks that wait for each other, from the lowest rank on."""
     rank, told, lines = min(stuck), set(), []
     while rank in stuck and rank not in told:
         told.add(rank)
@@ -203,11 +204,11 @@ def _deadlock(schedule: Schedule, stuck: dict[int, int], done: set[Action]) -> s
             f"{_where(missing, owner, schedule.rows[owner])}"
         )
         rank = owner
-    return "deadlock: nobody can go on; " + "; ".join(lines)
+    return "deadlock: no rank can continue; " + "; ".join(lines)
 
 
 def _where(missing: Action, owner: int, row: Sequence[Action]) -> str:
-    """In which cell of its owner's ``row`` a B is, or the I that stands for it."""
+    """Return the cell of its owner's ``row`` that has a B, or the I in its place."""
     for place, action in enumerate(row):
         if missing in settled(action):
             return f"{action} of rank {owner}, which has it in cell {place}"
@@ -216,7 +217,7 @@ def _where(missing: Action, owner: int, row: Sequence[Action]) -> str:
 
 def _peaks(schedule: Schedule, peak: Sequence[int]) -> Iterator[str]:
     if len(peak) != schedule.ranks:
-        raise ValueError(f"peak has {len(peak)} numbers, one for each of {schedule.ranks} ranks")
+        raise ValueError(f"expected one peak for each of {schedule.ranks} ranks, got {len(peak)}")
     for rank, (found, allowed) in enumerate(zip(schedule.peak_in_flight(), peak, strict=True)):
         if found > allowed:
             place = _first_above(schedule.rows[rank], allowed)
@@ -228,5 +229,5 @@ def _peaks(schedule: Schedule, peak: Sequence[int]) -> Iterator[str]:
 
 
 def _first_above(row: Sequence[Action], allowed: int) -> int:
-    """The first cell of ``row`` after which more than ``allowed`` are in flight."""
+    """Return the first cell of ``row`` with more than ``allowed`` in flight."""
     return next(place for place, now in enumerate(in_flight(row)) if now > allowed)

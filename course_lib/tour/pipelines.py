@@ -90,7 +90,7 @@ def pace_of(schedule: Schedule) -> dict[str, float]:
 def paced_step(schedule: Schedule) -> None:
     """Two steps; the first one warms up, the second one stays in the trace."""
     mesh = make_mesh(pp=schedule.ranks)
-    stages = pp.cut(JOB.model(), schedule, mesh.pp.rank)
+    stages = pp.make_stages(JOB.model(), schedule, mesh.pp.rank)
     optimizer = torch.optim.SGD(pp.parameters(stages), lr=1e-3)
     tokens, targets = JOB.rows(0, mesh.dp)
     m = schedule.microbatches

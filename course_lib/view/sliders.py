@@ -37,7 +37,7 @@ def schedule_sliders(
     b: float = 2.0,
     comm: float = 0.0,
 ) -> ScheduleSliders:
-    """Controls for schedule, p, m, chunks, F, B (or I and W) and the delay of a hop.
+    """Controls for schedule, p, m, chunks, F, B (or I and W) and the time of a P2P transfer.
 
     Another schedule begins with the chunks that are usual for it. What the sliders make
     impossible is told in a sentence in place of the picture. Return the result from a cell.
@@ -52,7 +52,7 @@ def schedule_sliders(
             "p": _whole("ranks p", ranks, 16),
             "m": _whole("micro-batches m", microbatches, 64),
             "chunks": _whole("chunks a rank", CHUNKS.get(name, 1) if chunks is None else chunks, 4),
-            "comm": _cost("hop", comm, 4.0),
+            "comm": _cost("transfer", comm, 4.0),
             "split": Checkbox(value=False, description="give I and W", layout=LAYOUT),
             "f": _cost("F", f, 4.0),
             "b": _cost("B", b, 8.0),

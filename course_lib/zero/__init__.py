@@ -1,15 +1,14 @@
 """ZeRO: optimizer state, gradients and parameters in shards over the data-parallel ranks."""
 
 from course_lib.zero.cost import peak_bytes, state_bytes, wire_bytes
-from course_lib.zero.flat import Flat, padded, reduce_dtype
+from course_lib.zero.flat import FlatParameter, padded, reduce_dtype
 from course_lib.zero.sharded import MakeOptimizer, Sharded
-from course_lib.zero.stage3 import Zero3
+from course_lib.zero.stage3 import Unit, Zero3
 from course_lib.zero.stages import BUCKET_BYTES, Zero1, Zero2
-from course_lib.zero.units import Unit
 
 __all__ = [
     "BUCKET_BYTES",
-    "Flat",
+    "FlatParameter",
     "MakeOptimizer",
     "Sharded",
     "Unit",

@@ -1,9 +1,10 @@
-"""What ZeRO sends and keeps, from shapes alone.
+"""Bytes that ZeRO sends and stores, from shapes only.
 
-``elements`` are the trained parameters of each flat, before padding: one number for each bucket
-in stages 1 and 2, for each unit in stage 3, the root first (0 where all of it is frozen).
-``frozen`` are the frozen ones, likewise; stages 1 and 2 leave them alone. n ranks, F = padded
-elements, b bytes of a parameter, a bytes of its gradient and of its master weight (4 at least).
+``elements`` counts the trained parameters of each flat parameter, before padding: one number per
+bucket in stages 1 and 2, per unit in stage 3, the root first (0 where all of it is frozen).
+``frozen`` counts the frozen ones likewise; stages 1 and 2 do not shard them. n is the number of
+ranks, F the padded elements, b the bytes per parameter, a the bytes per element of its gradient
+and of its master weight (4 at least).
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from course_lib.zero.flat import padded, reduce_dtype
 def _shapes(
     stage: int, elements: Sequence[int], n: int, dtype: torch.dtype
 ) -> tuple[list[int], int, int]:
-    """F of each flat, b and a."""
+    """Return F of each flat parameter, b and a."""
     if stage not in (1, 2, 3):
         raise ValueError(f"stage={stage}: ZeRO has stages 1, 2 and 3")
     return [padded(one, n) for one in elements], dtype.itemsize, reduce_dtype(dtype).itemsize
@@ -33,26 +34,27 @@ def wire_bytes(
     *,
     dtype: torch.dtype = torch.float32,
     micro_batches: int = 1,
-    kept: Collection[int] = (),
+    gathered_once: Collection[int] = (),
     frozen: Sequence[int] = (),
 ) -> Fraction:
-    """Bytes that a rank sends per optimizer step of M micro-batches.
+    """Return the bytes that a rank sends per optimizer step of M micro-batches.
 
     ========  =============================================================
     stage 1   (n-1)/n sum F (a + b)                  as data parallelism
     stage 2   (n-1)/n sum F (M a + b)
-    stage 3   (n-1)/n sum F (a + 2b) M               b for a unit that is kept
+    stage 3   (n-1)/n sum F (a + 2b) M               b for a unit gathered once
     ========  =============================================================
 
-    ``kept`` numbers the units that stay gathered between forward and backward, (0, number of the
-    last one) by default in Zero3, and those that have no backward: frozen, and nothing trained
-    before them. Frozen parameters are gathered and never reduced. Prefetch changes nothing.
+    ``gathered_once`` numbers the units that are gathered once per micro-batch: those that are not
+    resharded after forward (in Zero3 by default 0 and the last one) and those that have no
+    backward (frozen, and nothing trained before them). Frozen parameters are gathered and never
+    reduced. Prefetch changes nothing.
     """
     full, b, a = _shapes(stage, elements, n, dtype)
     if stage < 3:
         total = sum(full) * (b + a * (micro_batches if stage == 2 else 1))
     else:
-        gathers = [1 if unit in kept else 2 for unit in range(len(full))]
+        gathers = [1 if unit in gathered_once else 2 for unit in range(len(full))]
         total = sum(F * (a + b * times) for F, times in zip(full, gathers, strict=True))
         total += sum(padded(F, n) * b * times for F, times in zip(frozen, gathers, strict=False))
         total *= micro_batches
@@ -68,7 +70,7 @@ def state_bytes(
     moments: int = 2,
     frozen: Sequence[int] = (),
 ) -> int:
-    """Bytes that a rank keeps between steps: parameters, masters, ``moments`` of the optimizer.
+    """Return the bytes that a rank stores between steps: parameters, master weights, ``moments``.
 
     ========  ==================================================================
     stage 1   sum F b + sum F/n a (moments + 1 where b is not a) + frozen b
@@ -76,9 +78,9 @@ def state_bytes(
     stage 3   sum F/n a (moments + 1) + frozen/n b
     ========  ==================================================================
 
-    In the paper's mixed precision with Adam that is 2 + 12/n and 12/n bytes a parameter. Not
-    counted: gradients (sum F/n a from the last landing to ``zero_grad()``, see
-    :func:`peak_bytes`), and what is there once for each flat: the optimizer's counter of steps (4
+    In the paper's mixed precision with Adam that is 2 + 12/n and 12/n bytes per parameter. Not
+    counted are gradients (sum F/n a from the last reduce-scatter to ``zero_grad()``, see
+    :func:`peak_bytes`) and two small tensors per flat parameter: the optimizer's step counter (4
     bytes in torch's Adam), and in stage 3 the one element that freed parameters read (b).
     """
     full, b, a = _shapes(stage, elements, n, dtype)
@@ -96,15 +98,16 @@ def peak_bytes(
     micro_batches: int = 1,
     frozen: Sequence[int] = (),
 ) -> int:
-    """Bytes of gradients and gathered parameters at the fullest moment of a step, on gloo.
+    """Return the peak bytes of gradients and gathered parameters in a step, on gloo.
 
-    Beyond :func:`state_bytes`, activations, the one parameter's gradient that is just being handed
-    over, the optimizer's temporaries and stage 3's cast of one shard. It is reached when flat k in
-    backward's order lands, a reduce-scatter having room for what it sends and what it receives:
+    They come on top of :func:`state_bytes`, activations, the gradient of the one parameter that is
+    being collected, the optimizer's temporaries and stage 3's cast of one shard. The peak is
+    reached while flat parameter k, in backward's order, is reduced: gloo's reduce-scatter needs
+    memory for what it sends and for what it receives.
 
     ========  =======================================================================
-    stage 1   a (shards; F from k on; what k received)
-    stage 2   a (shards; F of k, sent and received; F of the next one, filling)
+    stage 1   a (shards; F from k on; F of k, received)
+    stage 2   a (shards; F of k, sent and received; F of the next one, being filled)
     stage 2   a (shards) + b (shards, cast)            in step(), where b is not a
     stage 3   a (shards; F of k, sent and received; the root's gradient)
               + b (the root; the next unit and the one after it, gathered)
@@ -112,28 +115,28 @@ def peak_bytes(
               + b (the root; two units)      in the forward of the next micro-batch
     ========  =======================================================================
 
-    ``shards`` is F/n of what has landed, and of k once more where it is added to what micro-batches
-    before have left; stage 1 has one reduce-scatter for all of them. Stage 3 is that of Zero3's
-    defaults: root and last unit kept, with prefetch. n must be above 1; on nccl nothing is
-    received aside: one F less.
+    ``shards`` is F/n of every sum received so far, and of k once more where it is added to the sum
+    of earlier micro-batches; stage 1 has one reduce-scatter for all of them. Stage 3 is that of
+    Zero3's defaults: root and last unit not resharded, with prefetch. n must be above 1. nccl
+    needs no separate memory for what it receives: one F less.
     """
     full, b, a = _shapes(stage, elements, n, dtype)
     rounds = min(micro_batches, 3)  # first, last, and one that has both a before and an after
     if stage == 1:
         return max(a * (sum(full[: k + 1]) // n + sum(full[k:]) + F) for k, F in enumerate(full))
     if stage == 2:
-        landings = _landings(full * rounds, len(full), n)
+        reduced = _while_reduced(full * rounds, len(full), n)
         following = [*full * rounds, 0][1:]
         in_step = sum(full) // n * (a + b * (a != b))
-        return max(in_step, *(a * (at + F) for at, F in zip(landings, following, strict=True)))
+        return max(in_step, *(a * (at + F) for at, F in zip(reduced, following, strict=True)))
     gathered = [
         F + padded(cold, n) for F, cold in zip_longest(full, frozen[: len(full)], fillvalue=0)
     ]
     return _peak_of_stage_3(full, gathered, rounds, n, a, b)
 
 
-def _landings(sent: Sequence[int], flats: int, n: int) -> list[int]:
-    """Elements of shards, and of the flat sent and received, when each of ``sent`` lands."""
+def _while_reduced(sent: Sequence[int], flats: int, n: int) -> list[int]:
+    """Elements of shards, and of the gradient sent and received, while each is reduced."""
     return [
         sum(sent[: min(number + 1, flats)]) // n + (number >= flats) * F // n + 2 * F
         for number, F in enumerate(sent)
@@ -143,21 +146,24 @@ def _landings(sent: Sequence[int], flats: int, n: int) -> list[int]:
 def _peak_of_stage_3(
     full: Sequence[int], gathered: Sequence[int], rounds: int, n: int, a: int, b: int
 ) -> int:
-    """Backward meets the units from the last to the first, and the root before and after all."""
+    """Return the peak of stage 3: backward runs the units from the last to the first.
+
+    The root comes before and after all of them.
+    """
     (root, *units), (root_b, *units_b) = full, gathered
     order = [*units[::-1], root]
-    after = [*units_b[::-1], 0, 0]  # what is gathered when a unit lands: the two that follow
-    landings = _landings(order * rounds, len(order), n)
+    after = [*units_b[::-1], 0, 0]  # gathered while a unit is reduced: the two that follow
+    while_reduced = _while_reduced(order * rounds, len(order), n)
     pair = max((one + other for one, other in pairwise([*units_b, 0])), default=0)
     peaks = []
-    for number, landing in enumerate(landings):
+    for number, elements in enumerate(while_reduced):
         this_round, k = divmod(number, len(order))
         if k < len(units):
-            peaks.append(a * (landing + root) + b * (root_b + after[k + 1] + after[k + 2]))
-        elif this_round + 1 < rounds:  # its shard, F/n, comes only when it lands
-            forward = landing - root // n
+            peaks.append(a * (elements + root) + b * (root_b + after[k + 1] + after[k + 2]))
+        elif this_round + 1 < rounds:  # its shard, F/n, comes with the reduced sum
+            forward = elements - root // n
             peaks.append(a * forward + b * (root_b + pair))
-            peaks.append(a * landing + b * (root_b + after[0]))
+            peaks.append(a * elements + b * (root_b + after[0]))
         else:
-            peaks.append(a * landing)
+            peaks.append(a * elements)
     return max(peaks)

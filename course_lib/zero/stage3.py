@@ -1,6 +1,6 @@
-"""ZeRO stage 3: parameters in shards as well, gathered unit by unit around their use.
+"""ZeRO stage 3: parameters in shards too, gathered unit by unit just before they are used.
 
-For a unit u (a block; what is in no unit is the root's) with shard w_r:
+For a unit u (a block; the root owns what is in no other unit) with shard w_r:
 
     forward:   w_F = all_gather(w_r);  y = u(x; w_F);  free w_F
     backward:  w_F = all_gather(w_r);  dx, dw_F = u'(x, dy; w_F);  free w_F
@@ -9,25 +9,25 @@ For a unit u (a block; what is in no unit is the root's) with shard w_r:
 =====================  ======================  ==================================================
 event                  noticed by              what happens
 =====================  ======================  ==================================================
-forward of u begins    forward pre-hook        u is there; the gather of the next unit starts
-forward of u ends      forward hook            u is freed, unless it is kept
-backward of u begins   hook on its outputs     u is there; the gather of the unit before starts
-a gradient is made     hook on the parameter   the reduce-scatter under way lands; the gradient
-                                               moves into the flat one of u
-backward of u ends     _AfterBackward, which   u is freed; its reduce-scatter starts
-                       its inputs went through
-backward is over       accumulate(), finish()  the same for the root, and for units of whose
-                                               inputs none has a gradient
+forward of u begins    forward pre-hook        wait for u's gather; start that of the next unit
+forward of u ends      forward hook            free u, if it is resharded after forward
+backward of u begins   hook on its outputs     wait for u's gather; start that of the unit before
+a gradient is ready    hook on the parameter   wait for the reduce-scatter in flight; move the
+                                               gradient into the flat gradient of u
+backward of u ends     _AfterBackward, which   free u; start its reduce-scatter
+                       wraps its inputs
+backward has ended     accumulate(), finish()  the same for the root, and for units of which no
+                                               input has a gradient
 =====================  ======================  ==================================================
 
-*Kept* units stay gathered between forward and backward: what backward begins with would be
-gathered again at once. *Prefetch* is the start of the next gather, which travels while this unit
-computes; without it every unit waits for its own. A unit that no gradient goes through (frozen,
-and nothing trained before it) has no backward, and is gathered for forward alone.
+*reshard_after_forward*, as in FSDP2, says which units are freed between forward and backward. The
+units that backward starts with would be gathered again at once. *Prefetch* starts the next gather
+while this unit computes; without it every unit waits for its own. A unit through which no gradient
+passes (frozen, and nothing trained before it) has no backward, and is gathered for forward only.
 
-Ranks pair their gathers and reduce-scatters by order: all of them must run the same units in the
-same order, in forward and in backward too. A unit that one rank skips, or runs twice, or branches
-whose order depends on the data, pair one rank's block with another's.
+Ranks match their gathers and reduce-scatters by order, so all of them must run the same units in
+the same order, in forward and in backward. If one rank skips a unit, runs one twice, or takes
+branches in an order that depends on the data, one rank's block is combined with another's.
 
 Bytes are :func:`course_lib.zero.wire_bytes`, memory :func:`course_lib.zero.peak_bytes`.
 Sources: Rajbhandari et al. 2019, arXiv:1910.02054, section 5.3; Zhao et al. 2023 (FSDP),
@@ -36,27 +36,94 @@ arXiv:2304.11277.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
+from itertools import accumulate
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
+from course_lib import comm
 from course_lib.mesh import Axis
-from course_lib.zero.flat import Flat
+from course_lib.zero.flat import ShardedFlatParameter
 from course_lib.zero.sharded import MakeOptimizer, Sharded
-from course_lib.zero.units import Unit, cut
+
+
+class Unit:
+    """A module and its parameters, which are gathered and freed together.
+
+    There is one flat parameter per dtype; frozen parameters have their own.
+    """
+
+    def __init__(self, module: nn.Module, parameters: list[nn.Parameter], axis: Axis, name: str):
+        self.module, self.name = module, name
+        kinds: dict[tuple[torch.dtype, bool], list[nn.Parameter]] = {}
+        for parameter in parameters:
+            kinds.setdefault((parameter.dtype, parameter.requires_grad), []).append(parameter)
+        self.flats = [ShardedFlatParameter(alike, axis, name) for alike in kinds.values()]
+        self.has_backward = False  # whether the last forward will receive a gradient
+        self.in_backward = False
+        self._gathered = False
+        self._gathering: list[comm.Handle] = []
+
+    def start_gather(self) -> None:
+        """Start the all-gather, unless it was started or is finished."""
+        if not self._gathering and not self._gathered:
+            self._gathering = [flat.start_gather() for flat in self.flats]
+
+    def gather(self) -> None:
+        """Return when the parameters are gathered."""
+        self.start_gather()
+        for handle in self._gathering:
+            handle.wait()
+        self._gathering, self._gathered = [], True
+
+    def free(self) -> None:
+        """Free the memory of the parameters, after the gather in flight."""
+        for handle in self._gathering:
+            handle.wait()
+        self._gathering, self._gathered = [], False
+        for flat in self.flats:
+            flat.free()
+
+
+def make_units(model: nn.Module, modules: Sequence[nn.Module], axis: Axis) -> list[Unit]:
+    """Return the root first, then one unit per module, in the order in which they run.
+
+    The root owns what is in none of ``modules`` (embedding, final norm, head) and weights that
+    several of them share.
+    """
+    paths = model.named_modules(remove_duplicate=False)
+    chosen = {path: module for path, module in paths if module in modules}
+    for module in modules:
+        if module is model or module not in chosen.values():
+            raise ValueError(
+                f"expected units to be modules inside the model, got {type(module).__name__}, "
+                "which is not: give the blocks in the order in which forward runs them; the root "
+                "owns the rest"
+            )
+    users: dict[nn.Parameter, set[nn.Module]] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        around = accumulate(name.split("."), "{}.{}".format)
+        inside = [chosen[path] for path in around if path in chosen]
+        users.setdefault(parameter, set()).add(inside[-1] if inside else model)
+    owned: dict[nn.Module, list[nn.Parameter]] = {module: [] for module in [model, *modules]}
+    for parameter, owners in users.items():
+        owned[owners.pop() if len(owners) == 1 else model].append(parameter)
+    names = {module: path for path, module in chosen.items()}
+    return [Unit(one, own, axis, names.get(one, "root")) for one, own in owned.items()]
 
 
 class Zero3(Sharded):
-    """Every rank keeps its shards alone; all run the same units in the same order, backward too.
+    """Every rank stores only its shards; all ranks run the same units in the same order.
 
-    ``kept`` are the units that stay gathered between forward and backward: by default the root
-    (``model`` itself) and the last unit, as torch's FSDP2 is used; ``()`` is none of them.
-    A unit whose inputs come by keyword, or need no gradient, is freed at the end of backward.
-    Outside forward and backward the parameters have no memory, except within :meth:`gathered`.
+    ``reshard_after_forward`` has FSDP2's meaning: True frees every unit between forward and
+    backward, False none, and a collection of modules those (``model`` itself is the root). By
+    default all are freed but the root and the last unit, which backward uses first.
+    A unit whose inputs are keywords, or need no gradient, is freed at the end of backward.
+    Outside forward and backward the parameters have no memory, except inside :meth:`gathered`.
     """
 
     def __init__(
@@ -66,16 +133,21 @@ class Zero3(Sharded):
         axis: Axis,
         make_optimizer: MakeOptimizer,
         *,
-        kept: Sequence[nn.Module] | None = None,
+        reshard_after_forward: bool | Collection[nn.Module] | None = None,
         prefetch: bool = True,
     ) -> None:
-        self.units = cut(model, units, axis)
-        self._kept = [model, *units[-1:]] if kept is None else list(kept)
-        self._prefetches = prefetch
-        if strangers := set(self._kept) - {unit.module for unit in self.units}:
+        self.units = make_units(model, units, axis)
+        modules = [unit.module for unit in self.units]
+        if reshard_after_forward is None:
+            reshard_after_forward = modules[1:-1]
+        elif isinstance(reshard_after_forward, bool):
+            reshard_after_forward = modules if reshard_after_forward else []
+        self._resharded, self._prefetches = set(reshard_after_forward), prefetch
+        if strangers := self._resharded - set(modules):
             raise ValueError(
-                f"kept has {[type(one).__name__ for one in strangers]}, which are no units: give "
-                "modules out of units, or the model itself for the root"
+                "expected reshard_after_forward to name units, or the model for the root; got "
+                f"{[type(one).__name__ for one in strangers]}: choose from the modules that were "
+                "given as units"
             )
         flats = [flat for unit in self.units for flat in unit.flats if not flat.frozen]
         super().__init__(flats, axis, make_optimizer)
@@ -91,18 +163,20 @@ class Zero3(Sharded):
         ]
 
     @property
-    def every_flat(self) -> list[Flat]:
-        """The flats, those of frozen parameters too."""
+    def every_flat(self) -> list[ShardedFlatParameter]:
+        """All flat parameters, including the frozen ones."""
         return [flat for unit in self.units for flat in unit.flats]
 
     @property
     def buffers(self) -> list[Tensor]:
-        """What parameters are gathered into: state, not activations, for the memory meters."""
+        """The tensors that parameters are gathered into; memory meters count them as state."""
         return [flat.full_F for flat in self.every_flat]
 
     def _ready(self, parameter: nn.Parameter) -> None:
-        self._land()  # the unit before has had its time: one flat gradient at once is enough
-        super()._ready(parameter)
+        """Move the gradient into the flat gradient of its unit: only one of them has memory."""
+        self._reduction.wait()
+        if parameter.grad is not None:
+            self._flat_of[parameter].collect(parameter)
 
     def _prefetch(self, units: Sequence[Unit]) -> None:
         """Start to gather the first of ``units``, if there is one."""
@@ -112,7 +186,7 @@ class Zero3(Sharded):
     def _before_forward(self, index: int, inputs: tuple[Any, ...]) -> tuple[Any, ...] | None:
         unit = self.units[index]
         unit.gather()
-        if unit.in_backward:  # recomputation: backward itself has gathered, and frees
+        if unit.in_backward:  # recomputation: the hooks of backward gather and free the unit
             return None
         self._prefetch(self.units[index + 1 :])
         tracked = [i for i, x in enumerate(inputs) if isinstance(x, Tensor) and x.requires_grad]
@@ -128,7 +202,7 @@ class Zero3(Sharded):
         unit = self.units[index]
         if unit.in_backward:
             return
-        if not torch.is_grad_enabled() or unit.module not in self._kept:
+        if not torch.is_grad_enabled() or unit.module in self._resharded:
             unit.free()
         tensors = [one for one in tree_leaves(outputs) if isinstance(one, Tensor)]
         tracked = [tensor for tensor in tensors if tensor.requires_grad]
@@ -137,7 +211,7 @@ class Zero3(Sharded):
             output.register_hook(lambda _: self._before_backward(index))
 
     def _before_backward(self, index: int) -> None:
-        """The gradient of an output is there: the unit's own backward comes next."""
+        """Gather the unit: the gradient of an output is ready, so its own backward is next."""
         unit = self.units[index]
         if not unit.in_backward:
             unit.in_backward = True
@@ -146,15 +220,15 @@ class Zero3(Sharded):
             self._prefetch([one for one in reversed(earlier) if one.has_backward])
 
     def _after_backward(self, unit: Unit) -> None:
-        """Nothing reads the unit's parameters any more, and their gradients are complete."""
+        """Free the unit and send its gradients, which are complete."""
         unit.in_backward = False
         unit.free()
         for flat in unit.flats:
             if not flat.frozen:
-                self._send(flat)
+                self._reduction.start(flat)
 
     def _flush(self) -> None:
-        """The root, and units whose inputs need no gradient, are over when backward is."""
+        """End the backward of the root, and of units whose inputs need no gradient."""
         for unit in reversed(self.units):
             if unit.in_backward:
                 self._after_backward(unit)
@@ -162,22 +236,22 @@ class Zero3(Sharded):
 
     @contextmanager
     def accumulate(self) -> Iterator[None]:
-        """Around one backward that is not the last: what it made is scattered and freed."""
+        """Run one backward that is not the last inside; its gradients are scattered and freed."""
         yield
         self._flush()
 
     def finish(self) -> None:
-        """Scatter the root's gradients, free what is left, and wait for the last shard."""
+        """Scatter the root's gradients, free all units, and wait for the last shard."""
         self._flush()
-        self._land()
+        self._reduction.wait()
 
     def refresh(self) -> None:
-        """Forget what a forward without backward left gathered: the shards were written."""
+        """Free what a forward without backward has gathered: the shards were written to."""
         for unit in self.units:
             unit.free()
 
     def reset(self) -> None:
-        """Forget a step that broke off: see :meth:`Sharded.reset`."""
+        """Drop the state of an interrupted step: see :meth:`Sharded.reset`."""
         for unit in self.units:
             unit.in_backward = False
             unit.free()
@@ -185,9 +259,9 @@ class Zero3(Sharded):
 
     @contextmanager
     def gathered(self) -> Iterator[None]:
-        """All parameters are whole inside, to be read; or to be written, :meth:`adopt` following.
+        """Gather all parameters inside, to read them; after a write call :meth:`sync_shards`.
 
-        Raises RuntimeError when what was written was not adopted: it would be lost.
+        Raises RuntimeError when a write was not followed by it: the values would be lost.
         """
         for unit in self.units:
             unit.gather()
@@ -195,8 +269,8 @@ class Zero3(Sharded):
             yield
             if any(flat.written for flat in self.every_flat):
                 raise RuntimeError(
-                    "parameters were written to inside gathered(), which would be lost with their "
-                    "memory: call adopt() after writing, before the end of gathered()"
+                    "parameters were written to inside gathered(), and the values would be lost "
+                    "with their memory: call sync_shards() after writing, before gathered() ends"
                 )
         finally:
             for unit in self.units:
@@ -204,7 +278,7 @@ class Zero3(Sharded):
 
 
 class _AfterBackward(torch.autograd.Function):
-    """The identity. Backward through it comes when all that used the inputs is done: say so."""
+    """The identity, with a call of ``done`` in backward, when all uses of the inputs are done."""
 
     @staticmethod
     def forward(ctx, done, *inputs: Tensor):

@@ -71,7 +71,7 @@ def test_rows_that_are_no_schedule_are_not_split():
             ONE_F_ONE_B.replace("0F0 0F1 0B0", "0B0 0F1 0F0").replace("1F0 1B0", "1B0 1F0"),
             ["0B0 comes before 0F0", "1B0 comes before 1F0"],
         ),
-        (ONE_F_ONE_B.replace("0F3", "1F3"), ["which lives on rank 1"]),
+        (ONE_F_ONE_B.replace("0F3", "1F3"), ["which is on rank 1"]),
         (
             ONE_F_ONE_B.replace("0B3", "0B2").replace("1B3", "1B2"),
             ["0B2 is done a second time", "1B2 is done a second time"],
@@ -80,7 +80,7 @@ def test_rows_that_are_no_schedule_are_not_split():
             ONE_F_ONE_B.replace(" 0B3", "").replace("1B3", "1I3"),
             ["stage 0 has no backward", "stage 1 has half a backward"],
         ),
-        (NAIVE.replace("1F0 1B0 1F1 1B1", "1F0 1F1 1B0 1B1"), ["deadlock: nobody can go on"]),
+        (NAIVE.replace("1F0 1B0 1F1 1B1", "1F0 1F1 1B0 1B1"), ["deadlock: no rank can continue"]),
         (ONE_F_ONE_B.replace("3", "4"), ["the last micro-batch is 4", "micro-batch 3 on stage 0"]),
     ],
 )

@@ -56,5 +56,5 @@ def test_a_flat_gather_on_one_rank_copies_and_names_shapes_that_do_not_fit():
     assert comm.start_all_gather_flat(full, torch.arange(4.0), axis).wait() is full
     assert view.tolist() == [0, 1]
     for shape in [(2,), (4, 1)]:
-        with pytest.raises(ValueError, match=r"dp of 1 ranks.*1 times the shard"):
+        with pytest.raises(ValueError, match=r"dp of 1 ranks.*1 times the elements of the shard"):
             comm.start_all_gather_flat(full, torch.zeros(shape), axis)

@@ -493,7 +493,7 @@ def test_a_deadlock_says_who_waits_for_whom():
     with pytest.raises(ScheduleError) as error:
         validate(stuck)
     assert str(error.value) == (
-        "deadlock: nobody can go on; "
+        "deadlock: no rank can continue; "
         "rank 0 is at cell 1, 0B0, and waits for 1B0 of rank 1, which has it in cell 2; "
         "rank 1 is at cell 1, 1F1, and waits for 0F1 of rank 0, which has it in cell 2"
     )
@@ -538,7 +538,7 @@ def test_rows_made_by_hand_in_python():
     for made, placement, reason in [
         (((F0, B0), ()), (0, 0), "rank 1 has nothing to do"),
         (((),), (0,), "rank 0 has nothing to do"),
-        (((F0, B0), (Action("F", 0, 1),)), (0,), "0F1 is on stage 0, which lives on rank 0"),
+        (((F0, B0), (Action("F", 0, 1),)), (0,), "0F1 is on stage 0, which is on rank 0"),
         (((F0, B0, Action("F", 5, 0)),), (0,), r"5F0 is on stage 5, but the stages are 0..0"),
         (((Action("X", 0, 0),),), (0,), "the operation is one of F, B, I, W"),
         (((F0, B0, Action("F", 0, -1)),), (0,), "micro-batches are numbered from 0"),
@@ -683,7 +683,7 @@ def test_names():
 @pytest.mark.parametrize("name", SCHEDULES)
 @pytest.mark.parametrize("wrong", [0, -1, 2.0, True, "4"])
 def test_sizes_are_whole_numbers_from_one(name, wrong):
-    with pytest.raises(ValueError, match=r"ranks=.*: a whole number, 1 or more, is wanted"):
+    with pytest.raises(ValueError, match=r"expected a whole number, 1 or more, got ranks="):
         make(name, wrong, 8)
     with pytest.raises(ValueError, match=r"microbatches=.*: a whole number"):
         make(name, 4, wrong)
@@ -697,7 +697,7 @@ def test_sizes_are_whole_numbers_from_one(name, wrong):
 def test_drawing_is_to_scale_and_shows_the_bubble():
     drawn = drawing(simulate(one_f_one_b(2, 2), Costs.make(1, 2)), 60).splitlines()
     assert drawn[:4] == [
-        "1f1b, 2 ranks, 2 micro-batches; F 1, B 2, hops take no time",
+        "1f1b, 2 ranks, 2 micro-batches; F 1, B 2, transfers take no time",
         "rank 0 F0---F1---..........B0========.....B1======== peak 2",
         "rank 1 .....F0---B0========F1---B1========.......... peak 1",
         "       0                                           9",

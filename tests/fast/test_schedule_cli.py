@@ -185,7 +185,7 @@ def test_rows_of_ones_own(capfd, own):
 REFUSED = {
     "deadlock": (
         "0F0,0B0,0F1,0B1\n1F0,1F1,1B0,1B1",
-        r"mine.csv: deadlock: nobody can go on; rank 0 is at cell 1, 0B0, and waits for 1B0 of "
+        r"mine.csv: deadlock: no rank can continue; rank 0 is at cell 1, 0B0, and waits for 1B0 of "
         r"rank 1, which has it in cell 2; rank 1 is at cell 1, 1F1, and waits for 0F1 of rank 0",
     ),
     "missing": ("0F0,0B0\n1F0", r"rank 1: micro-batch 0 on stage 1 has no backward \(1B0 is"),

@@ -21,7 +21,7 @@ from course_lib.schedule import (
     v_shape,
     validate,
 )
-from course_lib.schedule.search import RULES, Play
+from course_lib.schedule.search import RULES, ListScheduler
 
 cost = st.integers(0, 20)
 placements = st.integers(1, 4).flatmap(
@@ -40,7 +40,7 @@ def test_every_playing_is_legal_wherever_the_stages_live(where, m, more, i, w, c
     limit = max(map(where.count, where)) + more
     costs = Costs(5, i, w, comm)
     ranks = max(where) + 1
-    validate(Play(tuple(where), m, costs, limit, *rule).run(), peak=[limit] * ranks)
+    validate(ListScheduler(tuple(where), m, costs, limit, *rule).run(), peak=[limit] * ranks)
     found = searched(where, m, costs, limit)
     validate(found, peak=[limit] * ranks)
     assert found.placement == tuple(where)
@@ -111,14 +111,16 @@ def test_one_greedy_rule_is_not_enough():
 
     best = [time(searched(where, 8, limit=limit)) for where, limit in cases]
     for rule in RULES:
-        alone = [time(Play(where, 8, Costs(), limit, *rule).run()) for where, limit in cases]
+        alone = [
+            time(ListScheduler(where, 8, Costs(), limit, *rule).run()) for where, limit in cases
+        ]
         assert any(one > other for one, other in zip(alone, best, strict=True))
 
 
 @pytest.mark.parametrize(
     ("wrong", "reason"),
     [
-        ({"limit": 1}, "limit=1: a rank has 2 stages; 2 or more are wanted"),
+        ({"limit": 1}, "expected limit=2 or more, as a rank has 2 stages; got limit=1"),
         ({"limit": 0}, "limit=0: a whole number, 1 or more"),
         ({"microbatches": 0}, "microbatches=0"),
         ({"costs": Costs(per_stage=(1, 2))}, "per_stage has 2 factors, the schedule has 8"),

@@ -278,7 +278,7 @@ def test_a_slow_rank_is_slow_on_all_its_stages():
     assert costs.per_stage == (1, 2, 4, 1)
     assert Costs().on_ranks((1, 0.5), looped(2, 2)).per_stage == (1, 2, 1, 2)
     for speeds in ((1,), (1, 0), (1, -1), (1, float("nan"))):
-        with pytest.raises(ValueError, match="one number above 0 for each of 2 ranks is wanted"):
+        with pytest.raises(ValueError, match="expected one speed above 0 for each of 2 ranks"):
             Costs().on_ranks(speeds, looped(2))
 
 
@@ -327,7 +327,7 @@ def test_score_compares_ranks_with_the_same_work():
 
 def test_what_is_not_legal_has_no_score():
     stuck = from_rows([["0F0", "0B0", "0F1", "0B1"], ["1F0", "1F1", "1B0", "1B1"]])
-    with pytest.raises(ScheduleError, match="deadlock: nobody can go on; rank 0 is at cell 1"):
+    with pytest.raises(ScheduleError, match="deadlock: no rank can continue; rank 0 is at cell 1"):
         score(stuck, Costs())
 
 

@@ -55,7 +55,7 @@ def test_the_sentence_has_the_numbers():
     assert looped.caption.endswith("Paler boxes with ′ are a rank's second stage. So.")
     assert texts(looped, "title") == ["Mine"]
     assert texts(picture_of(comm=0.5), "title") == [
-        "1f1b, 4 ranks, 8 micro-batches; F 1, B 2, hops take 0.5"
+        "1f1b, 4 ranks, 8 micro-batches; F 1, B 2, transfers take 0.5"
     ]
 
 

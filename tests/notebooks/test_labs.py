@@ -138,7 +138,7 @@ def reads_08(told: str, head: str) -> tuple[str, int | None]:
     if wrong:
         return "lost W" if shares[wrong[0]] < 1 else "W twice", wrong[0]
     if max(kept) > 4:
-        return "hoards", kept.index(max(kept))
+        return "delays all W", kept.index(max(kept))
     gaps = [first[rank - 1] - first[rank] for rank in range(1, 4)]
     if max(gaps) > 30:  # ms: one I takes 20, and one W
         return "whole B", 1 + gaps.index(max(gaps))

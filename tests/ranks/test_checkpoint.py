@@ -394,8 +394,8 @@ MISTAKES = {
     "the shard's rank is forgotten": (
         Way(dp=4, zero=1),
         LLAMA,
-        zero.Flat,
-        "own_parts",
+        zero.FlatParameter,
+        "parameter_slices",
         lambda original: lambda flat, values: shifted(original, flat, values),
     ),
 }

@@ -37,7 +37,7 @@ class Way:
     layout: cp.SequenceLayout
     wire: object
     saved: object
-    heads: int | None = None  # of a grid: neighbours that share out heads
+    heads: int | None = None  # of USP: neighbours that split the heads
 
     def on(self, axis):
         """The attention, with the axes that it makes of ``axis``."""
@@ -50,16 +50,16 @@ class Way:
         return partial(self.on(axis), axis=axis, layout=self.layout)
 
 
-def gather_way(layout, keep):
+def gather_way(layout, save_gathered):
     return Way(
-        partial(cp.gather_attention, keep=keep),
+        partial(cp.gather_attention, save_gathered=save_gathered),
         layout,
-        partial(cp.gather_wire_bytes, keep=keep),
-        partial(cp.gather_saved_bytes, keep=keep),
+        partial(cp.gather_wire_bytes, save_gathered=save_gathered),
+        partial(cp.gather_saved_bytes, save_gathered=save_gathered),
     )
 
 
-def grid_way(layout, heads):
+def usp_way(layout, heads):
     def wire(config, batch_size, seq_len, n, **forwards):
         both = cp.ulysses_ring_wire_bytes(
             config, batch_size, seq_len, heads, n // heads, **forwards
@@ -77,12 +77,12 @@ ULYSSES = Way(cp.ulysses_attention, cp.CONTIGUOUS, cp.ulysses_wire_bytes, cp.uly
 WAYS = {
     "ring-zigzag": RING,
     "ring-contiguous": replace(RING, layout=cp.CONTIGUOUS),
-    "gather-zigzag": gather_way(cp.ZIGZAG, keep=True),
-    "gather-contiguous": gather_way(cp.CONTIGUOUS, keep=True),
-    "gather-again": gather_way(cp.ZIGZAG, keep=False),
+    "gather-zigzag": gather_way(cp.ZIGZAG, save_gathered=True),
+    "gather-contiguous": gather_way(cp.CONTIGUOUS, save_gathered=True),
+    "gather-again": gather_way(cp.ZIGZAG, save_gathered=False),
     "ulysses": ULYSSES,
-    "grid-zigzag": grid_way(cp.ZIGZAG, 2),
-    "grid-contiguous": grid_way(cp.CONTIGUOUS, 2),
+    "usp-zigzag": usp_way(cp.ZIGZAG, 2),
+    "usp-contiguous": usp_way(cp.CONTIGUOUS, 2),
 }
 
 
@@ -126,7 +126,7 @@ def test_every_position_is_in_one_shard_and_every_pair_is_computed_once(n, rows,
         assert queries.tolist() == sorted(queries.tolist())
         for theirs, keys in enumerate(shards):
             part = layout.visible(layout_, n, mine, theirs, len(queries))
-            for piece in blockwise._pieces(part, strip=3):
+            for piece in blockwise._strips(part, strip=3):
                 block = torch.ones(len(queries[piece.queries]), len(keys[piece.keys])).long()
                 block = block.tril() if piece.causal else block
                 assert int(block.sum()) == piece.pairs
@@ -308,16 +308,16 @@ def test_ulysses_with_copied_heads_is_bitwise_serial_but_for_their_sum(worlds, n
 
 @pytest.mark.parametrize("heads", [1, 3, 4, 8])
 @pytest.mark.parametrize("layout_", LAYOUTS, ids=lambda each: each.name)
-def test_a_grid_of_any_runs(worlds, heads, layout_):
+def test_usp_with_groups_of_any_size(worlds, heads, layout_):
     """Runs of one rank are a ring, one run of all is Ulysses; three head ranks halve no chunk."""
     n = 3 if heads == 3 else 8
-    way, config = grid_way(layout_, heads), sizes(n)
+    way, config = usp_way(layout_, heads), sizes(n)
     results = worlds(n).run(attend_on_rank, way, config)
     check_attention(results, way, config, 1e-12)
     assert sorted(torch.cat([mine for mine, *_ in results]).tolist()) == list(range(SEQ))
 
 
-def test_a_grid_sends_less_over_the_slow_links_than_a_ring():
+def test_usp_sends_less_over_the_slow_links_than_a_ring():
     """Grouped query, 2 nodes of 4 ranks: neighbours exchange heads, K and V turn in a ring of 2."""
     config = sizes(8)
     inside, between = cp.ulysses_ring_wire_bytes(config, 2, SEQ, 4, 2)
@@ -333,7 +333,7 @@ def test_a_grid_sends_less_over_the_slow_links_than_a_ring():
     )
 
 
-def test_the_layout_of_a_grid_is_the_ring_s_cut_once_more():
+def test_the_layout_of_usp_splits_the_shards_of_the_ring_again():
     layout_ = cp.nested(cp.ZIGZAG, 2)
     assert [layout_.chunks(rank, 4) for rank in range(4)] == [(0, 1), (6, 7), (2, 3), (4, 5)]
     for ring_layout in LAYOUTS:
@@ -549,7 +549,7 @@ def check_training(results, twin):
     ("name", "n"),
     [
         *((name, n) for name in ("ring-zigzag", "gather-contiguous", "ulysses") for n in WORLDS),
-        *(("grid-zigzag", n) for n in (2, 4, 8)),
+        *(("usp-zigzag", n) for n in (2, 4, 8)),
     ],
 )
 def test_training_equals_serial(worlds, n, name):
@@ -565,7 +565,7 @@ def test_training_equals_serial(worlds, n, name):
 
 
 @pytest.mark.parametrize("cp_size", [2, 4])
-@by_way("ring-zigzag", "gather-again", "ulysses", "grid-contiguous")
+@by_way("ring-zigzag", "gather-again", "ulysses", "usp-contiguous")
 def test_training_of_gpt_with_data_parallelism_and_uneven_tokens(worlds, cp_size, way):
     results = worlds(8).run(lambda: train(GPT, way, cp_size, shortest=2))
     check_training(results, serial(GPT, shortest=2))
@@ -586,9 +586,9 @@ def test_what_a_model_keeps_is_its_formula(worlds, way, config):
             loss_sum(model(tokens, positions), targets)[0].backward()
         return saved.peak
 
-    swapped = way.attention in (cp.ulysses_attention, cp.ulysses_ring_attention)
-    block = cp.kept_per_block(
-        config, BATCH, SEQ, 4, way.saved(config, BATCH, SEQ, 4), swapped=swapped
+    copied = way.attention in (cp.ulysses_attention, cp.ulysses_ring_attention)
+    block = cp.saved_per_block(
+        config, BATCH, SEQ, 4, way.saved(config, BATCH, SEQ, 4), output_copied=copied
     )
     serial_block = kept_by_block(config, BATCH, SEQ // 4).total
     expected = kept_by_stage(config, BATCH, SEQ // 4) + config.layers * (block - serial_block)
@@ -597,7 +597,7 @@ def test_what_a_model_keeps_is_its_formula(worlds, way, config):
         assert block == serial_block
 
 
-@by_way("ring-zigzag", "gather-zigzag", "gather-again", "ulysses", "grid-zigzag")
+@by_way("ring-zigzag", "gather-zigzag", "gather-again", "ulysses", "usp-zigzag")
 @pytest.mark.parametrize("how", ["selective", "full", "full before"])
 def test_recomputed_attention_sends_what_two_forwards_do(worlds, way, how):
     """recompute.selective goes around the parallel core; the other way round is refused. Full
@@ -682,7 +682,7 @@ def mask_of_the_wrong_pair():
 
 def early_queries_not_skipped():
     def wrong(layout_, n, mine, theirs, rows):
-        return layout.Part(slice(0, rows), slice(0, rows), causal=mine == theirs)
+        return layout.Tile(slice(0, rows), slice(0, rows), causal=mine == theirs)
 
     return mock.patch.object(layout, "visible", wrong)
 
@@ -725,9 +725,9 @@ def test_swapped_heads_in_ulysses_are_caught(worlds):
     assert error_under(worlds(4), heads_copied_in_turn, ULYSSES)["out"] > 0.1
 
 
-def test_a_grid_with_its_axes_swapped_is_caught(worlds):
+def test_usp_with_its_axes_swapped_is_caught(worlds):
     """Heads across the runs and rings inside them: sizes agree, rows do not."""
-    way = WAYS["grid-zigzag"]
+    way = WAYS["usp-zigzag"]
 
     def rank():
         mesh = make_mesh(cp=4)
@@ -795,7 +795,7 @@ def unchecked(model):
 
 
 def test_wrong_positions_are_refused_on_every_rank(worlds):
-    with pytest.raises(RankError, match=r"positions 12\.\.23 are not .* layout, 6\.\.11 36\.\.41"):
+    with pytest.raises(RankError, match=r"expected .* layout, 6\.\.11 36\.\.41, got 12\.\.23"):
         worlds(4).run(partial(train, F64, RING, 4, cut=wrong_positions))
 
 
@@ -853,7 +853,9 @@ def test_bad_input_is_named():
     with pytest.raises(ValueError, match=r"12 positions .* 5 equal .* contiguous .* 15"):
         cp.pairs(cp.CONTIGUOUS, 12, 5)
     q, k, v, _ = draw(sizes(1), 1, 3)
-    with pytest.raises(ValueError, match=r"rank 1: 3 positions a rank are no 2 equal chunks"):
+    with pytest.raises(
+        ValueError, match=r"rank 1: expected 2 equal chunks .* got 3 positions per rank"
+    ):
         cp.ring_attention(q, k, v, axis_of(1, 2))
     with pytest.raises(ValueError, match=r"axis cp of 3 ranks does not divide 8 query heads"):
         cp.ulysses_attention(q, k, v, axis_of(0, 3))
@@ -863,7 +865,7 @@ def test_positions_of_another_rank_or_layout_are_refused():
     """Each of these trains, and to a wrong model: RoPE and mask would be of other positions."""
     model = cp.parallelize(build_model(F64), cp.ring_attention, axis_of(1, 4), cp.ZIGZAG)
     tokens, targets, positions = cp.shard(*rows(0), axis_of(1, 4), cp.ZIGZAG)
-    wants = r"axis cp, rank 1: positions .* are not .* in the zigzag layout, 6\.\.11 36\.\.41: "
+    wants = r"axis cp, rank 1: expected .* in the zigzag layout, 6\.\.11 36\.\.41, got .*: call "
     for wrong in (None, cp.positions(SEQ, axis_of(1, 4), cp.CONTIGUOUS), positions + 1):
         with pytest.raises(ValueError, match=wants):
             model(tokens, wrong)
@@ -885,7 +887,7 @@ def test_one_rank_needs_no_positions():
 
 def test_positions_on_a_gpu_are_looked_at_once(monkeypatch):
     """Comparing waits for the device; here one that is not the CPU by name only."""
-    from course_lib.cp.model import _PositionsCheck
+    from course_lib.cp.layout import PositionsCheck
 
     looked = []
 
@@ -894,7 +896,7 @@ def test_positions_on_a_gpu_are_looked_at_once(monkeypatch):
 
     monkeypatch.setattr(torch, "equal", lambda a, b: looked.append(a) or True)
     monkeypatch.setattr(torch.Tensor, "to", lambda x, device: x)
-    check = _PositionsCheck(axis_of(1, 4), cp.ZIGZAG, SEQ)
+    check = PositionsCheck(axis_of(1, 4), cp.ZIGZAG, SEQ)
     for _ in range(3):
         check(None, (None, OnGpu()))
     assert len(looked) == 1
@@ -915,18 +917,20 @@ def test_a_sequence_longer_than_the_model_is_refused():
 def test_ulysses_refuses_shards_that_do_not_join_in_order(layout_):
     model = cp.parallelize(build_model(F64), cp.ulysses_attention, axis_of(1, 4), layout_)
     tokens, _, positions = cp.shard(*rows(0), axis_of(1, 4), layout_)
-    with pytest.raises(ValueError, match=r"axis cp: the zigzag .* Ulysses wants cp.CONTIGUOUS"):
+    with pytest.raises(
+        ValueError, match=r"axis cp: expected .* in order, got zigzag.* use cp.CONTIGUOUS"
+    ):
         model(tokens, positions)
 
 
-def test_a_grid_refuses_axes_and_layouts_that_do_not_agree():
+def test_usp_refuses_axes_and_layouts_that_do_not_agree():
     q, k, v, _ = draw(sizes(4), 1, 4)
-    grid = partial(cp.ulysses_ring_attention, heads_axis=axis_of(0, 2), ring_axis=axis_of(0, 2))
+    usp = partial(cp.ulysses_ring_attention, heads_axis=axis_of(0, 2), ring_axis=axis_of(0, 2))
     for wrong in (cp.ZIGZAG, cp.nested(cp.ZIGZAG, 4)):
-        with pytest.raises(ValueError, match=r"axis cp: rows .* wants cp.nested\(.*, 2\)"):
-            grid(q, k, v, axis=axis_of(0, 4), layout=wrong)
-    with pytest.raises(ValueError, match=r"8 ranks is no grid of 2 x 2"):
-        grid(q, k, v, axis=axis_of(0, 8), layout=cp.nested(cp.ZIGZAG, 2))
+        with pytest.raises(ValueError, match=r"axis cp: expected .* cp.nested\(.*, 2\) .* got "):
+            usp(q, k, v, axis=axis_of(0, 4), layout=wrong)
+    with pytest.raises(ValueError, match=r"expected axis cp to have 2 x 2 ranks, got 8"):
+        usp(q, k, v, axis=axis_of(0, 8), layout=cp.nested(cp.ZIGZAG, 2))
     with pytest.raises(ValueError, match=r"runs of 3 ranks on axis cp of 4"):
         cp.split_axis(axis_of(0, 4), 3)
 
@@ -943,6 +947,6 @@ def test_a_core_that_is_there_is_not_taken_away(first):
     model = build_model(F64)
     first(model)
     with pytest.raises(
-        ValueError, match=r"parallelize it once, and call recompute.selective after"
+        ValueError, match=r"parallelize the model once, and call recompute.selective after"
     ):
         cp.parallelize(model, cp.ring_attention, axis_of(0, 1), cp.ZIGZAG)

@@ -142,7 +142,7 @@ def test_gradients_are_added_to_those_that_are_there(worlds):
     def rank():
         mesh = make_mesh(pp=4)
         schedule, model = one_f_one_b(4, 2), build_model(GPT, seed=3)
-        stages = pp.cut(model, schedule, mesh.pp.rank)
+        stages = pp.make_stages(model, schedule, mesh.pp.rank)
         tokens = tokens_of(batches(2))
         for _ in range(2):
             pp.run(schedule, stages, mesh, batches(2), lambda y, t: loss_sum(y, t)[0] / tokens)
@@ -260,7 +260,7 @@ def test_no_stage_keeps_more_than_the_schedule_says(worlds, schedule):
         mesh = make_mesh(pp=4)
 
         def meters(schedule):
-            stages = pp.cut(build_model(config), schedule, mesh.pp.rank)
+            stages = pp.make_stages(build_model(config), schedule, mesh.pp.rank)
             equal = [
                 batch(mb, seed=1, batch_size=2, seq_len=SEQ) for mb in range(schedule.microbatches)
             ]
@@ -288,7 +288,7 @@ def test_memory_does_not_grow_with_the_number_of_micro_batches(worlds):
 
         def peak(m):
             schedule = one_f_one_b(4, m)
-            stages = pp.cut(build_model(F64), schedule, mesh.pp.rank)
+            stages = pp.make_stages(build_model(F64), schedule, mesh.pp.rank)
             equal = [batch(mb, seed=1, batch_size=2, seq_len=SEQ) for mb in range(m)]
             with PeakLiveBytes() as live:
                 pp.run(schedule, stages, mesh, equal, lambda y, t: loss_sum(y, t)[0])
@@ -332,10 +332,10 @@ def test_equals_torch(worlds, name, m):
         tokens, targets = batch(0, seed=7, batch_size=2 * m, seq_len=SEQ)
         schedule = make(name, 4, m)
         ours, theirs = build_model(F64, seed=3), build_model(F64, seed=3)
-        stages = pp.cut(ours, schedule, mesh.pp.rank)
+        stages = pp.make_stages(ours, schedule, mesh.pp.rank)
         cut = list(zip(tokens.chunk(m), targets.chunk(m), strict=True))
         outcome = pp.run(schedule, stages, mesh, cut, lambda y, t: mean(y, t) / m)
-        module = pp.cut(theirs, schedule, mesh.pp.rank)[mesh.pp.rank]
+        module = pp.make_stages(theirs, schedule, mesh.pp.rank)[mesh.pp.rank]
         stage = PipelineStage(module, mesh.pp.rank, 4, mesh.device)
         kind = {"gpipe": ScheduleGPipe, "1f1b": Schedule1F1B}[name]
         losses = []
@@ -362,18 +362,20 @@ def test_equals_torch(worlds, name, m):
 def test_layers_that_do_not_add_up():
     model, schedule = build_model(F64), one_f_one_b(3, 2)
     assert pp.partition(8, 3) == [3, 3, 2]
-    with pytest.raises(ValueError, match="8 layers cannot be cut into 9 stages"):
+    with pytest.raises(ValueError, match="8 layers cannot be split into 9 stages"):
         pp.partition(8, 9)
     for wrong in ([2, 2, 2], [4, 4], [8, 0, 0]):  # the first: floor division drops two layers
-        with pytest.raises(ValueError, match=r"layers=.*3 stages of at least one layer.*8 layers"):
-            pp.cut(model, schedule, 0, wrong)
+        with pytest.raises(
+            ValueError, match=r"expected 3 stages of at least one layer.*8 layers.*got layers="
+        ):
+            pp.make_stages(model, schedule, 0, wrong)
 
 
 def test_what_does_not_fit_is_named():
     mesh, model = make_mesh(), build_model(F64)
 
     def run(schedule, stages=None, m=None):
-        stages = pp.cut(model, schedule, 0) if stages is None else stages
+        stages = pp.make_stages(model, schedule, 0) if stages is None else stages
         m = schedule.microbatches if m is None else m
         return pp.run(schedule, stages, mesh, batches(m), lambda y, t: loss_sum(y, t)[0])
 
@@ -381,13 +383,13 @@ def test_what_does_not_fit_is_named():
         run(one_f_one_b(2, 2))
     with pytest.raises(ValueError, match="for 2 micro-batches, got 3"):
         run(gpipe(1, 2), m=3)
-    with pytest.raises(ValueError, match=r"holds stages \[0, 1\].*got \[0\].*cut\(\)"):
+    with pytest.raises(ValueError, match=r"holds stages \[0, 1\].*got \[0\].*make_stages\(\)"):
         run(gpipe(1, 2, chunks=2), stages={0: model})
     with pytest.raises(ScheduleError, match="0B0 comes before 0F0"):
         run(from_rows([["0B0", "0F0"]]))
-    stages, sgd = pp.cut(model, gpipe(1, 1), 0), torch.optim.SGD(model.parameters())
+    stages, sgd = pp.make_stages(model, gpipe(1, 1), 0), torch.optim.SGD(model.parameters())
     nothing = [(torch.zeros(1, 2).long(), torch.full((1, 2), -100))]
-    with pytest.raises(ValueError, match="no target"):
+    with pytest.raises(ValueError, match="every target is -100"):
         pp.train_step(gpipe(1, 1), stages, mesh, nothing, sgd)
 
 
@@ -397,7 +399,13 @@ def test_a_failing_rank_is_named_and_nobody_hangs(worlds):
             raise ArithmeticError("the loss is no number")
 
         mesh, schedule = make_mesh(pp=4), one_f_one_b(4, 4)
-        pp.run(schedule, pp.cut(build_model(F64), schedule, mesh.pp.rank), mesh, batches(4), fails)
+        pp.run(
+            schedule,
+            pp.make_stages(build_model(F64), schedule, mesh.pp.rank),
+            mesh,
+            batches(4),
+            fails,
+        )
 
     with pytest.raises(
         RankError, match="rank 3 raised ArithmeticError: the loss is no number"
@@ -432,12 +440,12 @@ def test_a_skipped_tied_sum_is_caught(worlds):
     def rank():
         from course_lib.pp import tied
 
-        original = tied._sum_tied_gradient
-        tied._sum_tied_gradient = lambda *_, **__: None
+        original = tied._sum_of_both
+        tied._sum_of_both = lambda gradient, *_, **__: gradient
         try:
             return parallel(one_f_one_b(4, 4), GPT)
         finally:
-            tied._sum_tied_gradient = original
+            tied._sum_of_both = original
 
     results = worlds(4).run(rank)
     with pytest.raises(AssertionError):
@@ -450,7 +458,7 @@ def test_a_skipped_tied_sum_is_caught(worlds):
 
 def test_layers_dropped_by_floor_division_are_caught(worlds):
     def rank():
-        original = pp.cut
+        original = pp.make_stages
 
         def floored(model, schedule, rank, layers=None):
             each = len(model.blocks) // schedule.ranks
@@ -459,11 +467,11 @@ def test_layers_dropped_by_floor_division_are_caught(worlds):
                 stage.norm, stage.head = model.norm, model.head
             return {rank: stage}
 
-        pp.cut = floored
+        pp.make_stages = floored
         try:
             return parallel(one_f_one_b(3, 4), F64, steps=1)
         finally:
-            pp.cut = original
+            pp.make_stages = original
 
     with pytest.raises(AssertionError):
         check(worlds(3).run(rank), serial(F64, 4, steps=1))

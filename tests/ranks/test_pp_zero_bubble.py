@@ -112,7 +112,7 @@ def one_step(schedule, config, change=None, frozen=()):
         model = prepare(config, frozen)
         if change is not None:
             change(model)
-        stages = pp.cut(model, schedule, mesh.pp.rank)
+        stages = pp.make_stages(model, schedule, mesh.pp.rank)
         pp.run(rows, stages, mesh, micro_batches, lambda y, t: loss_sum(y, t)[0] / tokens)
         gradients.append({n: p.grad for n, p in own(model, stages).items() if p.grad is not None})
     return gradients
@@ -163,7 +163,7 @@ def test_only_what_w_needs_is_kept_between_the_halves(config):
     whole = {name: p.grad for name, p in stage.named_parameters()}
     dx, x.grad = x.grad, None
     stage.zero_grad()
-    later = pp.WeightsLater()
+    later = pp.DeferredWeightGradients()
     with SavedActivations(stage) as halves, PeakLiveBytes(stage) as live:
         with later:
             y = stage(x)
@@ -171,7 +171,7 @@ def test_only_what_w_needs_is_kept_between_the_halves(config):
         with later:
             y.backward(dy)
         del y
-        assert halves.now == pp.kept_for_weights(config, len(x), SEQ, 1, 3)
+        assert halves.now == pp.saved_for_wgrad(config, len(x), SEQ, 1, 3)
         own = sum(p.grad.nbytes for p in stage.parameters() if p.grad is not None)
         assert live.now < halves.now + own + x.nbytes + 2000, "nothing else is alive"
         assert torch.equal(x.grad, dx), "I alone gives the gradient of the input"
@@ -192,7 +192,7 @@ def test_torch_keeps_everything_between_the_halves():
         del y
         assert groups
         assert saved.now == saved.peak
-        assert saved.now > pp.kept_for_weights(F64, len(x), SEQ, 1, 3)
+        assert saved.now > pp.saved_for_wgrad(F64, len(x), SEQ, 1, 3)
 
 
 def test_hooks_on_parameters_hear_of_w():
@@ -200,7 +200,7 @@ def test_hooks_on_parameters_hear_of_w():
     heard = []
     for name, parameter in stage.named_parameters():
         parameter.register_post_accumulate_grad_hook(lambda _, name=name: heard.append(name))
-    later = pp.WeightsLater()
+    later = pp.DeferredWeightGradients()
     with later:
         stage(x).backward(dy)
     assert heard
@@ -219,7 +219,7 @@ def peaks(schedules, m):
     tokens = [tensor for pair in equal for tensor in pair]
     found = []
     for schedule in schedules:
-        stages = pp.cut(build_model(F64), schedule, mesh.pp.rank)
+        stages = pp.make_stages(build_model(F64), schedule, mesh.pp.rank)
         live, saved = PeakLiveBytes(), SavedActivations(*stages.values(), tokens)
         with saved, live:
             outcome = pp.run(schedule, stages, mesh, equal, lambda y, t: loss_sum(y, t)[0])
@@ -271,7 +271,7 @@ def test_weights_that_wait_for_the_end_are_caught_by_the_meter(worlds):
         return [peaks([stashed(m)], m)[0][1] for m in (9, 19)]
 
     for few, many in worlds(4).run(rank):
-        assert many > few + 8 * pp.kept_for_weights(F64, 2, SEQ, 0, 1)
+        assert many > few + 8 * pp.saved_for_wgrad(F64, 2, SEQ, 0, 1)
 
 
 # --- when a stage is done -------------------------------------------------------------------
@@ -282,7 +282,7 @@ def test_weights_that_wait_for_the_end_are_caught_by_the_meter(worlds):
 def test_each_stage_says_once_that_its_gradients_are_complete(worlds, name, config):
     def rank():
         mesh, schedule = make_mesh(pp=4), make(name, 4, 4)
-        stages = pp.cut(prepare(config), schedule, mesh.pp.rank)
+        stages = pp.make_stages(prepare(config), schedule, mesh.pp.rank)
         done, left = {}, []
 
         def on_stage_done(stage):
@@ -315,7 +315,7 @@ def cut_further(schedule, config, way):
     """Tensor parallelism in a pipeline: loss, gradients with the ranks' parts joined, bytes."""
     mesh = make_mesh(tp=2, pp=schedule.ranks)
     model = way.cut(tensor_parallel.disturbed(config), mesh.tp)
-    stages = pp.cut(model, schedule, mesh.pp.rank)
+    stages = pp.make_stages(model, schedule, mesh.pp.rank)
     micro_batches = batches(schedule.microbatches)
     tokens = tokens_of(micro_batches)
 
@@ -369,7 +369,7 @@ def halves_by_hand(config, way):
     stage, positions = model.stage(1, 3), torch.arange(SEQ)
     rows = len(stage.own_rows(positions))
     x = torch.ones(2, rows, config.hidden, dtype=config.dtype, requires_grad=True)
-    later = pp.WeightsLater()
+    later = pp.DeferredWeightGradients()
     with SavedActivations(stage) as saved:
         with later:
             stage(x, positions).sum().backward()
@@ -394,7 +394,7 @@ def test_context_parallel_stages(worlds):
         mesh, schedule = make_mesh(cp=2, pp=2), make("zb-h1", 2, 4)
         model = prepare(F64)
         cp.parallelize(model, cp.ring_attention, mesh.cp, cp.ZIGZAG)
-        stages = pp.cut(model, schedule, mesh.pp.rank)
+        stages = pp.make_stages(model, schedule, mesh.pp.rank)
         whole = batches(4)
         micro_batches = [cp.shard(*one, mesh.cp, cp.ZIGZAG) for one in whole]
         tokens = tokens_of(whole)
@@ -416,10 +416,10 @@ def test_a_message_of_another_shape_is_refused(worlds):
         mesh, schedule = make_mesh(tp=2, pp=2), one_f_one_b(2, 2)
         model = SP.cut(build_model(F64), mesh.tp)
         model.own_rows = lambda positions: positions  # as if the rows were not shared
-        stages = pp.cut(model, schedule, mesh.pp.rank)
+        stages = pp.make_stages(model, schedule, mesh.pp.rank)
         pp.run(schedule, stages, mesh, batches(2), lambda y, t: model.cross_entropy(y, t)[0])
 
-    with pytest.raises(RankError, match=r"0F0 made \(2, 6, 16\).*waits for \(2, 12, 16\)"):
+    with pytest.raises(RankError, match=r"0F0 made \(2, 6, 16\).*expects \(2, 12, 16\)"):
         worlds(4).run(rank, timeout=30)
 
 
@@ -445,11 +445,11 @@ def beside_torch(name, m):
     tokens, targets = batch(0, seed=7, batch_size=2 * m, seq_len=SEQ)
     schedule = make(name, 4, m)
     ours, theirs = build_model(F64, seed=3), build_model(F64, seed=3)
-    stages = pp.cut(ours, schedule, mesh.pp.rank)
+    stages = pp.make_stages(ours, schedule, mesh.pp.rank)
     cut = list(zip(tokens.chunk(m), targets.chunk(m), strict=True))
     outcome = pp.run(schedule, stages, mesh, cut, lambda y, t: mean(y, t) / m)
     shape = make("zb-v" if name in ("zb-v", "dualpipe-v") else "interleaved", 4, m)
-    modules = pp.cut(theirs, shape, mesh.pp.rank)
+    modules = pp.make_stages(theirs, shape, mesh.pp.rank)
     parts = [
         pipelining.PipelineStage(module, stage, shape.stages, mesh.device)
         for stage, module in modules.items()

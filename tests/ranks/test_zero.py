@@ -34,9 +34,9 @@ LAST = 2  # the number of the last unit of two blocks, the root being 0
 def test_equals_serial(worlds, n, stage, config):
     results = worlds(n).run(train, stage, config)
     check(results, serial(config))
-    kept = {"kept": (0, LAST)} if stage == 3 else {}
+    once = {"gathered_once": (0, LAST)} if stage == 3 else {}
     elements = twin.elements(stage, twin.build(config))
-    formula = zero.wire_bytes(stage, elements, n, dtype=torch.float64, **kept)
+    formula = zero.wire_bytes(stage, elements, n, dtype=torch.float64, **once)
     for *_, sent in results:
         assert sent == [formula] * STEPS
 
@@ -144,7 +144,7 @@ def test_frozen_parameters_stay(worlds, stage):
     model = twin.build(F64, frozen)
     cold = [[p for p in one.parameters() if not p.requires_grad] for one in [model, *model.blocks]]
     sizes = [sum(p.numel() for p in parameters) for parameters in cold]
-    only = {"kept": (0, LAST), "frozen": [sizes[0] - sum(sizes[1:]), *sizes[1:]]}
+    only = {"gathered_once": (0, LAST), "frozen": [sizes[0] - sum(sizes[1:]), *sizes[1:]]}
     elements = twin.elements(stage, model)
     formula = zero.wire_bytes(
         stage, elements, 3, dtype=torch.float64, **(only if stage == 3 else {})
@@ -177,7 +177,7 @@ def test_a_unit_without_backward_is_gathered_once(worlds, frozen, without, prefe
         twin.elements(3, model),
         2,
         dtype=torch.float64,
-        kept={0, LAST, *without},
+        gathered_once={0, LAST, *without},
         frozen=[whole - sum(cold), *cold],
     )
     want = serial(F64, frozen=frozen, steps=2)
@@ -220,7 +220,7 @@ def test_dtypes_shared_weights_and_parameters_that_nobody_uses(worlds, stage):
         model = Odd()
         if stage == 3:
             units = [*model.inner, model.twice]
-            z = zero.Zero3(model, units, mesh.dp, twin.adam, kept=())
+            z = zero.Zero3(model, units, mesh.dp, twin.adam, reshard_after_forward=True)
         else:
             z = (zero.Zero1, zero.Zero2)[stage - 1](model.parameters(), mesh.dp, twin.adam, 40)
         norms = []
@@ -280,28 +280,32 @@ def test_ranks_that_use_other_parameters_still_agree(worlds, stage):
 
 
 @pytest.mark.parametrize("prefetch", [True, False])
-@pytest.mark.parametrize("kept", ["none", "root and last", "all"])
-def test_what_stays_gathered(worlds, kept, prefetch):
-    numbers = {"none": (), "root and last": (0, LAST), "all": (0, 1, LAST)}[kept]
+@pytest.mark.parametrize("reshard", [True, None, False, "middle and last"])
+def test_what_is_resharded_after_forward(worlds, reshard, prefetch):
+    once = {True: (), None: (0, LAST), False: (0, 1, LAST), "middle and last": (0,)}[reshard]
 
     def make(stage, model, axis):
-        units = [model, *model.blocks]
-        chosen = [units[number] for number in numbers]
-        return zero.Zero3(model, units[1:], axis, twin.adam, kept=chosen, prefetch=prefetch)
+        units = list(model.blocks)
+        chosen = units if reshard == "middle and last" else reshard
+        return zero.Zero3(
+            model, units, axis, twin.adam, reshard_after_forward=chosen, prefetch=prefetch
+        )
 
     results = worlds(3).run(lambda: train(3, F64, micro=2, make=make, steps=2))
     losses, first, final = serial(F64, steps=2)
     elements = twin.elements(3, twin.build(F64))
-    formula = zero.wire_bytes(3, elements, 3, dtype=torch.float64, micro_batches=2, kept=numbers)
+    formula = zero.wire_bytes(
+        3, elements, 3, dtype=torch.float64, micro_batches=2, gathered_once=once
+    )
     for result in results:
         assert result[0] == pytest.approx(losses, rel=1e-11)
         assert_equal(result[1], first, 1e-12, "gradients")
         assert_equal(result[2], final, 1e-8, "weights")
         assert result[3] == [formula] * 2
     whole = Fraction(2, 3) * sum(zero.padded(one, 3) for one in elements) * 8
-    if kept == "none":
+    if reshard is True:
         assert formula == 2 * 3 * whole
-    if kept == "all":
+    if reshard is False:
         assert formula == 2 * 2 * whole
 
 
@@ -339,7 +343,7 @@ def test_recomputation_gathers_nothing_more(worlds, how):
         return mesh.ledger.wire_bytes(), twin.gradients(z, model)
 
     elements = twin.elements(3, twin.build(F64))
-    formula = zero.wire_bytes(3, elements, 2, dtype=torch.float64, kept=(0, LAST))
+    formula = zero.wire_bytes(3, elements, 2, dtype=torch.float64, gathered_once=(0, LAST))
     for sent, got in worlds(2).run(rank):
         assert_equal(got, serial(F64)[1], 1e-12, "gradients")
         assert sent == formula
@@ -370,7 +374,7 @@ def test_reading_evaluating_and_what_is_freed(worlds):
 
 
 def test_a_forward_without_backward_does_not_keep_the_weights_of_before(worlds):
-    """The kept units stay gathered after it; the step must not leave them so."""
+    """Units that are not resharded stay gathered after it; the step must free them."""
 
     def rank():
         mesh = make_mesh()
@@ -487,7 +491,7 @@ def test_any_shape(worlds, stage, n, micro, bucket_bytes, shape):
     if stage == 3:
         elements = [parameter_count(config) - shape["layers"] * block_parameter_count(config)]
         elements += shape["layers"] * [block_parameter_count(config)]
-        options = {"micro_batches": micro, "kept": (0, shape["layers"])}
+        options = {"micro_batches": micro, "gathered_once": (0, shape["layers"])}
         formula = zero.wire_bytes(3, elements, n, dtype=torch.float64, **options)
         assert results[0][3] == [formula] * 2
 
@@ -495,12 +499,12 @@ def test_any_shape(worlds, stage, n, micro, bucket_bytes, shape):
 # --- values that are written, steps that break off ---------------------------------------------
 
 
-def loaded(z, model, state, adopts=True):
+def loaded(z, model, state, syncs=True):
     """``load_state_dict`` as it must be done under each stage."""
     with z.gathered() if isinstance(z, zero.Zero3) else nullcontext():
         model.load_state_dict(state)
-        if adopts:
-            z.adopt()
+        if syncs:
+            z.sync_shards()
 
 
 @pytest.mark.parametrize("config", [F64, BF16], ids=["float64", "bfloat16"])
@@ -532,20 +536,20 @@ def test_values_that_a_step_would_undo_are_refused(worlds, stage, config):
         mesh, model = make_mesh(), twin.build(config)
         z = twin.make(stage, model, mesh.dp)
         try:
-            loaded(z, model, twin.build(config).state_dict(), adopts=False)
+            loaded(z, model, twin.build(config).state_dict(), syncs=False)
             model.loss_sum(*twin.rows(0))[0].backward()
             z.finish()
             z.step()
         except RuntimeError as error:
             return str(error)
 
-    assert all("call adopt() after writing" in said for said in worlds(2).run(rank))
+    assert all("call sync_shards() after writing" in said for said in worlds(2).run(rank))
 
 
-def test_adopting_without_memory_is_refused():
+def test_syncing_without_memory_is_refused():
     z = twin.make(3, twin.build(F64), make_mesh().dp)
     with pytest.raises(RuntimeError, match=r"of root have no memory now: .*z.gathered\(\)"):
-        z.adopt()
+        z.sync_shards()
 
 
 class Trips(torch.autograd.Function):
@@ -672,12 +676,18 @@ def test_bad_input_is_named():
             kind(model.parameters(), axis, twin.adam, 0)
     with pytest.raises(ValueError, match="no parameter requires a gradient"):
         zero.Zero3(torch.nn.ParameterList(cold), [], axis, twin.adam)
-    with pytest.raises(ValueError, match="Linear is no part of the model"):
+    with pytest.raises(ValueError, match="inside the model, got Linear, which is not"):
         zero.Zero3(model, [torch.nn.Linear(1, 1)], axis, twin.adam)
-    with pytest.raises(ValueError, match="Decoder is no part of the model: units are modules ins"):
+    with pytest.raises(ValueError, match="units to be modules inside the model, got Decoder"):
         zero.Zero3(model, [model], axis, twin.adam)
-    with pytest.raises(ValueError, match="kept has .'Attention'., which are no units"):
-        zero.Zero3(model, list(model.blocks), axis, twin.adam, kept=[model.blocks[0].attn])
+    with pytest.raises(ValueError, match="name units, .* got .'Attention'.: choose"):
+        zero.Zero3(
+            model,
+            list(model.blocks),
+            axis,
+            twin.adam,
+            reshard_after_forward=[model.blocks[0].attn],
+        )
     z = zero.Zero1(model.parameters(), axis, twin.adam)
     with pytest.raises(ValueError, match=r"no gradients in any shard: .* after .* finish\(\)"):
         z.clip(1.0)

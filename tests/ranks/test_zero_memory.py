@@ -17,7 +17,7 @@ from course_lib.mesh import Link, Links, make_mesh
 from course_lib.model import ModelConfig, build_model
 from course_lib.trace import PeakLiveBytes, SavedActivations, state_bytes
 from course_lib.trace.blocks import MeasuredBlocks
-from course_lib.zero.units import Gathered
+from course_lib.zero.flat import ShardedFlatParameter
 
 # --- memory ----------------------------------------------------------------------------------
 
@@ -179,7 +179,7 @@ def test_accumulation_in_stage_2_holds_no_full_gradients(worlds):
         with PeakLiveBytes() as live:
             with z.accumulate():
                 model.loss_sum(*mine)[0].backward()
-            z._land()
+            z._reduction.wait()
             held = settled(live, 1.01 * expected)
         z.finish()
         return held
@@ -364,7 +364,7 @@ class FiringOrder(zero.Zero2):
     def _ready(self, parameter):
         flat = self._flat_of[parameter]
         flat.collect(parameter)
-        self._send(flat)
+        self._reduction.start(flat)
 
 
 @pytest.mark.parametrize("kind", [zero.Zero2, FiringOrder])
@@ -379,7 +379,7 @@ def test_buckets_in_firing_order_are_caught(worlds, kind):
             x = layer(x) + 1
         x.sum().backward()
         if kind is FiringOrder:
-            z._land()
+            z._reduction.wait()
         else:
             z.finish()
         return twin.gradients(z, layers)
@@ -468,14 +468,14 @@ def test_reading_freed_parameters_is_caught(worlds, kind):
     frozen = ("embedding.", "blocks.0.attn_norm", "blocks.1.attn_norm")
 
     def make(stage, model, axis):
-        return kind(model, list(model.blocks), axis, twin.adam, kept=())
+        return kind(model, list(model.blocks), axis, twin.adam, reshard_after_forward=True)
 
     def rank():
-        whole, Gathered.free = Gathered.free, poisoned
+        whole, ShardedFlatParameter.free = ShardedFlatParameter.free, poisoned
         try:
             return train(3, F64, frozen=frozen, make=make, steps=1)
         finally:
-            Gathered.free = whole
+            ShardedFlatParameter.free = whole
 
     results, want = worlds(2).run(rank), serial(F64, frozen=frozen, steps=1)
     if kind is zero.Zero3:
@@ -515,7 +515,9 @@ def test_bytes_and_peak_beside_torch(worlds):
         peak = {name: peak for name, (_, peak) in rank.items()}
         assert sent["zero 1"] == zero.wire_bytes(1, [root + sum(blocks)], 4)
         assert sent["zero 2"] == sent["zero 1"], "of one micro-batch"
-        assert sent["zero 3"] == zero.wire_bytes(3, [root, *blocks], 4, kept=(0, len(blocks)))
+        assert sent["zero 3"] == zero.wire_bytes(
+            3, [root, *blocks], 4, gathered_once=(0, len(blocks))
+        )
         assert sent["zero 1"] <= 0.70 * sent["zero redundancy"]
         assert sent["zero 3"] <= 0.75 * sent["fsdp2"]
         assert peak["zero 1"] <= peak["zero redundancy"]

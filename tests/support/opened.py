@@ -104,7 +104,7 @@ def _expert_parallel(found: set[str]) -> None:
 def _pipeline(found: set[str]) -> None:
     mesh, (tokens, targets) = make_mesh(pp=4), batch(0, seed=0, batch_size=4, seq_len=16)
     schedule = named.one_f_one_b(4, 4)
-    stages = pp.cut(build_model(CONFIG), schedule, mesh.pp.rank)
+    stages = pp.make_stages(build_model(CONFIG), schedule, mesh.pp.rank)
     micro_batches = list(zip(tokens.chunk(4), targets.chunk(4), strict=True))
 
     def loss(logits: torch.Tensor, wanted: torch.Tensor) -> torch.Tensor:

@@ -88,7 +88,7 @@ def parallel(schedule, config, *, steps=STEPS, layers=None, frozen=(), step=pp.t
     """What one rank does; as :func:`serial` for its part, and the bytes it sent in each step."""
     mesh = make_mesh(pp=schedule.ranks)
     model = prepare(config, frozen)
-    stages = pp.cut(model, schedule, mesh.pp.rank, layers)
+    stages = pp.make_stages(model, schedule, mesh.pp.rank, layers)
     adam = torch.optim.AdamW(pp.parameters(stages), lr=1e-2)
     losses, first, sent = [], {}, []
     for number in range(steps):

@@ -185,7 +185,7 @@ def make(way: Way, model: Decoder, mesh: Mesh | None = None, optimizer: Any = ad
         plan = tp.plan_for(model)
         cuts = {key: cut for key, cut in plan.items() if not (experts and ".ffn" in key)}
         tp.parallelize(model, mesh.tp, plan=cuts)
-    stages = pp.cut(model, schedule, mesh.pp.rank, way.layers) if schedule else {0: model}
+    stages = pp.make_stages(model, schedule, mesh.pp.rank, way.layers) if schedule else {0: model}
     mine = torch.nn.ModuleList(stages.values())
 
     def sum_or_shard(parameters: Any, axis: Any) -> Any:
@@ -247,7 +247,7 @@ def spoil(job: Job) -> None:
     with torch.no_grad():
         for optimizer in job.optimizers:
             for flat in optimizer.flats if isinstance(optimizer, zero.Sharded) else ():
-                for _, _, run in flat.own_parts(flat.shard.data):
+                for _, _, run in flat.parameter_slices(flat.shard.data):
                     run.fill_(99.0)
         if not any(isinstance(each, zero.Zero3) for each in job.optimizers):
             for parameter in job.parameters:

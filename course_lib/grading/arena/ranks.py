@@ -42,7 +42,7 @@ def one_step(schedule: Schedule) -> dict[str, Tensor]:
     tokens, targets = batch(0, seed=0, batch_size=m, seq_len=SEQ)
     cut = list(zip(tokens.chunk(m), targets.chunk(m), strict=True))
     model = _model(schedule.stages)
-    stages = pp.cut(model, schedule, mesh.pp.rank)
+    stages = pp.make_stages(model, schedule, mesh.pp.rank)
     for _ in range(2):
         for p in pp.parameters(stages):
             p.grad = None

@@ -21,7 +21,7 @@ from course_lib.tour.technique import (
 )
 from course_lib.trace.memory import SavedActivations, state_bytes
 
-RANKS, HEADS = 4, 2  # of the grid: runs of two neighbours that share out heads
+RANKS, HEADS = 4, 2  # of USP: groups of two neighbours split the heads
 MakeAttention = Callable[[Axis], cp.ParallelAttention]
 
 
@@ -49,14 +49,14 @@ def train_context_parallel(
     return Report(losses, state_bytes(model, optimizer), saved.peak)
 
 
-def grid(axis: Axis) -> cp.ParallelAttention:
-    """Ulysses in runs of neighbours, and a ring through the runs."""
+def usp(axis: Axis) -> cp.ParallelAttention:
+    """Return the attention of USP: Ulysses in groups of neighbours, a ring across the groups."""
     heads_axis, ring_axis = cp.split_axis(axis, HEADS)
     return partial(cp.ulysses_ring_attention, heads_axis=heads_axis, ring_axis=ring_axis)
 
 
-def sent_by_grid(job: Job) -> dict[str, Fraction]:
-    """Over each axis of the grid, all ranks together."""
+def sent_by_usp(job: Job) -> dict[str, Fraction]:
+    """Return the bytes over each of the two axes, of all ranks together."""
     sizes = job.config, job.sequences, job.seq_len, HEADS, RANKS // HEADS
     heads, ring = cp.ulysses_ring_wire_bytes(*sizes)
     return {"cp_heads": RANKS * heads, "cp_ring": RANKS * ring}
@@ -67,10 +67,12 @@ def sent_by(wire_bytes: Callable[..., Fraction]) -> Callable[[Job], dict[str, Fr
     return lambda job: {"cp": RANKS * wire_bytes(job.config, job.sequences, job.seq_len, RANKS)}
 
 
-def kept(job: Job, saved_bytes: int, *, swapped: bool = False) -> int:
-    """Of one rank whose attention keeps ``saved_bytes`` a layer: else, as of shorter sequences."""
+def saved_activations(job: Job, saved_bytes: int, *, output_copied: bool = False) -> int:
+    """Return the bytes of one rank whose attention saves ``saved_bytes`` per layer."""
     config, n = job.config, RANKS
-    block = cp.kept_per_block(config, job.sequences, job.seq_len, n, saved_bytes, swapped=swapped)
+    block = cp.saved_per_block(
+        config, job.sequences, job.seq_len, n, saved_bytes, output_copied=output_copied
+    )
     ends = kept_at_ends(config, job.sequences, job.seq_len // n)
     ids = 2 * ID_BYTES * job.sequences * job.seq_len // n
     return config.layers * block + ends.first + ends.last + ids + COUNT_BYTES
@@ -84,7 +86,7 @@ def context_parallel(
     sent: Callable[[Job], dict[str, Fraction]],
     saved: Callable[..., int],
     *,
-    swapped: bool = False,
+    output_copied: bool = False,
 ) -> Technique:
     """A row of lesson 09, on four ranks; all of them together send ``sent`` and gradients."""
 
@@ -93,7 +95,8 @@ def context_parallel(
         return sent(job) | {"dp_cp": gradients}
 
     def peak(job: Job) -> int:
-        return kept(job, saved(job.config, job.sequences, job.seq_len, RANKS), swapped=swapped)
+        in_attention = saved(job.config, job.sequences, job.seq_len, RANKS)
+        return saved_activations(job, in_attention, output_copied=output_copied)
 
     return Technique(
         name=name,
@@ -110,8 +113,8 @@ def context_parallel(
 CONTEXT_PARALLEL = [
     context_parallel(
         "cp-ring",
-        "Every rank holds an early and a late piece of every sequence; keys and values travel "
-        "round a ring past everyone's queries.",
+        "Every rank holds an early and a late chunk of every sequence; ranks send keys and values "
+        "around a ring.",
         lambda axis: cp.ring_attention,
         cp.ZIGZAG,
         sent_by(cp.ring_wire_bytes),
@@ -119,7 +122,7 @@ CONTEXT_PARALLEL = [
     ),
     context_parallel(
         "cp-gather",
-        "The same pieces, but every rank gathers all keys and values at once, and keeps them.",
+        "The same chunks, but every rank gathers all keys and values at once, and saves them.",
         lambda axis: cp.gather_attention,
         cp.ZIGZAG,
         sent_by(cp.gather_wire_bytes),
@@ -133,18 +136,18 @@ CONTEXT_PARALLEL = [
         cp.CONTIGUOUS,
         sent_by(cp.ulysses_wire_bytes),
         cp.ulysses_saved_bytes,
-        swapped=True,
+        output_copied=True,
     ),
     context_parallel(
         "cp-ulysses-ring",
-        "Two neighbours exchange halves of the heads, and the keys and values of their half travel "
-        "between the two pairs.",
-        grid,
+        "Two neighbours exchange halves of the heads, and send the keys and values of their half "
+        "to the other pair.",
+        usp,
         cp.nested(cp.ZIGZAG, HEADS),
-        sent_by_grid,
+        sent_by_usp,
         lambda config, sequences, seq_len, n: cp.ulysses_ring_saved_bytes(
             config, sequences, seq_len, HEADS, n // HEADS
         ),
-        swapped=True,
+        output_copied=True,
     ),
 ]

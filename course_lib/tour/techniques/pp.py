@@ -19,7 +19,7 @@ RANKS, MICRO_BATCHES = 4, 4
 def train_pipeline(job: Job, schedule: Schedule) -> Report:
     """Each rank holds a share of the layers and does its row of ``schedule``."""
     mesh = make_mesh(pp=schedule.ranks)
-    stages = pp.cut(job.model(), schedule, mesh.pp.rank)
+    stages = pp.make_stages(job.model(), schedule, mesh.pp.rank)
     optimizer = adam(pp.parameters(stages))
     losses = []
     for step in range(job.steps):
@@ -65,7 +65,7 @@ def pipeline_peak_bytes(job: Job, schedule: Schedule) -> int:
     """Of the rank that keeps the most at the fullest moment of its row.
 
     A stage keeps what one process would of a micro-batch, from its F to the end of its B or I,
-    and from I to W what :func:`pp.kept_for_weights` says. The first thing that I leaves to W, the
+    and from I to W what :func:`pp.saved_for_wgrad` says. The first thing that I leaves to W, the
     gradient of the stage's output, is kept before anything is freed (of the last stage logits are
     freed first). The first stage keeps tokens too and the last one targets, those of the whole
     batch at once.
@@ -73,7 +73,7 @@ def pipeline_peak_bytes(job: Job, schedule: Schedule) -> int:
     sequences = job.sequences // schedule.microbatches
     of_a_slice = (job.config, sequences, job.seq_len)
     kept = [kept_by_stage(*of_a_slice, *ends) for ends in slices(job, schedule)]
-    halved = [pp.kept_for_weights(*of_a_slice, *ends) for ends in slices(job, schedule)]
+    halved = [pp.saved_for_wgrad(*of_a_slice, *ends) for ends in slices(job, schedule)]
     x_bytes = sequences * job.seq_len * job.config.hidden * job.width
     ids = ID_BYTES * job.sequences * job.seq_len
     ends = {0, schedule.stages - 1}
@@ -113,33 +113,33 @@ PIPELINES = [
     pipeline(
         "gpipe",
         "07",
-        "Every rank holds one layer in four; four micro-batches go forward through all, then "
-        "back, and only activations travel.",
+        "Every rank holds one layer in four; four micro-batches run forward through all, then "
+        "backward, and ranks send only activations and their gradients.",
     ),
     pipeline(
         "1f1b",
         "07",
-        "The same messages, but each backward comes as early as it can, so that later ranks keep "
+        "The same messages, but each backward runs as early as possible, so later ranks store "
         "fewer activations.",
     ),
     pipeline(
         "interleaved",
         "08",
-        "Two ranks that hold every second layer each: a micro-batch goes round twice, over three "
-        "hops instead of one, and ranks wait half as long.",
+        "Two ranks that hold every second layer each: a micro-batch passes both twice, over three "
+        "stage boundaries instead of one, and ranks wait half as long.",
         ranks=2,
     ),
     pipeline(
         "zb-h1",
         "08",
-        "Backward in two halves: the gradients of weights, for which nobody waits, are made where "
-        "a rank would be idle.",
+        "A split backward: weight gradients, for which no rank waits, are computed where a rank "
+        "would be idle.",
     ),
     pipeline(
         "zb-v",
         "08",
-        "The same with two stages on each of two ranks, there and back: the rank of the first "
-        "stage has the last one too, and the turn sends nothing.",
+        "The same with two stages on each of two ranks in a V-shaped placement: the rank of the "
+        "first stage has the last one too, and between those two nothing is sent.",
         ranks=2,
     ),
 ]

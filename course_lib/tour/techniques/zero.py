@@ -66,7 +66,7 @@ def zero_bytes(stage: int, job: Job, micro_batches: int) -> dict[str, Fraction]:
         RANKS,
         dtype=job.config.dtype,
         micro_batches=micro_batches,
-        kept=(0, job.config.layers) if stage == 3 else (),
+        gathered_once=(0, job.config.layers) if stage == 3 else (),
     )
     return {"dp": RANKS * sent}
 

@@ -218,7 +218,8 @@ def _pipeline_rows() -> list[Row]:
                 _state(*[max(held)] * 3),
                 Fraction(most),
                 _sent({"pp": n}, plan),
-                "activations: " + ("one hop a stage" if loops else "two stages a rank: twice"),
+                "activations: "
+                + ("one transfer per stage" if loops else "two stages a rank: twice"),
                 "behind other micro-batches",
                 share,
                 "slow links between nodes" if loops else "the bubble hurts",
@@ -241,7 +242,7 @@ def _context_row() -> Row:
     n, whole = RANKS, parameter_count(MODEL)
     saved = cp.ring_saved_bytes(MODEL, 1, SEQ_LEN, n)
     ends = recompute.kept_at_ends(MODEL, 1, SEQ_LEN // n)
-    kept = MODEL.layers * cp.kept_per_block(MODEL, 1, SEQ_LEN, n, saved) + ends.first + ends.last
+    kept = MODEL.layers * cp.saved_per_block(MODEL, 1, SEQ_LEN, n, saved) + ends.first + ends.last
     return Row(
         "CP, ring",
         "09",

@@ -325,8 +325,8 @@ BUCKETS = Ranked(
         RankCase("peak", "gradients are freed", FOUR, freed),
     ),
     refused=(
-        "course_lib.zero.flat:Flat.start_gather",
-        "course_lib.zero.flat:Flat.start_reduce",
+        "course_lib.zero.flat:FlatParameter.start_gather",
+        "course_lib.zero.flat:FlatParameter.start_reduce",
         "course_lib.zero.sharded:Sharded.step",
         "course_lib.zero.stages:Zero2._ready",
     ),

@@ -338,8 +338,8 @@ STEP = Ranked(
         RankCase("wire", "bytes", FOUR, _bytes),
     ),
     refused=(
-        "course_lib.zero.flat:Flat.start_gather",
-        "course_lib.zero.flat:Flat.start_reduce",
+        "course_lib.zero.flat:FlatParameter.start_gather",
+        "course_lib.zero.flat:FlatParameter.start_reduce",
         "course_lib.zero.sharded:Sharded.step",
     ),
 )

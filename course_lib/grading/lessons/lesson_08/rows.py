@@ -163,7 +163,7 @@ ROWS = Function(
     refused=(
         "course_lib.schedule.zero_bubble:zb_h1",
         "course_lib.schedule.zero_bubble:zb_h2",
-        "course_lib.schedule.zero_bubble:one_by_one",
+        "course_lib.schedule.zero_bubble:looped_skeletons",
         "course_lib.schedule.fill:fill",
         "course_lib.schedule.search:searched",
     ),
