@@ -64,7 +64,7 @@ class _Linear(torch.autograd.Function):
         ctx, x: Tensor, trained: Tensor, weight: Tensor, product: Product, put_off: PutOff
     ) -> Tensor:
         with torch.enable_grad():
-            y = product(_as_input(x))
+            y = product(x.detach())
         ctx.weights_half, ctx.put_off = get_gradient_edge(y), put_off
         ctx.save_for_backward(weight)
         return y.detach()
@@ -78,15 +78,6 @@ class _Linear(torch.autograd.Function):
         ctx.put_off.append((ctx.weights_half, held))
         (weight,) = ctx.saved_tensors
         return dy @ weight if ctx.needs_input_grad[0] else None, None, None, None, None
-
-
-def _as_input(x: Tensor) -> Tensor:
-    """``x`` without its history, but with the product that let it into a region left on it."""
-    product: Callable | None = getattr(x, "product", None)
-    x = x.detach()
-    if product is not None:
-        x.product = product  # type: ignore[attr-defined]
-    return x
 
 
 class WeightsLater(TorchFunctionMode):
@@ -103,11 +94,17 @@ class WeightsLater(TorchFunctionMode):
             return self._linear(*args, **kwargs)
         return func(*args, **kwargs)
 
-    def _linear(self, input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    def _linear(
+        self,
+        input: Tensor,
+        weight: Tensor,
+        bias: Tensor | None = None,
+        product: Callable[..., Tensor] = F.linear,
+    ) -> Tensor:
         if not (weight.is_leaf and weight.requires_grad):
-            return apply_weight(input, weight, bias)
-        product = partial(apply_weight, weight=weight, bias=bias)
-        return _Linear.apply(input, self.trained, weight.detach(), product, self.put_off)
+            return product(input, weight, bias)
+        of_input = partial(product, weight=weight, bias=bias)
+        return _Linear.apply(input, self.trained, weight.detach(), of_input, self.put_off)
 
     def run(self) -> None:
         """Add the gradients that I has put off, and free what they needed one by one."""
