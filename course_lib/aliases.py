@@ -23,6 +23,7 @@ RENAMED: Mapping[str, Mapping[str, str]] = {
         "all_to_all_uneven": "all_to_all_v",
     },
 }
+PARAMETER_DIM = "tp_dim"  # the dim of a ShardSpec, as answers to 06-3 read it from a parameter
 
 
 def aliases(package: str) -> Callable[[str], Any]:

@@ -119,8 +119,12 @@ class GradientSync:
         raise NotImplementedError
 
     def clip(self, max_norm: float) -> Tensor:
-        """:func:`clip_gradients` of the parameters that are kept in step."""
-        return clip_gradients(self.parameters, max_norm)
+        """Scale the summed gradients to a norm of at most ``max_norm``; return the norm before.
+
+        Call it after :meth:`finish`: then every rank has the same gradients and sends nothing.
+        Raises ValueError for parameters without a gradient, and for sharded ones.
+        """
+        return comm.clip_grad_norm(comm.held_gradients(self.parameters), [], max_norm)
 
 
 class Naive(GradientSync):
@@ -225,23 +229,6 @@ def _view_as_gradients(bucket: Sequence[nn.Parameter], flat: Tensor) -> None:
     """Make the gradients views into the flat sum, without a copy."""
     for parameter, gradient in zip(bucket, comm.unflatten(flat, bucket), strict=True):
         parameter.grad = gradient
-
-
-def clip_gradients(parameters: Iterable[nn.Parameter], max_norm: float) -> Tensor:
-    """Scale all gradients down together so that their global norm is at most ``max_norm``.
-
-    Returns the norm before scaling. Call it after ``finish()``: then every rank holds the same
-    full gradients, the norm needs no communication, and all ranks scale alike. Clipping each
-    rank's own part first would be another (and a wrong) gradient. Parameters that tensor
-    parallelism has cut are refused: their norm is ``tp.clip_gradients``'s. So are those without a
-    gradient, as under ZeRO: its ``clip`` knows where they are.
-    """
-    if max_norm <= 0:
-        raise ValueError(f"max_norm={max_norm}: a norm above 0 is wanted")
-    wanted = trainable(parameters)
-    comm.refuse_cut(wanted)
-    comm.held_gradients(wanted)  # or a ValueError: a norm of nothing is 0, and clips nothing
-    return nn.utils.clip_grad_norm_(wanted, max_norm)
 
 
 def train_step(

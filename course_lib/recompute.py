@@ -8,16 +8,15 @@ fused kernel, as torch's, keeps no scores in the first place: there it spares a 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
 
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from course_lib.model import Decoder, ModelConfig
+from course_lib.model import Block, Decoder, ModelConfig
 
 
 class _Recomputed(torch.autograd.Function):
@@ -54,15 +53,18 @@ def recomputed(fn: Callable[..., Tensor], *tensors: Tensor) -> Tensor:
 
 def full(model: Decoder) -> None:
     """Every block keeps its input alone."""
-    for block in model.blocks:
-        block.forward = partial(recomputed, block.forward)
+    for block in _blocks(model):
+        block.run = recomputed
 
 
 def selective(model: Decoder) -> None:
     """The core of each attention keeps q, k and v alone."""
-    for block in model.blocks:
-        attention: Any = block.attn
-        attention.core = partial(recomputed, attention.core)
+    for block in _blocks(model):
+        block.attn.core = partial(recomputed, block.attn.core)
+
+
+def _blocks(model: Decoder) -> Iterator[Block]:
+    return (block for block in model.blocks if isinstance(block, Block))
 
 
 def _random_state(device: torch.device) -> tuple[Tensor, ...]:

@@ -22,7 +22,7 @@ less memory, 1.25 times the bytes.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from fractions import Fraction
 
 import torch
@@ -114,17 +114,25 @@ class _GatheringLinear(torch.autograd.Function):
         return dx_BSD, dw_FD, dy_TF.sum(0) if wants_bias else None, None, None
 
 
-def enter_again(x_BScD: Tensor, axis: Axis) -> Tensor:
-    """:func:`enter`, but the linears keep this rank's rows and gather them again in backward."""
-    if axis.size == 1 or not torch.is_grad_enabled():
-        return enter(x_BScD, axis)
-    again, rows = _Again(axis), x_BScD.detach()
-    x_BSD = _EnterAgain.apply(x_BScD, again)
-    x_BSD.product = lambda x, weight, bias: _GatheringLinear.apply(x, weight, bias, rows, again)
-    return x_BSD
+class GatherAgain(Region):
+    """The linears save this rank's rows of x and gather them again in backward."""
+
+    def columns(
+        self, x: Tensor, linears: Iterable[Callable[..., Tensor]], axis: Axis
+    ) -> list[Tensor]:
+        """Gather ``x`` once for all ``linears``, which must take a ``product``."""
+        if axis.size == 1 or not torch.is_grad_enabled():
+            return super().columns(x, linears, axis)
+        again, rows = _Again(axis), x.detach()
+        x_BSD = _EnterAgain.apply(x, again)
+
+        def product(x_BSD: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+            return _GatheringLinear.apply(x_BSD, weight, bias, rows, again)
+
+        return [linear(x_BSD, product) for linear in linears]
 
 
-GATHER_AGAIN = Region(enter_again, leave, own_rows)
+GATHER_AGAIN = GatherAgain(enter, leave, own_rows)
 
 
 def sum_gradients(held: Iterable[Held], axis: Axis) -> None:
@@ -134,8 +142,8 @@ def sum_gradients(held: Iterable[Held], axis: Axis) -> None:
     data parallelism. Forgetting it is the classic mistake: the ranks' norms drift apart and the
     loss still falls.
     """
-    whole = [one for one in held if getattr(one.parameter, "tp_dim", None) is None]
-    comm.sum_gradients(whole, axis)
+    replicated = [one for one in held if not comm.is_sharded(one.parameter, axis)]
+    comm.sum_gradients(replicated, axis)
 
 
 # --- what it costs, from shapes alone; n is the size of the axis -----------------------------

@@ -450,10 +450,10 @@ def clipped(after_sum, max_norm):
     tokens, targets = rows(0, mesh, shortest=1)
     (model.loss_sum(tokens, targets)[0] / dp.global_tokens([targets], mesh.dp)).backward()
     if not after_sum:
-        dp.clip_gradients(model.parameters(), max_norm)
+        sync.clip(max_norm)
     sync.finish()
     if after_sum:
-        dp.clip_gradients(model.parameters(), max_norm)
+        sync.clip(max_norm)
     return flat(p.grad for p in model.parameters()).norm().item()
 
 

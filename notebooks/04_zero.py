@@ -636,10 +636,10 @@ def a_step(z, ill, rank):
     if ill.has("shifted", rank):
         flat.shard.grad = flat.shard.grad.roll(1)
     held = z.held_gradients()
-    norm = comm.squared_norm(held, [z.axis]).sqrt()
+    norm = comm.grad_norm(held, [z.axis])
     if ill.has("double"):
         norm = (norm**2 * z.axis.size).sqrt()  # each of the ranks adds the whole
-    comm.clip_gradients(held, norm, CLIP)
+    comm.clip_grads_with_norm(held, norm, CLIP)
     if ill.has("late"):
         z.refresh()
         z.optimizer.step()

@@ -222,11 +222,12 @@ BLOCKS = {key: entry for key, entry in tp.GPT.items() if key.startswith("blocks.
 for key, entry in BLOCKS.items():
     print(f"{key:20} {entry.__name__}")
 print()
-show_source(tp.plan.enters)
+show_source(tp.plan.enters, comm.Region.columns)
 
 # %% [markdown]
-# `enters` is f, once for q, k and v together: their three gradients of x are added on the rank, then sent once. A rank must
-# hold whole heads, so n must divide them:
+# Attention and MLP call `columns` with the linears that read x. Under tensor parallelism x enters there by f, once for q, k
+# and v together: their three gradients of x are added on the rank, then sent once. A rank must hold whole heads, so n must
+# divide them:
 
 # %%
 from course_lib.launch import RankError
@@ -269,7 +270,8 @@ def train(n, steps=STEPS):
             (total / count).backward()
         optimizer.step()
         losses.append((total / count).item())
-    cut = {name: getattr(p, "tp_dim", None) for name, p in model.named_parameters()}
+    specs = {name: comm.shard_spec(p) for name, p in model.named_parameters()}
+    cut = {name: spec.dim if spec else None for name, spec in specs.items()}
     return {
         "losses": losses,
         "calls": (forward, mesh.ledger.calls() - forward),
@@ -819,7 +821,7 @@ lab.grade(diagnosis)
 # %%
 from course_lib.view import code_lines
 
-code = code_lines(tp.ColumnLinear, tp.RowLinear, tp.parallelize, tp.plan.enters, tp.shards.own_part)
+code = code_lines(tp.ColumnLinear, tp.RowLinear, tp.parallelize, tp.plan.enters, comm.take_shard)
 print(
     f"{'a rank, one step':18}{'state':>11}{'activations':>13}{'bytes sent':>12}{'exposed':>10}{'code':>6}"
 )

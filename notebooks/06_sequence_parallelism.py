@@ -450,7 +450,7 @@ assert sent["full"]["tensor"][0] == 12 * CONFIG.layers * Fraction(RANKS - 1, RAN
 # none: each rank has its own columns.
 
 # %%
-show_source(tp.vocabulary._VocabCrossEntropy)
+show_source(tp.layers._VocabCrossEntropy)
 
 # %%
 from course_lib.ledger import wire
@@ -521,7 +521,7 @@ for way, skewed in (("tensor", False), ("rows, kept", False), ("tensor", True)):
 #
 # ## Fewer heads of keys and values than ranks
 # Grouped queries: 8 query heads use 2 heads of keys and values. On four ranks each head is held by two, which use it for
-# *their* queries. Weights are equal, gradients are parts: one more sum, over the sharers only.
+# *their* queries: they are a KV replication group. Weights are equal, gradients are parts: one more sum, over the group only.
 
 # %%
 GROUPED = tiny_config(layers=1, heads=8, kv_heads=2)
@@ -537,7 +537,7 @@ def shared_heads():
     before = k.grad.clone()
     mesh.ledger.clear()
     tp.sum_shared_gradients(comm.held_gradients(model.parameters()))
-    return {"sharers": k.tp_sharers.ranks, "before": before, "after": k.grad}
+    return {"group": comm.shard_spec(k).kv_group.ranks, "before": before, "after": k.grad}
 
 
 twin = build_model(GROUPED)
@@ -547,17 +547,15 @@ result = run(shared_heads, n=RANKS)
 for rank, told in enumerate(result):
     right = heads[rank // 2]
     off = [((told[when] - right).norm() / right.norm()).item() for when in ("before", "after")]
-    print(
-        f"rank {rank}: k {list(right.shape)}, shared by {told['sharers']}; gradient off by", end=""
-    )
+    print(f"rank {rank}: k {list(right.shape)}, shared by {told['group']}; gradient off by", end="")
     print(f" {off[0]:.2f} before the sum, {off[1]:.0e} after")
     assert off[1] < 1e-3 < off[0]
 sent = result.ledgers[0].wire_bytes()
-print(f"{int(sent):,} bytes a rank on the sharers' axis")
+print(f"{int(sent):,} bytes per rank on the axis of the group")
 assert sent == formulas.shared_head_bytes(GROUPED, RANKS)
 
 # %% [markdown]
-# Forgetting it shows as drift between sharers. Cutting a head in two instead is no way out: its scores would be partial sums,
+# Forgetting it shows as drift within the group. Cutting a head in two instead is no way out: its scores would be partial sums,
 # and softmax needs them whole, an all-reduce of s² numbers a head.
 #
 # ## The same in PyTorch
@@ -645,7 +643,7 @@ def one_batch(change):
 
 def by_torch(model):
     for block in model.blocks:
-        block.forward = partial(checkpoint, block.forward, use_reentrant=False)
+        block.run = partial(checkpoint, use_reentrant=False)
 
 
 pairs = zip(one_batch(recompute.full), one_batch(by_torch), strict=True)
@@ -678,7 +676,7 @@ diagnosis = {  # such as ("norms", "all_reduce", "all"), or ("healthy", None, No
 
 # %% jupyter={"source_hidden": true}
 # The patients. Run this cell folded; open it after your answer.
-from course_lib.comm.operators import Region, apply_weight
+from course_lib.comm.operators import Region
 from course_lib.grading import Lab
 
 FAULTS = {
@@ -694,7 +692,7 @@ PATIENT = tiny_config(layers=2, heads=8, kv_heads=2, vocab=258)
 
 class Unmasked(tp.VocabHead):
     def forward(self, x):
-        return apply_weight(self.enter(x, self.axis), self.weight)
+        return self.region.columns(x, [self.product], self.axis)[0]
 
 
 def patient_run(n, illness):
@@ -703,7 +701,7 @@ def patient_run(n, illness):
     if illness == "gather":
         region = Region(lambda x, axis: comm.gather(x, axis, 1), sp.leave, sp.own_rows)
     if illness == "padding":
-        plan["head"] = lambda linear, cut: Unmasked(linear, cut.axis, cut.region.enter)
+        plan["head"] = lambda linear, cut: Unmasked(linear, cut.axis, cut.region)
     model = tp.parallelize(build_model(PATIENT, seed=0), mesh.tp, region, plan)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
     losses, found = [], {}
@@ -786,7 +784,7 @@ lab.grade(diagnosis)
 from course_lib.view import code_lines
 
 rows_code = code_lines(sp.enter, sp.leave, sp.own_rows, sp.sum_gradients)
-again_code = code_lines(sp._Again, sp._EnterAgain, sp._GatheringLinear, sp.enter_again)
+again_code = code_lines(sp._Again, sp._EnterAgain, sp._GatheringLinear, sp.GatherAgain)
 code = {"tensor": 0, "rows, kept": rows_code, "rows, again": rows_code + again_code}
 print(f"{'a rank, one step':18}{'state':>11}{'activations':>13}{'bytes sent':>12}{'code':>6}")
 print(f"{'one process':18}{serial['state'].total:11,}{serial['activations']:13,}{0:12}")
@@ -842,7 +840,7 @@ def cheat_sheet(n=8):
     print(
         f"\nfull recomputation keeps {x_bytes / 1e6:.0f} MB a block, {x_bytes / n / 1e6:.1f} of rows"
     )
-    logits = wire("all_gather", 2048 * tp.vocabulary.padded_rows(config.vocab, n) * 4, n)
+    logits = wire("all_gather", 2048 * tp.layers.padded_rows(config.vocab, n) * 4, n)
     loss = formulas.loss_bytes(config, 2048, n)
     print(
         f"loss: {float(loss) / 1e6:.2f} MB; gathering float32 logits {float(logits) / 1e6:.0f} MB"
@@ -959,8 +957,8 @@ check("06-2", column_on_rows)
 # %% [markdown] course={"ex": "06-3"}
 # ## 06-3 The sum that norms need
 # After backward, where ranks share rows: parameters that every rank holds have the gradient of this rank's rows only. Make
-# their `.grad` whole. A parameter has a note, `tp_dim`: the dim along which it is cut, or None if every rank holds all of it.
-# What is cut has its whole gradient already.
+# their `.grad` whole. `comm.shard_spec(p)` says how the ranks of the axis divide a parameter, or is None if every rank holds
+# all of it. A sharded parameter has its whole gradient already.
 #
 # Checked are the gradients of both kinds on two, three and four ranks, and that one all-reduce is made for all together.
 # `comm.all_reduce(x, axis)` returns the sum; `comm.sum_gradients` and `sp.sum_gradients` refuse.
@@ -970,10 +968,10 @@ check("06-2", column_on_rows)
 def sum_partial(parameters, axis):
     """Sums the ``.grad`` of what is not cut over ``axis``; returns nothing.
 
-    ``parameters`` is a list; each has a ``.grad`` and a ``tp_dim``.
+    ``parameters`` is a list; each has a ``.grad``, and ``comm.shard_spec`` knows what is cut.
     """
     # BEGIN SOLUTION
-    whole = [p for p in parameters if p.tp_dim is None]
+    whole = [p for p in parameters if comm.shard_spec(p) is None]
     flat = torch.cat([p.grad.flatten() for p in whole])
     total = comm.all_reduce(flat, axis)
     for p, part in zip(whole, total.split([p.numel() for p in whole]), strict=True):

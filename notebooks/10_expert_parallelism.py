@@ -211,8 +211,8 @@ def first_gradients(ep_size, averaged):
     for parameters, axis in ((experts, mesh.edp), (others, mesh.dp_cp)):
         held = comm.held_gradients(parameters)
         comm.sum_gradients(held, axis)
-        for _, gradient in held:
-            gradient /= axis.size if averaged else 1
+        for one in held:
+            one.gradient.div_(axis.size if averaged else 1)
     return {name: p.grad for name, p in model.named_parameters()}
 
 

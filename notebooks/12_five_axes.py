@@ -297,26 +297,34 @@ for name, result in runs.items():
 # %%
 from course_lib.compose.gradients import Gradients
 
-show_source(Gradients.complete, Gradients.sum_ends, Gradients.copies, Gradients.norm)
+show_source(
+    Gradients.complete, Gradients.sum_ends, Gradients.norm, Gradients.counted, comm.grad_norm
+)
 
 # %% [markdown]
 # All are *sums*: the loss was divided by the tokens of all ranks, so no axis averages. `edp` are the ranks with the same
 # experts: dp x cp / ep of them. An expert's gradient already has the tokens of all ep ranks, because they were sent to it.
 #
 # ## The norm: each element once
-# Only then is there a norm. Some of what a rank holds is also on other ranks: `copies` says on how many. Three ways to
-# add up, in the first step of 3D:
+# Only then is there a norm. Some of what a rank holds is also on other ranks: `copies` computes on how many from the
+# `ShardSpec` of each parameter. Three ways to add up, in the first step of 3D:
 
 
 # %%
+def own_norm(held):
+    """The norm of what this rank holds."""
+    return torch.nn.utils.get_total_norm(one.gradient for one in held)
+
+
 def three_norms(sizes, plan):
     mesh = make_mesh(**sizes)
     trainer = compose.parallelize(fresh(plan), mesh, plan, adam)
     right, found = trainer.gradients.norm, {}
 
     def noted(held):
-        found["own"] = float(comm.squared_norm(held).sqrt())
-        found["all ranks"] = float(comm.squared_norm(held, [mesh.world]).sqrt())
+        own = own_norm(held)
+        found["own"] = float(own)
+        found["all ranks"] = float(comm.all_reduce(own**2, mesh.world, control=True).sqrt())
         norm = right(held)
         found["each once"] = float(norm)
         return norm
@@ -774,9 +782,12 @@ def kind_of(part):
 def fall_ill(trainer, ill):
     gradients = trainer.gradients
     if ill.has("replicas"):
-        gradients.copies = lambda parameter: 1
+        world = trainer.mesh.world
+        gradients.norm = lambda held: comm.all_reduce(
+            own_norm(held) ** 2, world, control=True
+        ).sqrt()
     if ill.has("own norm"):
-        gradients.norm = lambda held: comm.squared_norm(held).sqrt()
+        gradients.norm = own_norm
     if ill.has("tied"):
         gradients.sum_ends = lambda held: None
     if ill.has("experts", trainer.mesh.rank):
@@ -813,7 +824,7 @@ def observed(ill=None):
     def noted(held):
         if not found:
             for part in trainer.gradients.parts:
-                found[kind_of(part)] = float(comm.squared_norm(part.held).sqrt())
+                found[kind_of(part)] = float(own_norm(part.held))
         return norm(held)
 
     trainer.gradients.norm = noted

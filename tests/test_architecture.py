@@ -165,6 +165,64 @@ def test_no_catch_all_file():
     assert not bad
 
 
+ABOVE_LAUNCH = ROOMS[: ROOMS.index("launch")]
+HIDDEN = re.compile(r"type: ignore\[[^\]]*(attr-defined|method-assign)")
+NODES = [n for room in ABOVE_LAUNCH for path in files_of(room) for n in ast.walk(tree(path))]
+
+
+def is_own(target: ast.AST, name: str = "self") -> bool:
+    """Whether it is ``self.name``, a field that a class declares."""
+    return (
+        isinstance(target, ast.Attribute)
+        and isinstance(target.value, ast.Name)
+        and target.value.id == name
+    )
+
+
+def targets(node: ast.AST) -> list[ast.expr]:
+    """What an assignment writes to."""
+    if isinstance(node, ast.AnnAssign):
+        return [node.target]
+    written = node.targets if isinstance(node, ast.Assign) else []
+    return [one for each in written for one in getattr(each, "elts", [each])]
+
+
+FIELDS = {one.attr for node in NODES for one in targets(node) if is_own(one)}
+METHODS = {
+    method.name
+    for node in NODES
+    if isinstance(node, ast.ClassDef)
+    for method in node.body
+    if isinstance(method, ast.FunctionDef)
+} - (FIELDS - {"forward"})
+
+
+@pytest.mark.parametrize("room", sorted(set(ABOVE_LAUNCH) & set(EXISTING)))
+def test_no_method_is_replaced_and_no_attribute_is_undeclared(room):
+    """What varies is a declared field or an argument: a reader finds it where it is used."""
+    for path in files_of(room):
+        hidden = HIDDEN.search(path.read_text())
+        assert not hidden, f"{path.relative_to(ROOT)} holds {hidden[0]}"
+        replaced = {
+            one.attr
+            for node in ast.walk(tree(path))
+            for one in targets(node)
+            if isinstance(one, ast.Attribute) and one.attr in METHODS and not is_own(one, "ctx")
+        }
+        assert not replaced, f"{path.relative_to(ROOT)} replaces {sorted(replaced)}"
+
+
+def test_one_module_knows_where_a_parameter_keeps_its_shard_spec():
+    """The two functions in comm/sharding.py are the only way to it; old notes are gone."""
+    own = {"comm/sharding.py": 1, "aliases.py": 1}  # of the second: the name in old answers
+    for path in LIBRARY.rglob("*.py"):
+        text, name = path.read_text(), str(path.relative_to(LIBRARY))
+        found = (
+            text.count('"shard_spec"') - (name == "comm/__init__.py") + text.count("tp_" + "dim")
+        )
+        assert found == own.get(name, 0), name
+
+
 def committed() -> list[Path]:
     """Text files that git has or would take; of an unpacked archive all that are not built."""
     command = ["git", "ls-files", "--cached", "--others", "--exclude-standard"]

@@ -68,7 +68,7 @@ def save(
         boxes = [
             box
             for holder in holders(names_in_whole(stages), several)
-            for box in holder.boxes(State.of(holder), mesh.tp, without=copies)
+            for box in holder.boxes(State.of(holder), without=copies)
             if not box.is_padding
         ]
         return boxes + [_number(PROGRESS + key, value) for key, value in (progress or {}).items()]
@@ -103,7 +103,7 @@ def load(
         fresh.extend(
             State.empty(each, with_state) for each in holders(names_in_whole(stages), several)
         )
-        found = [box for state in fresh for box in state.holder.boxes(state, mesh.tp)]
+        found = [box for state in fresh for box in state.holder.boxes(state)]
         padding.extend(box for box in found if box.is_padding)
         numbers.extend(_number(name, 0.0) for name in saved if name.startswith(PROGRESS))
         return [*numbers, *(box for box in found if not box.is_padding)]

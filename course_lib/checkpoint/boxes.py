@@ -12,7 +12,7 @@ from math import prod
 import torch
 from torch import Tensor, nn
 
-from course_lib.mesh import Axis
+from course_lib.comm import shard_spec
 from course_lib.zero import Sharded
 
 Optimizer = torch.optim.Optimizer | Sharded
@@ -57,12 +57,12 @@ class Holder:
     optimizer: torch.optim.Optimizer | None
     group: dict
 
-    def boxes(self, state: State, tp: Axis, without: Set[Tensor] = frozenset()) -> Iterator[Box]:
+    def boxes(self, state: State, without: Set[Tensor] = frozenset()) -> Iterator[Box]:
         """Of its weights, and of a ``state`` of them, those of the parameters ``without`` not."""
         for key, tensor in {"": self.values.detach(), **state.alike}.items():
             for parameter, first, run in self.runs(tensor):
                 if parameter not in without:
-                    yield from _in_whole(self.names[parameter] + key, parameter, first, run, tp)
+                    yield from _in_whole(self.names[parameter] + key, parameter, first, run)
         for key, rows in state.numbers.items():
             for (parameter, name), number in zip(self.names.items(), rows, strict=True):
                 if parameter not in without:
@@ -114,18 +114,13 @@ def _one_run(parameter: nn.Parameter, values: Tensor) -> Iterable[Run]:
     return [(parameter, 0, values.view(-1))]
 
 
-def _in_whole(
-    name: str, parameter: nn.Parameter, first: int, run: Tensor, tp: Axis
-) -> Iterator[Box]:
+def _in_whole(name: str, parameter: nn.Parameter, first: int, run: Tensor) -> Iterator[Box]:
     """The boxes of a run, placed in the tensor that all tensor-parallel ranks hold together."""
     start, shape = [0] * parameter.dim(), list(parameter.shape)
-    dim = getattr(parameter, "tp_dim", None)
-    if dim is not None:
-        sharers = getattr(parameter, "tp_sharers", None)
-        copies = sharers.size if sharers else 1
-        start[dim] = shape[dim] * (tp.rank // copies)
-        shape[dim] *= tp.size // copies
-    shape[:1] = [getattr(parameter, "tp_rows", size) for size in shape[:1]]  # without padding
+    spec = shard_spec(parameter)
+    if spec is not None and spec.dim is not None:
+        start[spec.dim] = shape[spec.dim] * spec.index
+        shape[spec.dim] = spec.unpadded or shape[spec.dim] * spec.shards
     for offsets, values in run_boxes(parameter.shape, first, run):
         placed = tuple(a + b for a, b in zip(start, offsets, strict=True))
         box = Box(name, values, placed, tuple(shape))

@@ -32,10 +32,10 @@ from course_lib.comm.from_messages import (
 )
 from course_lib.comm.held import (
     Held,
-    clip_gradients,
+    clip_grad_norm,
+    clip_grads_with_norm,
+    grad_norm,
     held_gradients,
-    refuse_cut,
-    squared_norm,
     sum_gradients,
 )
 from course_lib.comm.operators import (
@@ -61,6 +61,13 @@ from course_lib.comm.p2p import (
     start_send,
 )
 from course_lib.comm.priorities import Priorities
+from course_lib.comm.sharding import (
+    ShardSpec,
+    is_sharded,
+    set_shard_spec,
+    shard_spec,
+    take_shard,
+)
 from course_lib.mesh.watch import DeadlockError
 
 __all__ = [
@@ -70,6 +77,7 @@ __all__ = [
     "Held",
     "Priorities",
     "Region",
+    "ShardSpec",
     "all_gather",
     "all_reduce",
     "all_reduce_max",
@@ -78,26 +86,29 @@ __all__ = [
     "barrier",
     "broadcast",
     "by_dtype_and_size",
-    "clip_gradients",
+    "clip_grad_norm",
+    "clip_grads_with_norm",
     "copy",
     "exchange",
     "flatten",
     "gather",
+    "grad_norm",
     "held_gradients",
+    "is_sharded",
     "on_gradient",
     "own_shard",
     "recv",
     "reduce",
     "reduce_scatter",
-    "refuse_cut",
     "reshard",
     "ring",
     "ring_all_gather",
     "ring_all_reduce",
     "ring_reduce_scatter",
     "send",
+    "set_shard_spec",
     "shard",
-    "squared_norm",
+    "shard_spec",
     "start_all_gather",
     "start_all_gather_flat",
     "start_all_reduce",
@@ -109,6 +120,7 @@ __all__ = [
     "sum_gradients",
     "swap",
     "swap_rows",
+    "take_shard",
     "tree_all_reduce",
     "tree_broadcast",
     "tree_reduce",

@@ -7,7 +7,8 @@ know which: they take a list of :class:`Held`, and write to the tensors in place
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
+from math import prod
 from typing import NamedTuple
 
 import torch
@@ -15,14 +16,20 @@ from torch import Tensor, nn
 
 from course_lib.comm.collectives import all_reduce
 from course_lib.comm.flat import by_dtype_and_size, start_all_reduce_flat, unflatten
+from course_lib.comm.sharding import ShardSpec, shard_spec
 from course_lib.mesh import Axis
 
 
 class Held(NamedTuple):
-    """``gradient`` is a view of what this rank holds of ``parameter``'s: all of it, or a run."""
+    """``gradient`` is a view of what this rank holds of ``parameter``'s: all of it, or a run.
+
+    ``axes`` are those whose ranks hold other gradients, besides the axis of the parameter's
+    ShardSpec: the data axis under ZeRO, and pp.
+    """
 
     parameter: nn.Parameter
     gradient: Tensor
+    axes: tuple[Axis, ...] = ()
 
 
 def held_gradients(parameters: Iterable[nn.Parameter]) -> list[Held]:
@@ -55,41 +62,65 @@ def sum_gradients(held: Sequence[Held], axis: Axis) -> None:
             gradient.copy_(summed)
 
 
-def squared_norm(
-    held: Sequence[Held], axes: Iterable[Axis] = (), copies: Callable[[Tensor], int] = lambda _: 1
-) -> Tensor:
-    """Squared norm of the gradients that the ranks of ``axes`` hold, every element counted once.
+def copies(one: Held, axes: Iterable[Axis]) -> int:
+    """Return how many ranks of ``axes`` hold the same gradient as this rank.
 
-    ``axes`` are those whose ranks hold different gradients: tp, pp, and dp under ZeRO (experts:
-    ep, and edp under ZeRO). What ``copies(parameter)`` of their ranks hold alike counts 1/copies
-    on each. One number travels on each axis, as control; in float64 whatever the gradients are,
-    so that a rank that holds none agrees with the others.
+    ``axes`` must not overlap. Raises ValueError where the gradient is sharded over ranks that are
+    not among ``axes``: its norm there would be the norm of a part.
+    """
+    axes = list(axes)
+    spec = shard_spec(one.parameter)
+    specs = [*(ShardSpec(axis) for axis in one.axes), *([] if spec is None else [spec])]
+    for divided in specs:
+        if prod(divided.shards_on(axis) for axis in axes) != divided.shards:
+            given = ", ".join(axis.name for axis in axes) or "none"
+            raise ValueError(
+                f"a gradient of a parameter of shape {tuple(one.parameter.shape)} is sharded over "
+                f"axis {divided.axis.name}, and the norm was asked for over axes: {given}; call "
+                "comm.clip_grad_norm(held, axes, max_norm) with this axis too"
+            )
+    shards = prod(divided.shards_on(axis) for divided in specs for axis in axes)
+    return prod(axis.size for axis in axes) // shards
+
+
+def grad_norm(held: Iterable[Held], axes: Sequence[Axis] = ()) -> Tensor:
+    """Return the norm of the whole model's gradient, in which every element counts once.
+
+    ``axes`` are those whose ranks hold different gradients: tp, pp, ep, and the data axis under
+    ZeRO; or the world alone. What several of their ranks hold counts once: :func:`copies`. One
+    number is sent per axis, as control, in float64 whatever the gradients are, so that a rank
+    that holds none agrees with the others. Raises ValueError where an axis is missing.
     """
     total = torch.zeros((), dtype=torch.float64)
-    for parameter, gradient in held:
-        wide = torch.promote_types(gradient.dtype, torch.float32)
-        own = torch.linalg.vector_norm(gradient, dtype=wide)
-        total = total.to(own.device) + own.double() ** 2 / copies(parameter)
+    for one in held:
+        wide = torch.promote_types(one.gradient.dtype, torch.float32)
+        own = torch.linalg.vector_norm(one.gradient, dtype=wide)
+        total = total.to(own.device) + own.double() ** 2 / copies(one, axes)
     for axis in axes:
         total = all_reduce(total.to(axis.context.device), axis, control=True)
-    return total
+    return total.sqrt()
 
 
-def clip_gradients(held: Iterable[Held], norm: Tensor, max_norm: float) -> None:
-    """Scale all held gradients down together: from the global ``norm`` to at most ``max_norm``."""
-    if max_norm <= 0:
-        raise ValueError(f"max_norm={max_norm}: a norm above 0 is wanted")
+def clip_grad_norm(held: Sequence[Held], axes: Sequence[Axis], max_norm: float) -> Tensor:
+    """Scale all gradients to a global norm of at most ``max_norm``; return the norm before.
+
+    Call it when all sums are made: then all ranks scale by one factor. ``axes`` as in
+    :func:`grad_norm`, which it calls.
+    """
+    _check_max_norm(max_norm)
+    norm = grad_norm(held, axes)
+    clip_grads_with_norm(held, norm, max_norm)
+    return norm
+
+
+def clip_grads_with_norm(held: Iterable[Held], norm: Tensor, max_norm: float) -> None:
+    """Scale all gradients from the global ``norm``, which is known, to at most ``max_norm``."""
+    _check_max_norm(max_norm)
     factor = (max_norm / (norm + 1e-6)).clamp(max=1.0)  # as torch.nn.utils.clip_grad_norm_
-    for _, gradient in held:
-        gradient.mul_(factor.to(gradient.dtype))
+    for one in held:
+        one.gradient.mul_(factor.to(one.gradient.dtype))
 
 
-def refuse_cut(parameters: Iterable[Tensor]) -> None:
-    """Raise ValueError if one is cut over tp: the norm of these parts is not the model's."""
-    cut = next((p for p in parameters if getattr(p, "tp_dim", None) is not None), None)
-    if cut is not None:
-        raise ValueError(
-            f"a parameter of shape {tuple(cut.shape)} is this rank's part of one that is cut over "
-            "tp, so that the norm of what this rank holds is not the model's, and ranks would "
-            "scale differently: use tp.clip_gradients with the held gradients"
-        )
+def _check_max_norm(max_norm: float) -> None:
+    if max_norm <= 0:
+        raise ValueError(f"expected max_norm above 0, got max_norm={max_norm}")

@@ -22,7 +22,7 @@ tensor differently is the classic mistake: outputs are right and gradients are w
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -134,28 +134,29 @@ def swap_rows(
 class Region:
     """How an activation x_BSD enters and leaves a region in which the ranks divide the work.
 
-    Inside, every rank has all positions and computes its own part; what leaves is a partial sum.
+    Inside, every rank has all positions and computes its shard; what leaves is a partial sum.
     ``rows`` takes from a tensor whose first dim is S the rows that a rank holds outside.
-
-    What ``enter`` returns may carry a note for the linears inside, which use :func:`apply_weight`:
-    a ``product``, a function of x, weight and bias to call instead of ``F.linear``; or what is
-    ``ready``, the products themselves by weight, without bias.
     """
 
     enter: Move
     leave: Move
     rows: Move
 
+    def columns(
+        self, x: Tensor, linears: Iterable[Callable[..., Tensor]], axis: Axis
+    ) -> list[Tensor]:
+        """Let ``x`` enter once for all ``linears`` that read it; return their outputs."""
+        entered = self.enter(x, axis)
+        return [linear(entered) for linear in linears]
 
-def apply_weight(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """``x weight^T + bias``, as the note of ``x`` says (:class:`Region`).
 
-    A TorchFunctionMode sees it, as it sees ``F.linear``, unless the product is ready.
-    """
-    ready = getattr(x, "ready", None)
-    if ready is not None:
-        return ready[weight] if bias is None else ready[weight] + bias
+Product = Callable[[Tensor, Tensor, Tensor | None], Tensor]  # x, weight, bias -> x weight^T + bias
+
+
+def apply_weight(
+    x: Tensor, weight: Tensor, bias: Tensor | None = None, product: Product = F.linear
+) -> Tensor:
+    """Return ``product(x, weight, bias)``. A TorchFunctionMode sees the call, as of F.linear."""
     if has_torch_function((x, weight)):
-        return handle_torch_function(apply_weight, (x, weight), x, weight, bias)
-    product = getattr(x, "product", None)
-    return (F.linear if product is None else product)(x, weight, bias)
+        return handle_torch_function(apply_weight, (x, weight), x, weight, bias, product)
+    return product(x, weight, bias)

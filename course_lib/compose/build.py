@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from course_lib import comm, cp, ep, pp, tp
+from course_lib import cp, ep, pp, tp
 from course_lib.compose.plan import Experts, Plan
 from course_lib.mesh import Mesh
 from course_lib.model import Decoder
@@ -36,7 +36,7 @@ def build_stages(
     """
     check_experts(model, plan.experts)
     if plan.experts is not None:
-        ep.parallelize(model, mesh.ep, mesh.dp_cp)
+        ep.parallelize(model, mesh.ep, mesh.dp_cp, mesh.tp if plan.by_rows else None)
     if mesh.tp.size > 1:
         cuts = tp.plan_for(model)
         if plan.experts is not None:
@@ -85,8 +85,6 @@ class BalanceLoss:
             stage.register_forward_hook(lambda *_, layers=layers: self._count(layers))
             for layer in layers:
                 layer.register_forward_hook(self._ride)
-                if plan.by_rows:
-                    self._count_rows_of_all(layer, mesh)
 
     def start(self, tokens: Tensor) -> None:
         """Begin a step whose summed loss is divided by ``tokens``."""
@@ -101,13 +99,6 @@ class BalanceLoss:
         for layer in layers:
             assert layer.auxiliary is not None, "every layer has run"
             self.total += self.coefficient * layer.auxiliary.detach() / self.tokens
-
-    def _count_rows_of_all(self, layer: ep.MoE, mesh: Mesh) -> None:
-        """Where the ranks of tp share rows, they too hold different tokens."""
-        over_data = layer.over_all_tokens
-        layer.over_all_tokens = lambda chosen_E: comm.all_reduce(  # type: ignore[method-assign]
-            over_data(chosen_E), mesh.tp, control=True
-        )
 
 
 class _Rides(torch.autograd.Function):

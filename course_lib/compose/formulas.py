@@ -28,7 +28,7 @@ from course_lib.ep.formulas import mlp_parameters
 from course_lib.ledger import wire
 from course_lib.model import ModelConfig
 from course_lib.tp import formulas as tp_formulas
-from course_lib.tp.vocabulary import padded_rows
+from course_lib.tp.layers import padded_rows
 
 
 @dataclass(frozen=True)

@@ -32,7 +32,6 @@ from course_lib.ep import MoE
 from course_lib.mesh import Axis, Mesh
 from course_lib.model import Decoder
 from course_lib.schedule import Schedule
-from course_lib.tp.shards import copies
 
 
 @dataclass(frozen=True)
@@ -55,11 +54,6 @@ class Part:
         if isinstance(self.sync, zero.Sharded):
             return self.sync.held_gradients()
         return comm.held_gradients(self.parameters)
-
-    @property
-    def holders(self) -> int:
-        """How many ranks of the axis hold the same of them."""
-        return 1 if isinstance(self.sync, zero.Sharded) else self.axis.size
 
 
 def make_parts(
@@ -120,7 +114,6 @@ class Gradients:
         plan: Plan,
     ) -> None:
         self.parts, self.mesh, self.plan = list(parts), mesh, plan
-        self._part_of: dict[Tensor, Part] = {p: part for part in parts for p in part.parameters}
         ends = {schedule.placement[0], schedule.placement[-1]} if schedule else set()
         apart = tied is not None and tied.requires_grad and len(ends) == 2
         self._other_end = sum(ends - {mesh.pp.rank}) if apart else None
@@ -170,13 +163,14 @@ class Gradients:
             gradient += part
 
     def norm(self, held: Sequence[Held]) -> Tensor:
-        """Of the whole model's gradient; one number travels among all ranks, as control."""
-        return comm.squared_norm(held, [self.mesh.world], self.copies).sqrt()
+        """Return the norm of the whole model's gradient; one control number per rank is sent."""
+        return comm.grad_norm(self.counted(held), [self.mesh.world])
 
-    def copies(self, parameter: Tensor) -> int:
-        """How many ranks of the mesh hold what this rank holds of its gradient."""
-        ends = 2 if parameter is self._tied and self._other_end is not None else 1
-        return copies(parameter, self.mesh.tp) * self._part_of[parameter].holders * ends
+    def counted(self, held: Sequence[Held]) -> list[Held]:
+        """Return what this rank counts in the norm: gradients that no other stage counts."""
+        pp = self.mesh.pp
+        skipped = self._tied if self._other_end is not None and self._other_end < pp.rank else None
+        return [one._replace(axes=(*one.axes, pp)) for one in held if one.parameter is not skipped]
 
     def zero_grad(self) -> None:
         """Forget the gradients of the step before, and what one that broke off has left in ZeRO's

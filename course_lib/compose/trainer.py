@@ -116,14 +116,14 @@ class Trainer:
             own = run(batches, tokens)
         self.steps += 1
         held = self.gradients.complete()
-        for _, gradient in held if self.plan.loss_scale else ():
-            gradient /= self.scale.value
+        for one in held if self.plan.loss_scale else ():
+            one.gradient.div_(self.scale.value)
         norm = self.gradients.norm(held)
         loss = self._loss_of_all(own)
         updated = self.scale.allows(norm)
         if updated:
             if self.plan.max_norm is not None:
-                comm.clip_gradients(held, norm, self.plan.max_norm)
+                comm.clip_grads_with_norm(held, norm, self.plan.max_norm)
             self.gradients.update()
         return Step(loss, norm, updated)
 

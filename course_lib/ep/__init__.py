@@ -4,7 +4,7 @@
 moe            the layer of one process: router, capacity, balance loss
 decoder        a model with such layers, and its loss
 parallel       parallelize: the experts shared out, tokens travel to them
-gradients      which gradients are summed over which ranks, their norm
+gradients      which gradients are summed over which ranks
 formulas       bytes sent, parameters held, activations kept
 =============  ===========================================================
 """
@@ -20,9 +20,7 @@ from course_lib.ep.formulas import (
 )
 from course_lib.ep.gradients import (
     ExpertSync,
-    clip_gradients,
     expert_parameters,
-    gradient_norm,
     shared_parameters,
 )
 from course_lib.ep.moe import Load, MoE, Routes, balance_loss, imbalance, route
@@ -37,10 +35,8 @@ __all__ = [
     "add_experts",
     "auxiliary_loss",
     "balance_loss",
-    "clip_gradients",
     "even_wire_bytes",
     "expert_parameters",
-    "gradient_norm",
     "imbalance",
     "kept_beside_experts",
     "kept_by_layer",

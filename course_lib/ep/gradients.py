@@ -1,4 +1,4 @@
-"""Which gradients are summed over which ranks, and the norm of all of them."""
+"""Which gradients are summed over which ranks."""
 
 from __future__ import annotations
 
@@ -66,28 +66,10 @@ class ExpertSync:
             sync.finish()
 
     def clip(self, max_norm: float) -> Tensor:
-        """:func:`clip_gradients` of the whole model."""
-        return clip_gradients(self.model, self.ep, max_norm)
+        """Scale all gradients to a global norm of at most ``max_norm``; return the norm before.
 
-
-def gradient_norm(model: nn.Module, ep: Axis) -> Tensor:
-    """Norm of the whole model's gradient, after the sums: experts of all ranks, the rest once.
-
-    One number travels, as control. Raises ValueError where gradients are not here, as under ZeRO,
-    and where a parameter is cut over tp: see comm.squared_norm for the axes to count over then.
-    """
-    comm.refuse_cut(model.parameters())
-    experts = comm.squared_norm(comm.held_gradients(expert_parameters(model)), [ep])
-    return (experts + comm.squared_norm(comm.held_gradients(shared_parameters(model)))).sqrt()
-
-
-def clip_gradients(model: nn.Module, ep: Axis, max_norm: float) -> Tensor:
-    """Scale all gradients down to a global norm of at most ``max_norm``; the norm before.
-
-    By the norm of its own experts alone each rank would scale the shared ones by another factor.
-    """
-    if max_norm <= 0:
-        raise ValueError(f"max_norm={max_norm}: a norm above 0 is wanted")
-    norm = gradient_norm(model, ep)
-    nn.utils.clip_grads_with_norm_(model.parameters(), max_norm, norm)
-    return norm
+        By the norm of its own experts alone each rank would scale the shared ones by another
+        factor. Raises ValueError where gradients are not in ``.grad``, as under ZeRO.
+        """
+        held = comm.held_gradients(self.model.parameters())
+        return comm.clip_grad_norm(held, [self.ep], max_norm)

@@ -36,10 +36,11 @@ from course_lib.mesh import Axis
 from course_lib.model import Decoder
 
 
-def parallelize(model: Decoder, ep: Axis, data: Axis) -> Decoder:
+def parallelize(model: Decoder, ep: Axis, data: Axis, rows: Axis | None = None) -> Decoder:
     """Keep this rank's experts of every MoE layer of the serial ``model``, in place.
 
-    ``data`` are all ranks that hold different tokens (``mesh.dp_cp``), those of ``ep`` among them.
+    ``data`` are all ranks that hold different tokens (``mesh.dp_cp``), those of ``ep`` among them;
+    under sequence parallelism the ranks of ``rows`` (``mesh.tp``) hold different tokens too.
     Call it before an optimizer takes the parameters. Raises ValueError for a number of experts
     that the ranks cannot share, and for an ``ep`` that is no part of ``data``.
     """
@@ -52,14 +53,14 @@ def parallelize(model: Decoder, ep: Axis, data: Axis) -> Decoder:
     moe_layers(model)  # or a ValueError
     for block in model.blocks:
         if isinstance(block.ffn, MoE):
-            block.ffn = ExpertParallelMoE(block.ffn, ep, data)
+            block.ffn = ExpertParallelMoE(block.ffn, ep, data, rows)
     return model
 
 
 class ExpertParallelMoE(MoE):
     """This rank's share of ``moe``: its experts, and router and shared expert whole."""
 
-    def __init__(self, moe: MoE, ep: Axis, data: Axis) -> None:
+    def __init__(self, moe: MoE, ep: Axis, data: Axis, rows: Axis | None = None) -> None:
         names = list(moe.experts)
         if len(names) != moe.router.out_features:
             raise ValueError("the experts are shared out already: parallelize a serial model once")
@@ -72,7 +73,9 @@ class ExpertParallelMoE(MoE):
         mine = names[ep.rank * own : (ep.rank + 1) * own]
         experts = {name: moe.experts[name] for name in mine}
         super().__init__(moe.router, experts, moe.choices, moe.capacity, moe.shared)
-        self.ep, self.data = ep, data
+        self.ep, self.data, self.rows = ep, data, rows
+        for parameter in self.experts.parameters() if ep.size > 1 else ():
+            comm.set_shard_spec(parameter, comm.ShardSpec(ep))
 
     def of_every_rank(self, counts_2E: Tensor) -> Tensor:
         """Who sends how much to whom: every rank must know before rows can travel."""
@@ -80,7 +83,8 @@ class ExpertParallelMoE(MoE):
 
     def over_all_tokens(self, chosen_E: Tensor) -> Tensor:
         """So that the ranks' auxiliary losses add up to that of the whole batch."""
-        return comm.all_reduce(chosen_E, self.data, control=True)
+        chosen_E = comm.all_reduce(chosen_E, self.data, control=True)
+        return comm.all_reduce(chosen_E, self.rows, control=True) if self.rows else chosen_E
 
     def through_experts(self, x_TD: Tensor, routes: Routes, load: Load) -> Tensor:
         """Dispatch, compute, combine."""

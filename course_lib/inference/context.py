@@ -74,6 +74,7 @@ class ContextReplica(Replica):
     """
 
     cuts_sequences = True
+    cache: ContextCache
 
     def __init__(
         self,
@@ -101,7 +102,7 @@ class ContextReplica(Replica):
             tokens_BS, positions_S = self.cache.open(work)
             logits_BSV = self.model(tokens_BS, positions_S)
         last = work.width - 1
-        owner = self.cache.owner(last)  # type: ignore[attr-defined]
+        owner = self.cache.owner(last)
         # The others choose too, from any row: a cut head has them all take part.
         row = positions_S.tolist().index(last) if owner == axis.rank else 0
         return comm.broadcast(self.choose(logits_BSV[:, row], work), axis, owner)

@@ -34,7 +34,7 @@ from course_lib.ledger import wire
 from course_lib.mesh import Axis
 from course_lib.model import Decoder, ModelConfig
 from course_lib.tp import VocabHead
-from course_lib.tp.vocabulary import padded_rows
+from course_lib.tp.layers import padded_rows
 
 MIX = 1_000_003  # a prime: seeds, requests and positions do not fall on one another
 Chooser = Callable[[Tensor, Work], Tensor]  # logits_BV (or this rank's), work -> tokens_B

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from course_lib.model.config import ModelConfig
-from course_lib.model.layers import Block, Embedding, norm_of
+from course_lib.model.layers import Block, Embedding, identity, norm_of
 
 IGNORE_INDEX = -100  # a target that counts for nothing
 CrossEntropy = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]  # logits, targets -> sum, count
@@ -21,9 +21,9 @@ class Decoder(nn.Module):
 
     ``forward`` takes tokens (B, S) where there is an embedding, else x (B, S, D), and returns
     logits (B, S, V) where there is a head, else x. Build a whole one with :func:`build_model`.
-    ``cross_entropy`` is :func:`loss_sum`, unless whoever cuts the vocabulary puts another there;
-    ``own_rows`` says for which of the positions x has rows between blocks: all, unless whoever
-    divides them over ranks puts another function there.
+    Two fields may be set, by tensor parallelism: ``cross_entropy`` is :func:`loss_sum` unless the
+    vocabulary is sharded, and ``own_rows`` selects from (S,) positions those of which x has rows
+    between blocks, which are all positions unless ranks divide them.
     """
 
     def __init__(
@@ -41,7 +41,7 @@ class Decoder(nn.Module):
         self.norm = norm
         self.head = head
         self.cross_entropy: CrossEntropy = loss_sum
-        self.own_rows: Callable[[Tensor], Tensor] = as_they_are
+        self.own_rows: Callable[[Tensor], Tensor] = identity
 
     def forward(self, x: Tensor, positions_S: Tensor | None = None) -> Tensor:
         """``positions_S`` left out means 0..S-1; (B, S) gives each sequence its own.
@@ -57,7 +57,7 @@ class Decoder(nn.Module):
         if positions_S is None:
             positions_S = torch.arange(seq_len, device=x.device)
         if self.embedding is not None:
-            x = self.embedding(x, positions_S)
+            x = self.embedding(x, positions_S, self.own_rows)
         for block in self.blocks:
             x = block(x, positions_S)
         if self.norm is not None:
@@ -90,11 +90,6 @@ class Decoder(nn.Module):
         )
         stage.cross_entropy, stage.own_rows = self.cross_entropy, self.own_rows
         return stage
-
-
-def as_they_are(positions_S: Tensor) -> Tensor:
-    """All of them."""
-    return positions_S
 
 
 def loss_sum(logits_BSV: Tensor, targets_BS: Tensor) -> tuple[Tensor, Tensor]:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -57,13 +58,31 @@ def causal_attention(q_BSHK: Tensor, k_BSGK: Tensor, v_BSGK: Tensor) -> Tensor:
 
 
 AttentionCore = Callable[[Tensor, Tensor, Tensor], Tensor]
+Linears = Iterable[Callable[..., Tensor]]
+Columns = Callable[[Tensor, Linears], list[Tensor]]  # x, linears that all read x -> outputs
+Run = Callable[..., Tensor]  # function, its tensors -> its result
+
+
+def each_linear(x: Tensor, linears: Linears) -> list[Tensor]:
+    """Return the output of every linear for the same input ``x``."""
+    return [linear(x) for linear in linears]
+
+
+def call(function: Callable[..., Tensor], *tensors: Any) -> Tensor:
+    """Return ``function(*tensors)``."""
+    return function(*tensors)
+
+
+def identity(x: Tensor) -> Tensor:
+    """Return ``x``."""
+    return x
 
 
 class Attention(nn.Module):
     """``o(core(rope(q(x)), rope(k(x)), v(x)))`` with x (B, S, D); RoPE in the llama family only.
 
-    ``core`` maps q (B, S, H, K), k and v (B, S, G, K) to (B, S, H, K); replace it to compute the
-    same attention in another way.
+    Two fields may be set to compute the same in another way. ``core`` maps q (B, S, H, K), k and
+    v (B, S, G, K) to (B, S, H, K). ``columns`` applies q, k and v to x: tensor parallelism sets it.
     """
 
     def __init__(self, config: ModelConfig) -> None:
@@ -75,13 +94,14 @@ class Attention(nn.Module):
         self.v = _linear(config, config.hidden, kv_features)
         self.o = _linear(config, config.hidden, config.hidden)
         self.core: AttentionCore = causal_attention
+        self.columns: Columns = each_linear
 
     def forward(self, x_BSD: Tensor, positions_S: Tensor) -> Tensor:
         # -1 heads: as many as the linear returned, which under tensor parallelism is a share
         head_dim = self.config.head_dim
-        q_BSHK = self.q(x_BSD).unflatten(-1, (-1, head_dim))
-        k_BSGK = self.k(x_BSD).unflatten(-1, (-1, head_dim))
-        v_BSGK = self.v(x_BSD).unflatten(-1, (-1, head_dim))
+        q_BSHK, k_BSGK, v_BSGK = (
+            y.unflatten(-1, (-1, head_dim)) for y in self.columns(x_BSD, (self.q, self.k, self.v))
+        )
         if self.config.family == "llama":
             angles_SR = rotary_angles(
                 positions_S, head_dim, self.config.rope_base, self.config.dtype
@@ -99,10 +119,11 @@ class SwiGLU(nn.Module):
         self.gate = _linear(config, config.hidden, config.ffn)
         self.up = _linear(config, config.hidden, config.ffn)
         self.down = _linear(config, config.ffn, config.hidden)
+        self.columns: Columns = each_linear  # as in Attention
 
     def forward(self, x_BSD: Tensor) -> Tensor:
-        h_BSF = F.silu(self.gate(x_BSD)) * self.up(x_BSD)
-        return self.down(h_BSF)
+        gate_BSF, up_BSF = self.columns(x_BSD, (self.gate, self.up))
+        return self.down(F.silu(gate_BSF) * up_BSF)
 
 
 class MLP(nn.Module):
@@ -112,16 +133,18 @@ class MLP(nn.Module):
         super().__init__()
         self.fc_in = _linear(config, config.hidden, config.ffn)
         self.fc_out = _linear(config, config.ffn, config.hidden)
+        self.columns: Columns = each_linear  # as in Attention
 
     def forward(self, x_BSD: Tensor) -> Tensor:
-        h_BSF = F.gelu(self.fc_in(x_BSD))
-        return self.fc_out(h_BSF)
+        (h_BSF,) = self.columns(x_BSD, (self.fc_in,))
+        return self.fc_out(F.gelu(h_BSF))
 
 
 class Block(nn.Module):
     """One layer: ``x + attn(attn_norm(x))``, then ``x + ffn(ffn_norm(x))``; x is (B, S, D).
 
-    ``layer`` is its number in the whole model, from 0.
+    ``layer`` is its number in the whole model, from 0. ``run`` calls :meth:`residuals`:
+    recomputation sets this field, so that hooks of the block run once.
     """
 
     def __init__(self, config: ModelConfig, layer: int) -> None:
@@ -133,14 +156,22 @@ class Block(nn.Module):
         self.ffn_norm = norm_of(config)
         self.ffn: nn.Module = SwiGLU(config) if config.family == "llama" else MLP(config)
         self.dropout = nn.Dropout(config.dropout)
+        self.run: Run = call
 
     def forward(self, x_BSD: Tensor, positions_S: Tensor) -> Tensor:
+        return self.run(self.residuals, x_BSD, positions_S)
+
+    def residuals(self, x_BSD: Tensor, positions_S: Tensor) -> Tensor:
+        """Add attention and MLP to x (B, S, D)."""
         x_BSD = x_BSD + self.dropout(self.attn(self.attn_norm(x_BSD), positions_S))
         return x_BSD + self.dropout(self.ffn(self.ffn_norm(x_BSD)))
 
 
 class Embedding(nn.Module):
-    """Tokens (B, S) to x (B, S, D). ``position`` is None in the llama family."""
+    """Tokens (B, S) to x (B, S, D). ``position`` is None in the llama family.
+
+    ``own_rows`` selects the positions of the rows that ``token`` returns: see :class:`Decoder`.
+    """
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
@@ -152,10 +183,15 @@ class Embedding(nn.Module):
         )
         self.dropout = nn.Dropout(config.dropout)
 
-    def forward(self, tokens_BS: Tensor, positions_S: Tensor) -> Tensor:
+    def forward(
+        self,
+        tokens_BS: Tensor,
+        positions_S: Tensor,
+        own_rows: Callable[[Tensor], Tensor] = identity,
+    ) -> Tensor:
         x_BSD = self.token(tokens_BS)
         if self.position is not None:
-            x_BSD = x_BSD + self.position(positions_S)
+            x_BSD = x_BSD + self.position(own_rows(positions_S))
         return self.dropout(x_BSD)
 
 
@@ -167,6 +203,3 @@ def _linear(config: ModelConfig, features_in: int, features_out: int) -> nn.Line
 def norm_of(config: ModelConfig) -> nn.Module:
     kind = nn.RMSNorm if config.family == "llama" else nn.LayerNorm
     return kind(config.hidden, eps=config.norm_eps, dtype=config.dtype)
-
-
-CrossEntropy = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]  # logits, targets -> sum, count

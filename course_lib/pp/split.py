@@ -64,7 +64,7 @@ class _Linear(torch.autograd.Function):
         ctx, x: Tensor, trained: Tensor, weight: Tensor, product: Product, deferred: Deferred
     ) -> Tensor:
         with torch.enable_grad():
-            y = product(_as_input(x))
+            y = product(x.detach())
         ctx.weight_graph, ctx.deferred = get_gradient_edge(y), deferred
         ctx.save_for_backward(weight)
         return y.detach()
@@ -78,15 +78,6 @@ class _Linear(torch.autograd.Function):
         ctx.deferred.append((ctx.weight_graph, saved))
         (weight,) = ctx.saved_tensors
         return dy @ weight if ctx.needs_input_grad[0] else None, None, None, None, None
-
-
-def _as_input(x: Tensor) -> Tensor:
-    """``x`` without its history, but with the product that let it into a region left on it."""
-    product: Callable | None = getattr(x, "product", None)
-    x = x.detach()
-    if product is not None:
-        x.product = product  # type: ignore[attr-defined]
-    return x
 
 
 class DeferredWeightGradients(TorchFunctionMode):
@@ -103,11 +94,17 @@ class DeferredWeightGradients(TorchFunctionMode):
             return self._linear(*args, **kwargs)
         return func(*args, **kwargs)
 
-    def _linear(self, input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    def _linear(
+        self,
+        input: Tensor,
+        weight: Tensor,
+        bias: Tensor | None = None,
+        product: Callable[..., Tensor] = F.linear,
+    ) -> Tensor:
         if not (weight.is_leaf and weight.requires_grad):
-            return apply_weight(input, weight, bias)
-        product = partial(apply_weight, weight=weight, bias=bias)
-        return _Linear.apply(input, self.trained, weight.detach(), product, self.deferred)
+            return product(input, weight, bias)
+        of_input = partial(product, weight=weight, bias=bias)
+        return _Linear.apply(input, self.trained, weight.detach(), of_input, self.deferred)
 
     def run(self) -> None:
         """Add the deferred weight gradients, and free what each of them needed."""

@@ -7,10 +7,8 @@ columns by heads, o row) and the MLP (up columns, down row) each cost one all-re
 they leave, and one backward, where they enter: four a layer.
 
 =============  ===========================================================
-linear         ColumnLinear, RowLinear
-vocabulary     VocabEmbedding, VocabHead, loss_sum (never gathers logits)
+layers         ColumnLinear, RowLinear, VocabEmbedding, VocabHead, loss_sum, RankDropout
 plan           parallelize: a plan as data, applied to the serial model
-dropout        RankDropout: other masks on other ranks
 overlap        the gather and the scatter as rings between matrix products
 formulas       bytes sent, parameters held, activations kept
 =============  ===========================================================
@@ -19,12 +17,19 @@ Letters: a lower-case letter after a capital one marks a dimension divided by th
 holds F/t rows. B, S, D, V, H, G, K, F as in :mod:`course_lib.model`.
 """
 
-from course_lib.tp.dropout import RankDropout
-from course_lib.tp.linear import ColumnLinear, RowLinear, key_value_sharers
+from course_lib.tp.layers import (
+    REGION,
+    ColumnLinear,
+    RankDropout,
+    RowLinear,
+    VocabEmbedding,
+    VocabHead,
+    key_value_group,
+    loss_sum,
+    sum_shared_gradients,
+)
 from course_lib.tp.overlap import overlapped
-from course_lib.tp.plan import GPT, LLAMA, REGION, parallelize, plan_for
-from course_lib.tp.shards import clip_gradients, squared_norm, sum_shared_gradients
-from course_lib.tp.vocabulary import VocabEmbedding, VocabHead, loss_sum
+from course_lib.tp.plan import GPT, LLAMA, parallelize, plan_for
 
 __all__ = [
     "GPT",
@@ -35,12 +40,10 @@ __all__ = [
     "RowLinear",
     "VocabEmbedding",
     "VocabHead",
-    "clip_gradients",
-    "key_value_sharers",
+    "key_value_group",
     "loss_sum",
     "overlapped",
     "parallelize",
     "plan_for",
-    "squared_norm",
     "sum_shared_gradients",
 ]

@@ -10,7 +10,7 @@ from course_lib.ledger import wire
 from course_lib.model import ModelConfig
 from course_lib.recompute import ID_BYTES, kept_by_block
 from course_lib.recompute import kept_at_ends as kept_at_serial_ends
-from course_lib.tp.vocabulary import padded_rows
+from course_lib.tp.layers import padded_rows
 
 
 def wire_bytes(

@@ -22,6 +22,7 @@ Source: Wang et al. 2023, doi:10.1145/3567955.3567959.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -29,7 +30,9 @@ from torch.autograd.function import once_differentiable
 
 from course_lib import comm
 from course_lib.mesh import Axis
-from course_lib.tp.linear import ColumnLinear, RowLinear, as_it_is
+from course_lib.model import Attention
+from course_lib.model.layers import MLP, SwiGLU
+from course_lib.tp.layers import ColumnLinear, RowLinear, identity
 from course_lib.tp.plan import Cut, Entry, enters, row
 
 S = 1  # the dim of x_BSD that is cut
@@ -105,7 +108,7 @@ class _Row(torch.autograd.Function):
 
 
 class RingRowLinear(RowLinear):
-    """:class:`~course_lib.tp.linear.RowLinear` that scatters as it multiplies."""
+    """:class:`~course_lib.tp.layers.RowLinear` that scatters as it multiplies."""
 
     def forward(self, x: Tensor) -> Tensor:
         """x (B, S, F/t) to this rank's rows, (B, S/t, D)."""
@@ -118,21 +121,18 @@ def ring_row(linear: nn.Linear, cut: Cut) -> nn.Module:
     return RingRowLinear(linear, cut.axis)
 
 
-def ring_enters(module: nn.Module, cut: Cut) -> nn.Module:
-    """:func:`~course_lib.tp.plan.enters`, overlapped: all column linears in the module multiply
-    each block as it comes by."""
-    if cut.region.rows is as_it_is:
+def ring_columns(x_BScD: Tensor, linears: Sequence[ColumnLinear], axis: Axis) -> list[Tensor]:
+    """``Region.columns``, overlapped: all linears multiply each block of rows as it comes by."""
+    ys_BSFt = _Columns.apply(axis, x_BScD, *(linear.weight for linear in linears))
+    pairs = zip(ys_BSFt, linears, strict=True)
+    return [y if linear.bias is None else y + linear.bias for y, linear in pairs]
+
+
+def ring_enters(module: Attention | SwiGLU | MLP, cut: Cut) -> nn.Module:
+    """:func:`~course_lib.tp.plan.enters`, overlapped."""
+    if cut.region.rows is identity:
         raise ValueError("an overlapped plan gathers rows: give it the region sp.REGION")
-
-    def enter(_: nn.Module, args: tuple) -> tuple:
-        linears = [child for child in module.children() if isinstance(child, ColumnLinear)]
-        weights: list[Tensor] = [linear.weight for linear in linears]
-        products = _Columns.apply(cut.axis, args[0], *weights)
-        x = args[0].view_as(args[0])  # the note belongs to this call, not to the caller's tensor
-        x.ready = dict(zip(weights, products, strict=True))
-        return x, *args[1:]
-
-    module.register_forward_pre_hook(enter)
+    module.columns = partial(ring_columns, axis=cut.axis)
     return module
 
 

@@ -8,30 +8,37 @@ from difflib import get_close_matches
 from functools import partial
 from typing import Any
 
-from torch import Tensor, nn
+from torch import nn
 
-from course_lib import comm
-from course_lib.comm.operators import Region
+from course_lib.comm import Region
 from course_lib.mesh import Axis
-from course_lib.model import Decoder, ModelConfig
-from course_lib.tp.dropout import RankDropout
-from course_lib.tp.linear import ColumnLinear, RowLinear, as_it_is, key_value_sharers
-from course_lib.tp.vocabulary import VocabEmbedding, VocabHead, loss_sum
+from course_lib.model import Attention, Decoder, ModelConfig
+from course_lib.model.layers import MLP, SwiGLU
+from course_lib.tp.layers import (
+    REGION,
+    ColumnLinear,
+    RankDropout,
+    RowLinear,
+    VocabEmbedding,
+    VocabHead,
+    identity,
+    key_value_group,
+    loss_sum,
+)
 
-CUT_MODULES = (ColumnLinear, RowLinear, VocabEmbedding, VocabHead)
-REGION = Region(enter=comm.copy, leave=comm.reduce, rows=as_it_is)
+SHARDED = (ColumnLinear, RowLinear, VocabEmbedding, VocabHead)
 
 
 @dataclass(frozen=True)
 class Cut:
     """All that an entry of a plan may use to make its module.
 
-    ``sharers`` are the ranks that hold the same head of keys and values.
+    ``kv_group`` are the ranks that hold the same head of keys and values.
     """
 
     axis: Axis
     region: Region
-    sharers: Axis
+    kv_group: Axis
 
 
 Entry = Callable[[Any, Cut], nn.Module]  # the serial module, how to cut -> what takes its place
@@ -44,7 +51,7 @@ def column(linear: nn.Linear, cut: Cut) -> nn.Module:
 
 def key_value(linear: nn.Linear, cut: Cut) -> nn.Module:
     """Some heads of keys or values, or one that neighbours hold too."""
-    return ColumnLinear(linear, cut.axis, sharers=cut.sharers)
+    return ColumnLinear(linear, cut.axis, kv_group=cut.kv_group)
 
 
 def row(linear: nn.Linear, cut: Cut) -> nn.Module:
@@ -52,13 +59,9 @@ def row(linear: nn.Linear, cut: Cut) -> nn.Module:
     return RowLinear(linear, cut.axis, cut.region.leave)
 
 
-def enters(module: nn.Module, cut: Cut) -> nn.Module:
-    """The first argument of the module enters the region, once for all linears in it."""
-
-    def enter(_: nn.Module, args: tuple) -> tuple:
-        return cut.region.enter(args[0], cut.axis), *args[1:]
-
-    module.register_forward_pre_hook(enter)
+def enters(module: Attention | SwiGLU | MLP, cut: Cut) -> nn.Module:
+    """The module lets its input enter the region, once for all linears that read it."""
+    module.columns = partial(cut.region.columns, axis=cut.axis)
     return module
 
 
@@ -69,22 +72,12 @@ def embedding(module: nn.Embedding, cut: Cut) -> nn.Module:
 
 def head(linear: nn.Linear, cut: Cut) -> nn.Module:
     """Some rows of the vocabulary, and the way into the region."""
-    return VocabHead(linear, cut.axis, cut.region.enter)
-
-
-def own_rows(module: nn.Module, cut: Cut) -> nn.Module:
-    """Positions of the rows that a rank holds outside the region."""
-
-    def rows(_: nn.Module, args: tuple[Tensor]) -> tuple[Tensor]:
-        return (cut.region.rows(args[0], cut.axis),)
-
-    module.register_forward_pre_hook(rows)
-    return module
+    return VocabHead(linear, cut.axis, cut.region)
 
 
 def dropout(module: nn.Dropout, cut: Cut) -> nn.Module:
     """Outside the region. Ranks that hold the same there drop the same; other rows, others."""
-    return module if cut.region.rows is as_it_is else RankDropout(module.p, cut.axis)
+    return module if cut.region.rows is identity else RankDropout(module.p, cut.axis)
 
 
 ENDS: Mapping[str, Entry] = {
@@ -110,7 +103,6 @@ LLAMA: Mapping[str, Entry] = {
 }
 GPT: Mapping[str, Entry] = {
     **ENDS,
-    "embedding.position": own_rows,
     **ATTENTION,
     "blocks.*.ffn": enters,
     "blocks.*.ffn.fc_in": column,
@@ -145,12 +137,12 @@ def parallelize(
     if tied and ("head" in plan) != ("embedding.token" in plan):
         raise ValueError("plan: embedding.token and head share one weight; cut both or neither")
     places = [(name, entry) for key, entry in plan.items() for name in _matches(key, model)]
-    if done := [name for name, _ in places if isinstance(model.get_submodule(name), CUT_MODULES)]:
+    if done := [name for name, _ in places if isinstance(model.get_submodule(name), SHARDED)]:
         raise ValueError(
             f"{len(done)} modules of the model, the first of them {done[0]}, are cut over tensor "
             "parallel ranks already: parallelize a serial model, once"
         )
-    cut = Cut(axis, region, key_value_sharers(axis, model.config.kv_heads))
+    cut = Cut(axis, region, key_value_group(axis, model.config.kv_heads))
     for name, entry in places:
         parent, _, own_name = name.rpartition(".")
         serial = model.get_submodule(name)

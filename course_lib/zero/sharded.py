@@ -65,7 +65,7 @@ class Sharded:
         if all(gradient is None for _, gradient in gradients):
             raise ValueError("no gradients in any shard: call it after backward and finish()")
         return [
-            comm.Held(parameter, values)
+            comm.Held(parameter, values, (self.axis,))
             for flat, gradient in gradients
             if gradient is not None
             for parameter, _, values in flat.parameter_slices(gradient)
@@ -74,15 +74,10 @@ class Sharded:
     def clip(self, max_norm: float) -> Tensor:
         """Scale all gradients down together to a global norm of at most ``max_norm``.
 
-        Returns the norm before: every element is in one shard of one rank, so that the squares
-        of the shards' norms add up (one all-reduce of one number, as control). Where parameters
-        are cut over other axes too: ``tp.clip_gradients(z.held_gradients(), ..., over=[axis])``.
+        Returns the norm before. Where parameters are sharded over other axes too, call
+        ``comm.clip_grad_norm(z.held_gradients(), [z.axis, mesh.tp], max_norm)``: this is refused.
         """
-        comm.refuse_cut(self._flat_of)
-        held = self.held_gradients()
-        norm = comm.squared_norm(held, [self.axis]).sqrt()
-        comm.clip_gradients(held, norm, max_norm)
-        return norm
+        return comm.clip_grad_norm(self.held_gradients(), [self.axis], max_norm)
 
     def step(self) -> None:
         """Update this rank's shards, then the parameters.

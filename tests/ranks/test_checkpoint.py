@@ -20,7 +20,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from ways import COEFFICIENT, GPT, LLAMA, LOOPED, MOE, NAMES, SERIAL, WAYS, V, Way
 
-from course_lib import checkpoint, ep, tp, zero
+from course_lib import checkpoint, comm, ep, zero
 from course_lib.checkpoint import boxes, names
 from course_lib.mesh import make_mesh
 from course_lib.model import build_model
@@ -380,16 +380,16 @@ MISTAKES = {
     "ranks that share a head count twice": (
         Way(tp=4),
         LLAMA,
-        tp.linear,
-        "own_part",
-        lambda original: lambda *args, **k: forget(original(*args, **k), "tp_sharers"),
+        comm,
+        "take_shard",
+        lambda original: lambda *args: forget(original(*args), "kv_group"),
     ),
     "padding is part of the vocabulary": (
         Way(tp=2),
         GPT,
-        tp.vocabulary,
-        "_own_rows",
-        lambda original: lambda *args: forget(original(*args), "tp_rows"),
+        comm,
+        "take_shard",
+        lambda original: lambda *args: forget(original(*args), "unpadded"),
     ),
     "the shard's rank is forgotten": (
         Way(dp=4, zero=1),
@@ -401,9 +401,10 @@ MISTAKES = {
 }
 
 
-def forget(parameter, note):
-    if hasattr(parameter, note):
-        delattr(parameter, note)
+def forget(parameter, field):
+    spec = comm.shard_spec(parameter)
+    if spec is not None:
+        comm.set_shard_spec(parameter, replace(spec, **{field: None}))
     return parameter
 
 

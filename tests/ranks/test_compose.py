@@ -190,11 +190,26 @@ class Fresh:
 
 
 def counts_replicas(trainer):
-    trainer.gradients.copies = lambda parameter: 1
+    def norm(held):
+        squared = own_part(held).double() ** 2
+        return comm.all_reduce(squared, trainer.mesh.world, control=True).sqrt()
+
+    trainer.gradients.norm = norm
+
+
+def own_part(held):
+    return torch.nn.utils.get_total_norm(one.gradient for one in held)
 
 
 def own_norm(trainer):
-    trainer.gradients.norm = lambda held: comm.squared_norm(held).sqrt()
+    trainer.gradients.norm = own_part
+
+
+def counts_both_ends(trainer):
+    """The tied embedding twice."""
+    trainer.gradients.counted = lambda held: [
+        one._replace(axes=(*one.axes, trainer.mesh.pp)) for one in held
+    ]
 
 
 def no_sum_of_rows(trainer):
@@ -266,12 +281,13 @@ def balance_on_last_stage(trainer):
 def balance_of_own_rows(trainer):
     for module in (m for stage in trainer.stages.values() for m in stage.modules()):
         if isinstance(module, ep.MoE):
-            del module.over_all_tokens
+            module.rows = None
 
 
 MISTAKES = {
     counts_replicas: ({"tp": 2, "dp": 2}, Plan(max_norm=0.5), F64),
     own_norm: ({"dp": 2, "pp": 2}, Plan(max_norm=0.5, **PIPELINE), F64),
+    counts_both_ends: ({"dp": 2, "pp": 2}, Plan(max_norm=0.5, **PIPELINE), TIED),
     no_sum_of_rows: ({"tp": 2, "dp": 2}, Plan(region=sp.REGION, zero=1), F64),
     no_sum_of_heads: ({"tp": 4, "dp": 1}, Plan(), KV),
     no_sum_of_ends: ({"dp": 2, "pp": 2}, Plan(zero=1, **PIPELINE), TIED),

@@ -316,11 +316,13 @@ def test_close_takes_the_hooks_off(worlds):
 def test_bad_input_is_named():
     with pytest.raises(ValueError, match="no parameter requires a gradient"):
         dp.trainable([torch.nn.Parameter(torch.ones(1), requires_grad=False)])
-    with pytest.raises(ValueError, match="max_norm=0"):
-        dp.clip_gradients(build_model(F64).parameters(), 0)
-    with pytest.raises(ValueError, match="have no gradient .*under ZeRO ask"):
-        dp.clip_gradients(build_model(F64).parameters(), 1.0)
     mesh = make_mesh()
+    sync = dp.Naive(build_model(F64).parameters(), mesh.dp)
+    with pytest.raises(ValueError, match="have no gradient .*under ZeRO ask"):
+        sync.clip(1.0)
+    sync.finish()
+    with pytest.raises(ValueError, match="max_norm=0"):
+        sync.clip(0)
     with pytest.raises(ValueError, match="bucket of 0 bytes"):
         dp.Bucketed(build_model(F64).parameters(), mesh.dp, 0)
     with pytest.raises(ValueError, match="every target on axis dp is -100"):
@@ -406,7 +408,7 @@ def clipped_before_the_sum(loss_sum, micro_batches, sync, optimizer, max_norm):
     optimizer.zero_grad()
     with sync.accumulate():
         (loss_sum(*micro_batches[0])[0] / tokens).backward()
-    dp.clip_gradients(sync.parameters, max_norm)
+    sync.clip(max_norm)
     sync.finish()
     optimizer.step()
     return torch.zeros(())

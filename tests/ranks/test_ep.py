@@ -504,8 +504,10 @@ def test_a_norm_of_gradients_that_are_not_here_is_refused(worlds):
             sync.clip(0.1)
         model = build()
         tp.parallelize(model, mesh.dp, plan={"blocks.*.attn.q": tp.plan.column})
-        with pytest.raises(ValueError, match="that is cut over tp"):
-            ep.gradient_norm(model, mesh.ep)
+        for parameter in model.parameters():
+            parameter.grad = torch.zeros_like(parameter)
+        with pytest.raises(ValueError, match="sharded over axis dp, .* over axes: ep"):
+            comm.grad_norm(comm.held_gradients(model.parameters()), [mesh.ep])
 
     worlds(4).run(rank)
 
@@ -521,7 +523,7 @@ def test_what_does_not_fit_is_named(worlds):
             lambda: ep.parallelize(
                 ep.parallelize(build(), mesh.ep, mesh.dp_cp), mesh.ep, mesh.dp_cp
             ),
-            lambda: ep.clip_gradients(build(), mesh.ep, 0),
+            lambda: comm.clip_grad_norm([], [mesh.ep], 0),
         ]
         for attempt in attempts:
             try:

@@ -40,6 +40,7 @@ from course_lib.comm.operators import Region
 from course_lib.ledger import unmatched_sends
 from course_lib.mesh import Axis, make_mesh
 from course_lib.model import ModelConfig, build_model
+from course_lib.model.layers import each_linear
 from course_lib.tp import formulas, overlap
 from course_lib.trace.memory import PeakLiveBytes, SavedActivations
 
@@ -292,9 +293,11 @@ class Pair(nn.Module):
         super().__init__()
         torch.manual_seed(3)
         self.first, self.second = nn.Linear(10, 24).double(), nn.Linear(24, 10).double()
+        self.columns = each_linear
 
     def forward(self, x):
-        return self.second(torch.tanh(self.first(x)))
+        (h,) = self.columns(x, [self.first])
+        return self.second(torch.tanh(h))
 
 
 @pytest.mark.parametrize("n", WORLDS)
@@ -306,7 +309,7 @@ def test_ring_products_alone(worlds, n):
         cut = tp.plan.Cut(axis, sp.REGION, axis)
         pair.first = tp.ColumnLinear(pair.first, axis)
         pair.second = overlap.ring_row(pair.second, cut)
-        overlap.ring_enters(pair, cut)
+        overlap.ring_enters(pair, cut)  # sets columns
         x, dy = (along(draw(2, SEQ, 10, seed=i), axis, SP) for i in (0, 1))
         pair(x.requires_grad_()).backward(dy)
         ops = {call.op for call in axis.ledger.select("tp")}
@@ -416,7 +419,7 @@ def all_summed(model, axis, way):
 def norms_averaged(model, axis, way):
     sp.sum_gradients(comm.held_gradients(model.parameters()), axis)
     for parameter in model.parameters():
-        if not tp.shards.is_cut(parameter):
+        if not comm.is_sharded(parameter, axis):
             parameter.grad /= axis.size
 
 

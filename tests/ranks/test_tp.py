@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from unittest import mock
 
@@ -44,9 +44,8 @@ from course_lib.comm.operators import Region
 from course_lib.ledger import summarize
 from course_lib.mesh import Axis, make_mesh, sub_axis
 from course_lib.model import build_model, loss_sum
-from course_lib.tp import formulas, linear, shards, vocabulary
-from course_lib.tp.dropout import RankDropout
-from course_lib.tp.plan import as_it_is
+from course_lib.tp import RankDropout, formulas, layers
+from course_lib.tp.layers import identity
 
 FAMILIES = ("llama", "gpt")
 GPT = {"family": "gpt", "tied": True}
@@ -165,7 +164,7 @@ def on_two_axes(config, way, t):
         sync.finish()
         reduce_gradients(model, mesh.tp, way)
         held = comm.held_gradients(model.parameters())
-        norms.append(float(tp.clip_gradients(held, mesh.tp, 0.1)))
+        norms.append(float(comm.clip_grad_norm(held, [mesh.tp], 0.1)))
         optimizer.step()
     sent = mesh.ledger.wire_bytes("dp")
     weights = joined(model, mesh.tp, lambda p: p)
@@ -426,7 +425,7 @@ def test_gradients_of_parts_are_summed(worlds):
     assert list(worlds(2).run(rank)) == [([[3, 3], [3, 3], [3, 3, 3], None], 2)] * 2
 
 
-def test_shared_heads_are_summed_in_one_call_over_their_sharers(worlds):
+def test_shared_heads_are_summed_in_one_call_over_x(worlds):
     def rank():
         mesh = make_mesh(tp=4)
         config = sizes(4)
@@ -462,7 +461,7 @@ def test_sizes_that_do_not_divide_are_named(n, changes, said):
 
 
 def test_features_that_do_not_divide_are_named():
-    with pytest.raises(ValueError, match="out_features=7 cannot be cut into 2 equal parts"):
+    with pytest.raises(ValueError, match="out_features=7 cannot be cut into 2 equal shards"):
         tp.ColumnLinear(nn.Linear(4, 7), axis_of(0, 2))
     with pytest.raises(ValueError, match="in_features=5 .* axis tp"):
         tp.RowLinear(nn.Linear(5, 4), axis_of(0, 2))
@@ -476,8 +475,14 @@ def test_gradients_that_are_not_there_and_norms_of_parts_are_refused():
     with pytest.raises(ValueError, match=r"1 of 2 trained parameters have no gradient .*\(3,\)"):
         comm.held_gradients([used, unused])
     model = tp.parallelize(build_model(sizes()), axis_of(1, 2))
-    with pytest.raises(ValueError, match="is cut over tp.* use tp.clip_gradients"):
-        dp.clip_gradients(model.parameters(), 1.0)
+    for parameter in model.parameters():
+        parameter.grad = torch.zeros_like(parameter)
+    said = r"sharded over axis tp, .* over axes: none; call comm.clip_grad_norm\(held, axes"
+    with pytest.raises(ValueError, match=said):
+        dp.Bucketed(model.parameters(), axis_of(0, 1)).clip(1.0)
+    held = comm.held_gradients(model.parameters())
+    with pytest.raises(ValueError, match="sharded over axis tp, .* over axes: dp"):
+        comm.grad_norm(held, [replace(axis_of(0, 1), name="dp")])
 
 
 def test_a_model_is_cut_once():
@@ -532,8 +537,10 @@ def test_other_bad_input_is_named():
         RankDropout(1.5, axis_of(0, 2))
     with pytest.raises(ValueError, match="a head with a bias"):
         tp.VocabHead(nn.Linear(4, 8), axis_of(0, 2))
-    with pytest.raises(ValueError, match="max_norm=0: a norm above 0"):
-        tp.clip_gradients([], axis_of(0, 1), 0)
+    with pytest.raises(ValueError, match="expected max_norm above 0, got max_norm=0"):
+        comm.clip_grad_norm([], [axis_of(0, 1)], 0)
+    with pytest.raises(ValueError, match="a shard of axis tp needs a dimension"):
+        comm.take_shard(torch.ones(2), comm.ShardSpec(axis_of(0, 2)))
     sequence = torch.zeros(1, 10, 4)
     with pytest.raises(ValueError, match="a sequence of 10 positions .* 4 equal parts .* axis tp"):
         sp.leave(sequence, axis_of(0, 4))
@@ -639,28 +646,28 @@ def bias_before_the_sum():
 
 def padding_not_masked():
     def forward(self, x):
-        return linear.apply_weight(self.enter(x, self.axis), self.weight)
+        return self.region.columns(x, [self.product], self.axis)[0]
 
     return mock.patch.object(tp.VocabHead, "forward", forward)
 
 
 def tokens_of_others_not_masked():
     """A token that another rank holds counts here as well, as the first row."""
-    own_rows = vocabulary._in_own_rows
+    own_rows = layers._in_own_rows
 
     def wrong(tokens, rows, axis):
         local, is_mine = own_rows(tokens, rows, axis)
         return local, torch.ones_like(is_mine)
 
-    return mock.patch.object(vocabulary, "_in_own_rows", wrong)
+    return mock.patch.object(layers, "_in_own_rows", wrong)
 
 
 def replicas_in_the_norm():
-    return mock.patch.object(shards, "copies", return_value=1)
+    return mock.patch.object(comm.held, "copies", return_value=1)
 
 
-def own_part_of_the_norm(held, axis):
-    return comm.squared_norm(held)
+def own_part_of_the_norm(held, axes):
+    return torch.nn.utils.get_total_norm(one.gradient for one in held)
 
 
 def nothing_summed(model, axis, way):
@@ -701,8 +708,8 @@ def another_seed_on_every_rank(module, cut):
     return RankDropout(module.p, cut.axis)
 
 
-NOT_ENTERED = Way(Region(as_it_is, comm.reduce, as_it_is))
-NOT_SUMMED = Way(Region(comm.copy, as_it_is, as_it_is))
+NOT_ENTERED = Way(Region(identity, comm.reduce, identity))
+NOT_SUMMED = Way(Region(comm.copy, identity, identity))
 BUGS = {
     "bias before the sum": Bug("losses", bias_before_the_sum),
     "input not entered": Bug("gradients .* times too large", way=NOT_ENTERED),
@@ -715,7 +722,7 @@ BUGS = {
     "padding not masked": Bug("losses", padding_not_masked),
     "tokens of others not masked": Bug("losses", tokens_of_others_not_masked),
     "replicas in the norm": Bug("norm of rank", replicas_in_the_norm),
-    "own part of the norm": Bug("norm of rank", options={"squared_norm": own_part_of_the_norm}),
+    "own part of the norm": Bug("norm of rank", options={"norm": own_part_of_the_norm}),
     "heads cut as one matrix": Bug("losses", way=Way(tp.REGION, fused_qkv_in_runs)),
     "heads dealt in turn": Bug("losses", way=Way(tp.REGION, features_dealt_in_turn)),
     "other seeds outside": Bug(

@@ -11,7 +11,7 @@ from course_lib import tp
 from course_lib.launch import RankError
 from course_lib.mesh import Axis, make_mesh
 from course_lib.model import IGNORE_INDEX, ModelConfig, build_model
-from course_lib.tp import vocabulary
+from course_lib.tp import layers
 
 VOCAB = 258  # 4 ranks pad it to 260: 258 and 259 have rows
 CONFIG = ModelConfig(
@@ -55,7 +55,7 @@ def test_a_rank_that_would_not_look_has_a_number_instead(worlds):
     """What the refusal is for: without it the loss of a token that does not exist is finite."""
 
     def rank():
-        with mock.patch("course_lib.tp.vocabulary._refuse_outside"):
+        with mock.patch("course_lib.tp.layers._refuse_outside"):
             return loss_with(70_000, "token")
 
     assert all(loss.isfinite() for loss in worlds(4).run(rank))
@@ -71,7 +71,7 @@ def test_on_a_gpu_the_device_is_not_waited_for():
             return torch.tensor(True)
 
     with mock.patch.object(torch, "_assert_async") as told:
-        vocabulary._refuse_outside(OnGpu(), None, VOCAB, Axis("tp", 1, 4, (0, 1, 2, 3)))
+        layers._refuse_outside(OnGpu(), None, VOCAB, Axis("tp", 1, 4, (0, 1, 2, 3)))
     holds, why = told.call_args.args
     assert not holds
     assert why == "a token or target is outside 0..257"

@@ -24,8 +24,9 @@ from tensor_parallel import (
 )
 
 from course_lib import comm, dp, sp, tp, zero
+from course_lib.launch import RankError
 from course_lib.mesh import make_mesh
-from course_lib.tp import formulas, shards
+from course_lib.tp import formulas
 
 SEQUENCES, MAX_NORM, STEPS = 4, 0.1, 5
 GPT = {"family": "gpt", "tied": True}  # biases, and what is used at both ends
@@ -72,7 +73,7 @@ def train(stage, config, way, t, *, steps=STEPS, sums=sum_over_tp, over_dp=True)
         result.sent.append(mesh.ledger.wire_bytes("tp") + mesh.ledger.wire_bytes("tp_kv"))
         result.gradients = result.gradients or whole_gradients(z, model, mesh.tp)
         over = [mesh.dp] if over_dp else []
-        result.norms.append(float(tp.clip_gradients(held, mesh.tp, MAX_NORM, over)))
+        result.norms.append(float(comm.clip_grad_norm(held, [mesh.tp, *over], MAX_NORM)))
         z.step()
         result.losses.append(float(comm.all_reduce(loss.detach(), mesh.dp, control=True)))
     if stage == 3:
@@ -150,11 +151,13 @@ def test_held_gradients_are_runs_that_the_step_uses(worlds):
         z.finish()
         held = z.held_gradients()
         names = {p: name for name, p in model.named_parameters()}
-        for _, gradient in held:
-            gradient.fill_(2.0)
+        for one in held:
+            one.gradient.fill_(2.0)
         z.step()
         after = torch.cat([p.detach().flatten() for p in model.parameters()])
-        return [(names[p], len(gradient)) for p, gradient in held], (before - after).tolist()
+        return [(names[one.parameter], len(one.gradient)) for one in held], (
+            before - after
+        ).tolist()
 
     first, second = worlds(2).run(rank)
     # 1.bias, 1.weight (1 + 2), 0.bias (2), 0.weight (6): eleven elements, six to a rank
@@ -175,7 +178,7 @@ def shared_heads_not_summed(held, axis, way):
 
 
 def nothing_counted_for_copies(*arguments, **options):
-    with mock.patch.object(shards, "copies", return_value=1):
+    with mock.patch.object(comm.held, "copies", return_value=1):
         return train(*arguments, **options)
 
 
@@ -185,9 +188,8 @@ def nothing_counted_for_copies(*arguments, **options):
         (train, {"sums": norms_not_summed}, "gradients of rank"),
         (train, {"sums": shared_heads_not_summed}, r"gradients of rank.*attn\.[kv]|times too"),
         (nothing_counted_for_copies, {}, "weights of rank|norm of rank"),
-        (train, {"over_dp": False}, "weights of rank|norm of rank"),
     ],
-    ids=["norms not summed", "heads not summed", "replicas in the norm", "own shards' norm"],
+    ids=["norms not summed", "heads not summed", "replicas in the norm"],
 )
 @pytest.mark.parametrize("stage", [1, 3])
 def test_classic_bugs_are_caught(worlds, stage, run, options, said):
@@ -196,6 +198,14 @@ def test_classic_bugs_are_caught(worlds, stage, run, options, said):
     replica, _ = by_replica(results, 4)
     with pytest.raises(AssertionError, match=said):
         check(replica, serial(config, 1), after_steps=1e-6)
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_the_norm_of_own_shards_is_refused(worlds, stage):
+    """The sum over dp is missing: ranks would scale by different factors."""
+    said = "sharded over axis dp, and the norm was asked for over axes: tp"
+    with pytest.raises(RankError, match=said):
+        worlds(4).run(lambda: train(stage, sizes(2), SP, 2, steps=1, over_dp=False))
 
 
 @pytest.mark.parametrize("stage", [1, 2, 3])
@@ -219,8 +229,8 @@ def test_what_cannot_be_right_is_refused(worlds, stage):
     for plain, clip in worlds(2).run(rank):
         assert "have no gradient" in plain
         assert "under ZeRO ask z.held_gradients()" in plain
-        assert "cut over tp" in clip
-        assert "use tp.clip_gradients with the held gradients" in clip
+        assert "sharded over axis tp, and the norm was asked for over axes: dp" in clip
+        assert "call comm.clip_grad_norm(held, axes, max_norm) with this axis too" in clip
 
 
 def test_on_one_rank_of_tp_nothing_is_cut(worlds):

@@ -124,13 +124,13 @@ class Piece:
 
 def pieces(trainer: compose.Trainer, of: Callable[[Tensor], Tensor | None]) -> dict[str, Piece]:
     """``of`` every parameter on this rank, by its name in the whole model."""
-    found, tp = {}, trainer.mesh.tp
+    found = {}
     for parameter, name in names_in_whole(list(trainer.stages.values())).items():
         value = of(parameter)
         if value is not None:
-            sharers = getattr(parameter, "tp_sharers", None)
-            alike, dim = sharers.size if sharers else 1, getattr(parameter, "tp_dim", None)
-            place = (tp.rank // alike, tp.size // alike) if dim is not None else (0, 1)
+            spec = comm.shard_spec(parameter)
+            dim = None if spec is None else spec.dim
+            place = (0, 1) if spec is None or dim is None else (spec.index, spec.shards)
             found[name] = Piece(value.detach().clone(), dim, *place)
     return found
 

@@ -21,7 +21,6 @@ from course_lib.data import batch
 from course_lib.mesh import Axis, Mesh, make_mesh
 from course_lib.model import Decoder, ModelConfig, build_model
 from course_lib.tp import formulas
-from course_lib.tp.shards import copies
 
 WORLDS = (1, 2, 3, 4, 8)
 BATCH, SEQ, STEPS = 2, 24, 5
@@ -36,7 +35,7 @@ def sizes(n: int = 2, **changes: Any) -> ModelConfig:
     return ModelConfig(**(given | changes))
 
 
-def as_it_is(plan: Mapping) -> Mapping:
+def identity(plan: Mapping) -> Mapping:
     return plan
 
 
@@ -45,7 +44,7 @@ class Way:
     """One way to cut a model, and what it costs a rank by its formulas."""
 
     region: Region
-    plan: Callable[[Mapping], Mapping] = as_it_is
+    plan: Callable[[Mapping], Mapping] = identity
     again: bool = False
 
     @property
@@ -105,10 +104,10 @@ def joined(model: torch.nn.Module, axis: Axis, of: Callable[[Tensor], Tensor | N
         value = of(parameter)
         if value is None:
             continue
-        dim, sharers = getattr(parameter, "tp_dim", None), getattr(parameter, "tp_sharers", None)
-        if dim is not None:
-            parts = comm.all_gather(value.detach(), axis, dim).chunk(axis.size, dim)
-            value = torch.cat(parts[:: sharers.size if sharers else 1], dim)
+        spec = comm.shard_spec(parameter)
+        if spec is not None:
+            parts = comm.all_gather(value.detach(), axis, spec.dim).chunk(axis.size, spec.dim)
+            value = torch.cat(parts[:: spec.copies], spec.dim)
         whole[name] = value.detach().clone()
     return whole
 
@@ -126,10 +125,11 @@ def without_padding(tensors: dict[str, Tensor], like: dict[str, Tensor]) -> dict
 
 def held_alike(model: torch.nn.Module, axis: Axis) -> dict[str, Tensor]:
     """Weights of which ranks hold the same: whole ones, and heads that are shared."""
+    specs = {name: comm.shard_spec(parameter) for name, parameter in model.named_parameters()}
     return {
         name: parameter.detach().clone()
         for name, parameter in model.named_parameters()
-        if copies(parameter, axis) > 1
+        if (axis.size if (spec := specs[name]) is None else spec.copies) > 1
     }
 
 
@@ -200,7 +200,7 @@ def parallel(
     seed: int = 0,
     recomputed: str | None = None,
     reduce: Callable = reduce_gradients,
-    squared_norm: Callable = tp.squared_norm,
+    norm: Callable = comm.grad_norm,
 ) -> Trained:
     """What one rank does; the same as :func:`serial`, and what it sent and holds."""
     mesh = make_mesh(tp=make_mesh().world.size)
@@ -219,9 +219,9 @@ def parallel(
         assert result.sent[-1] == mesh.ledger.wire_bytes()
         result.gradients = result.gradients or joined(model, mesh.tp, lambda p: p.grad)
         held = comm.held_gradients(model.parameters())
-        result.norms.append(float(squared_norm(held, mesh.tp).sqrt()))
+        result.norms.append(float(norm(held, [mesh.tp])))
         if max_norm is not None:
-            tp.clip_gradients(held, mesh.tp, max_norm)
+            comm.clip_grad_norm(held, [mesh.tp], max_norm)
         optimizer.step()
         result.losses.append(float(total.detach() / count))
     result.weights = joined(model, mesh.tp, lambda p: p)

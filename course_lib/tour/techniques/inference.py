@@ -23,7 +23,7 @@ from course_lib.model import Decoder, ModelConfig
 from course_lib.recompute import ID_BYTES
 from course_lib.tour.technique import Job, Report, Technique
 from course_lib.tp import VocabHead, formulas
-from course_lib.tp.vocabulary import padded_rows
+from course_lib.tp.layers import padded_rows
 from course_lib.trace.memory import state_bytes
 
 TP, PP = 2, 2

@@ -292,8 +292,8 @@ MLP_PAIR = Ranked(
         RankCase("wire", "one all-reduce forward, one backward", FOUR, _calls),
     ),
     refused=(
-        "course_lib.tp.linear:ColumnLinear.forward",
-        "course_lib.tp.linear:RowLinear.forward",
+        "course_lib.tp.layers:ColumnLinear.forward",
+        "course_lib.tp.layers:RowLinear.forward",
         "torch.distributed.tensor.parallel.api:parallelize_module",
     ),
 )

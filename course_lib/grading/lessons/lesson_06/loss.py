@@ -279,7 +279,7 @@ LOSS = Ranked(
         RankCase("wire", "three numbers a token, forward only", FOUR, _calls),
     ),
     refused=(
-        "course_lib.tp.vocabulary:loss_sum",
-        "course_lib.tp.vocabulary:_VocabCrossEntropy.forward",
+        "course_lib.tp.layers:loss_sum",
+        "course_lib.tp.layers:_VocabCrossEntropy.forward",
     ),
 )

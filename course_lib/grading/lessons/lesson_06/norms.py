@@ -10,6 +10,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from course_lib import comm, sp
+from course_lib.aliases import PARAMETER_DIM
 from course_lib.grading.compare import difference
 from course_lib.grading.exercise import Answer, Wrong
 from course_lib.grading.ranked import RankCase, Ranked, Seen, Trial
@@ -37,7 +38,9 @@ def _act(answers: Sequence[Answer], inputs: tuple[Any, ...], mesh: Mesh) -> Any:
     for gradient, dim in zip(inputs[0], DIMS, strict=True):
         parameter = nn.Parameter(torch.zeros_like(gradient))
         parameter.grad = gradient.clone()
-        parameter.tp_dim = dim  # type: ignore[attr-defined]
+        setattr(parameter, PARAMETER_DIM, dim)
+        if dim is not None:
+            comm.set_shard_spec(parameter, comm.ShardSpec(mesh.world, dim))
         parameters.append(parameter)
     answers[0](parameters, mesh.world)
     found = [None if p.grad is None else p.grad.clone() for p in parameters]
@@ -103,7 +106,7 @@ def _calls(seen: Seen) -> str:
 
 
 def _step(parameters: Parameters, axis: Axis, *, cut_too: bool = False, scale: float = 1.0) -> None:
-    whole = [p for p in parameters if cut_too or getattr(p, "tp_dim", None) is None]
+    whole = [p for p in parameters if cut_too or comm.shard_spec(p) is None]
     flat = torch.cat([_grad(p).flatten() for p in whole])
     total = comm.all_reduce(flat, axis) * scale
     for p, part in zip(whole, total.split([p.numel() for p in whole]), strict=True):
@@ -120,8 +123,8 @@ def _right(parameters: Parameters, axis: Axis) -> None:
 
 
 def _right_raw(parameters: Parameters, axis: Axis) -> None:
-    """In raw torch, written back in place."""
-    gradients = [_grad(p) for p in parameters if p.tp_dim is None]  # type: ignore[attr-defined]
+    """In raw torch, written back in place; reads the attribute of the first edition."""
+    gradients = [_grad(p) for p in parameters if getattr(p, PARAMETER_DIM) is None]
     flat = nn.utils.parameters_to_vector(gradients)
     if axis.size > 1:
         dist.all_reduce(flat, group=axis.group)
@@ -133,7 +136,7 @@ def _right_raw(parameters: Parameters, axis: Axis) -> None:
 
 def _one_by_one(parameters: Parameters, axis: Axis) -> None:
     for p in parameters:
-        if p.tp_dim is None:  # type: ignore[attr-defined]
+        if comm.shard_spec(p) is None:
             p.grad = comm.all_reduce(_grad(p), axis)
 
 
@@ -144,20 +147,21 @@ def _vectors_only(parameters: Parameters, axis: Axis) -> None:
 
 def _sum_lost(parameters: Parameters, axis: Axis) -> None:
     """The sum is made, and nobody keeps it."""
-    flat = torch.cat([_grad(p).flatten() for p in parameters if p.tp_dim is None])  # type: ignore[attr-defined]
+    flat = torch.cat([_grad(p).flatten() for p in parameters if comm.shard_spec(p) is None])
     comm.all_reduce(flat, axis)
 
 
 def _from_first(parameters: Parameters, axis: Axis) -> None:
     """Replicas agree, on rank 0's part."""
     for p in parameters:
-        if p.tp_dim is None:  # type: ignore[attr-defined]
+        if comm.shard_spec(p) is None:
             p.grad = comm.broadcast(_grad(p), axis)
 
 
 def _truth_of_dim(parameters: Parameters, axis: Axis) -> None:
     """Takes dim 0 for no dim."""
-    _step([p for p in parameters if not p.tp_dim], axis, cut_too=True)  # type: ignore[attr-defined]
+    specs = {p: comm.shard_spec(p) for p in parameters}
+    _step([p for p, spec in specs.items() if not (spec and spec.dim)], axis, cut_too=True)
 
 
 def _weights_instead(parameters: Parameters, axis: Axis) -> None:
@@ -184,8 +188,8 @@ NORMS = Ranked(
     hints=(
         "A parameter that every rank holds was used on this rank's rows only. One that is cut saw "
         "all positions. Which of them have complete gradients?",
-        "Take those whose tp_dim is None, put their gradients into one flat tensor, all-reduce it "
-        "and give each its piece back.",
+        "Take those whose comm.shard_spec is None, put their gradients into one flat tensor, "
+        "all-reduce it and give each its piece back.",
         "flat = torch.cat([p.grad.flatten() for p in whole]); total = comm.all_reduce(flat, axis); "
         "total.split([p.numel() for p in whole]) are the pieces; p.grad = piece.view_as(p).",
     ),

@@ -292,7 +292,7 @@ def _by_torch(gradients: Gradients, max_norm: float, tp: Axis, pp: Axis) -> Tens
 
 def _by_library(gradients: Gradients, max_norm: float, tp: Axis, pp: Axis) -> Tensor:
     held = [comm.Held(torch.nn.Parameter(g), g) for g in gradients.values()]
-    return comm.squared_norm(held, [tp, pp]).sqrt()
+    return comm.clip_grad_norm(held, [tp, pp], max_norm)
 
 
 _clips: Callable[..., Any] = _clip
@@ -342,11 +342,8 @@ CLIP = Ranked(
         RankCase("wire", "single numbers", FOUR, _small_calls),
     ),
     refused=(
-        "course_lib.comm.held:squared_norm",
-        "course_lib.comm.held:clip_gradients",
-        "course_lib.tp.shards:squared_norm",
-        "course_lib.tp.shards:clip_gradients",
-        "course_lib.ep.gradients:gradient_norm",
-        "course_lib.ep.gradients:clip_gradients",
+        "course_lib.comm.held:grad_norm",
+        "course_lib.comm.held:clip_grad_norm",
+        "course_lib.comm.held:clip_grads_with_norm",
     ),
 )

@@ -1,0 +1,299 @@
+"""The layers of tensor parallelism, each built from a serial one, and the vocabulary's loss.
+
+==============  ==========================  =======================  ==============================
+layer           holds                       forward                  backward
+==============  ==========================  =======================  ==============================
+ColumnLinear    W_FtD: F/t output features  y_Ft = x_D W_FtD^T       dx_D = dy_Ft W_FtD, partial
+RowLinear       W_DFt: F/t input features   leave(x_Ft W_DFt^T)      dx_Ft = leave'(dy_D) W_DFt
+VocabEmbedding  W_VtD: V'/t words           leave(rows, or zeros)    gradients of its rows
+VocabHead       W_VtD: V'/t words           logits_Vt of enter(x_D)  dx_D = enter'(dy_Vt W_VtD)
+==============  ==========================  =======================  ==============================
+
+What enters and leaves is an argument (:class:`course_lib.comm.Region`): copy and reduce are
+Megatron's f and g, sequence parallelism gives another pair. Several column linears may read one
+input (q, k and v; gate and up). It enters once for all of them, in ``Region.columns``, which
+attention and MLP call with their linears.
+
+The vocabulary is padded to V' = t * ceil(V / t). Rank r has the rows r V'/t .. (r+1) V'/t - 1, and
+no rank ever holds all logits. Source: Shoeybi et al. 2019, section 3.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+
+from course_lib import comm
+from course_lib.comm import Held, Region, ShardSpec
+from course_lib.comm.operators import Move, Product, apply_weight
+from course_lib.mesh import Axis, sub_axis
+from course_lib.model import IGNORE_INDEX
+
+
+def identity(x: Tensor, axis: Axis) -> Tensor:
+    """Return ``x``: the operator of an input that has entered already."""
+    return x
+
+
+REGION = Region(enter=comm.copy, leave=comm.reduce, rows=identity)
+
+
+class ColumnLinear(nn.Module):
+    """``linear`` with this rank's shard of the output features and of the bias.
+
+    ``kv_group``, an axis of neighbors, holds the same features: the heads of keys and values where
+    they are fewer than the ranks. Each of its ranks uses the head for its own queries and so has a
+    part of its gradient: :func:`sum_shared_gradients`.
+    """
+
+    def __init__(
+        self,
+        linear: nn.Linear,
+        axis: Axis,
+        enter: Move = identity,
+        kv_group: Axis | None = None,
+    ) -> None:
+        super().__init__()
+        spec = ShardSpec(axis, 0, kv_group if kv_group and kv_group.size > 1 else None)
+        _check_divides(linear, "out_features", axis, spec.shards)
+        self.axis, self.enter = axis, enter
+        self.weight = comm.take_shard(linear.weight, spec)
+        self.bias = None if linear.bias is None else comm.take_shard(linear.bias, spec)
+
+    def forward(self, x: Tensor, product: Product = F.linear) -> Tensor:
+        """Return (..., F/t) of x (..., D). A region may give another ``product`` of the weight."""
+        return apply_weight(self.enter(x, self.axis), self.weight, self.bias, product)
+
+
+class RowLinear(nn.Module):
+    """``linear`` with this rank's shard of the input features; its bias is replicated.
+
+    The bias is added after the sum: before it, every rank would add it, t times in all.
+    """
+
+    def __init__(self, linear: nn.Linear, axis: Axis, leave: Move = comm.reduce) -> None:
+        super().__init__()
+        _check_divides(linear, "in_features", axis, axis.size)
+        self.axis, self.leave = axis, leave
+        self.weight = comm.take_shard(linear.weight, ShardSpec(axis, 1))
+        self.bias = linear.bias
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return (..., D) of x (..., F/t)."""
+        y = self.leave(F.linear(x, self.weight), self.axis)
+        return y if self.bias is None else y + self.bias
+
+
+def _check_divides(linear: nn.Linear, which: str, axis: Axis, shards: int) -> None:
+    features = getattr(linear, which)
+    if features % shards:
+        raise ValueError(
+            f"{which}={features} cannot be cut into {shards} equal shards for the {axis.size} "
+            f"ranks of axis {axis.name}: choose sizes that {shards} divides, or another number of "
+            "ranks"
+        )
+
+
+# --- key and value heads that several ranks hold -------------------------------------------------
+
+
+def key_value_group(axis: Axis, kv_heads: int) -> Axis:
+    """Return the ranks of ``axis`` that hold the same head of keys and values.
+
+    It is this rank alone if there is a head for every rank. Makes groups: call it on every rank of
+    the world, once. Raises ValueError if neither number divides the other.
+    """
+    holders = min(kv_heads, axis.size)
+    if kv_heads % holders or axis.size % holders:
+        raise ValueError(
+            f"kv_heads={kv_heads} on axis {axis.name} of {axis.size} ranks: one must divide the "
+            "other, so that each rank has whole heads or shares one; choose another number of "
+            "ranks"
+        )
+    return sub_axis(axis, axis.size // holders, f"{axis.name}_kv")
+
+
+def sum_shared_gradients(held: Iterable[Held]) -> None:
+    """Add up the gradients of key and value weights over the ranks that share a head.
+
+    Each of them used the head for its own queries only. Call it once a step, after the last
+    backward and what sums or shards over data parallelism. Without such ranks it does nothing.
+    """
+    by_group: dict[Axis, list[Held]] = {}
+    for one in held:
+        spec = comm.shard_spec(one.parameter)
+        if spec is not None and spec.kv_group is not None:
+            by_group.setdefault(spec.kv_group, []).append(one)
+    for group, shared in by_group.items():
+        comm.sum_gradients(shared, group)
+
+
+# --- the vocabulary ------------------------------------------------------------------------------
+
+
+def padded_rows(vocab: int, n: int) -> int:
+    """Return the rows of the vocabulary on each of ``n`` ranks, padding included."""
+    return -(-vocab // n)
+
+
+def _take_words(weight_VD: Tensor, axis: Axis) -> nn.Parameter:
+    """This rank's rows; those beyond the vocabulary are zeros and never get a gradient.
+
+    The spec has V unpadded: on another number of ranks the padding is another one.
+    """
+    vocab = len(weight_VD)
+    missing = padded_rows(vocab, axis.size) * axis.size - vocab
+    padded = F.pad(weight_VD.detach(), (0, 0, 0, missing)).requires_grad_(weight_VD.requires_grad)
+    return comm.take_shard(padded, ShardSpec(axis, 0, unpadded=vocab))
+
+
+class VocabEmbedding(nn.Module):
+    """Rows of this rank's tokens, zeros for the others; ``leave`` adds the ranks' parts up."""
+
+    def __init__(self, embedding: nn.Embedding, axis: Axis, leave: Move = comm.reduce) -> None:
+        super().__init__()
+        self.axis, self.leave = axis, leave
+        self.vocab = embedding.num_embeddings
+        self.weight = _take_words(embedding.weight, axis)
+
+    def forward(self, tokens_BS: Tensor) -> Tensor:
+        """tokens (B, S) to x (B, S, D), or to what ``leave`` makes of it.
+
+        Raises IndexError for a token outside the vocabulary: see :func:`_refuse_outside`.
+        """
+        _refuse_outside(
+            (tokens_BS < 0) | (tokens_BS >= self.vocab), tokens_BS, self.vocab, self.axis
+        )
+        rows_BS, is_mine_BS = _in_own_rows(tokens_BS, len(self.weight), self.axis)
+        x_BSD = F.embedding(rows_BS, self.weight).masked_fill(~is_mine_BS[..., None], 0.0)
+        return self.leave(x_BSD, self.axis)
+
+
+class VocabHead(nn.Module):
+    """Logits of this rank's tokens, (B, S, V'/t), in which padding is minus infinity."""
+
+    def __init__(self, linear: nn.Linear, axis: Axis, region: Region = REGION) -> None:
+        super().__init__()
+        if linear.bias is not None:
+            raise ValueError("a head with a bias has no vocabulary-parallel form here: drop it")
+        self.axis: Axis = axis
+        self.region: Region = region
+        self.vocab: int = linear.out_features
+        self.weight: nn.Parameter = _take_words(linear.weight, axis)
+
+    def product(self, x: Tensor, product: Product = F.linear) -> Tensor:
+        """Return the products of x, which has entered, and this rank's words."""
+        return apply_weight(x, self.weight, None, product)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return the logits (B, S, V'/t) of x, which has not entered the region."""
+        (logits_BSVt,) = self.region.columns(x, [self.product], self.axis)
+        real = min(max(self.vocab - self.axis.rank * len(self.weight), 0), len(self.weight))
+        if real == len(self.weight):
+            return logits_BSVt
+        padding_Vt = torch.arange(len(self.weight), device=x.device) >= real
+        return logits_BSVt.masked_fill(padding_Vt, -torch.inf)
+
+
+def loss_sum(
+    logits_BSVt: Tensor,
+    targets_BS: Tensor,
+    axis: Axis,
+    vocab: int,
+    ignore_index: int = IGNORE_INDEX,
+) -> tuple[Tensor, Tensor]:
+    """Cross-entropy summed over tokens, and how many count: as :func:`course_lib.model.loss_sum`.
+
+    A token's loss is log(sum_v exp(z_v - max)) + max - z_target. Three all-reduces of one number
+    a token (max, sum, the target's logit), in float32 at least. Backward needs none:
+    dz = softmax - onehot, each rank for its own columns. Raises IndexError for a target outside
+    the ``vocab`` words, those of the padding among them.
+    """
+    outside_BS = ((targets_BS < 0) | (targets_BS >= vocab)) & (targets_BS != ignore_index)
+    _refuse_outside(outside_BS, targets_BS, vocab, axis)
+    logits_TVt, targets_T = logits_BSVt.flatten(0, -2), targets_BS.flatten()
+    loss = _VocabCrossEntropy.apply(logits_TVt, targets_T, axis, ignore_index)
+    return loss, (targets_T != ignore_index).sum()
+
+
+class _VocabCrossEntropy(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, logits_TVt: Tensor, targets_T: Tensor, axis: Axis, ignore_index: int):
+        z_TVt = logits_TVt.to(torch.promote_types(logits_TVt.dtype, torch.float32))
+        rows_T, is_mine_T = _in_own_rows(targets_T, z_TVt.shape[1], axis)
+        max_T = comm.all_reduce_max(z_TVt.amax(1), axis)
+        exp_TVt = (z_TVt - max_T[:, None]).exp()
+        sum_T = comm.all_reduce(exp_TVt.sum(1), axis)
+        own_T = z_TVt.gather(1, rows_T[:, None])[:, 0].masked_fill(~is_mine_T, 0.0)
+        target_T = comm.all_reduce(own_T, axis)
+        counts_T = targets_T != ignore_index
+        ctx.save_for_backward(exp_TVt.div_(sum_T[:, None]), rows_T, is_mine_T, counts_T)
+        ctx.dtype = logits_TVt.dtype
+        return (sum_T.log() + max_T - target_T).masked_fill(~counts_T, 0.0).sum()
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, gradient: Tensor):
+        softmax_TVt, rows_T, is_mine_T, counts_T = ctx.saved_tensors
+        dz_TVt = softmax_TVt.clone()
+        onehot_T = is_mine_T.to(dz_TVt.dtype)
+        dz_TVt.scatter_add_(1, rows_T[:, None], -onehot_T[:, None])
+        dz_TVt.mul_((gradient * counts_T)[:, None])
+        return dz_TVt.to(ctx.dtype), None, None, None
+
+
+def _in_own_rows(tokens: Tensor, rows: int, axis: Axis) -> tuple[Tensor, Tensor]:
+    """Each token as a row of this rank (0 where it is not here), and whether it is here."""
+    local = tokens - axis.rank * rows
+    is_mine = (local >= 0) & (local < rows)
+    return local.masked_fill(~is_mine, 0), is_mine
+
+
+def _refuse_outside(outside: Tensor, numbers: Tensor, vocab: int, axis: Axis) -> None:
+    """Raise IndexError where ``outside`` says that a token or target is no word, as one process
+    does: else no rank would have its row, and zeros would go for an embedding or a logit.
+
+    On a GPU without waiting for the device, as torch's own embedding: the assertion stops it later.
+    """
+    if outside.is_cuda:
+        torch._assert_async(~outside.any(), f"a token or target is outside 0..{vocab - 1}")
+    elif outside.any():
+        raise IndexError(
+            f"axis {axis.name}, rank {axis.rank}: token or target {int(numbers[outside][0])} is "
+            f"outside the vocabulary of {vocab} words, 0..{vocab - 1}; build the model with a "
+            "larger one, or mask what should not count with IGNORE_INDEX (targets only)"
+        )
+
+
+# --- dropout --------------------------------------------------------------------------------------
+
+
+class RankDropout(nn.Module):
+    """Dropout with a different mask on each rank of the axis.
+
+    Where ranks hold the same activations (outside a region), they must drop the same elements:
+    plain ``nn.Dropout`` does, if every rank has called ``torch.manual_seed`` with one number. Where
+    they hold different ones (on other rows in sequence parallelism), equal masks would drop the
+    same places of every shard. A seed is drawn from torch's common stream, which stays equal on all
+    ranks; the rank is added to it. A recomputation that restores the common stream repeats the
+    mask.
+    """
+
+    def __init__(self, p: float, axis: Axis) -> None:
+        super().__init__()
+        if not 0 <= p < 1:
+            raise ValueError(f"p={p}: a share from 0 up to, not including, 1")
+        self.p, self.axis = p, axis
+
+    def forward(self, x: Tensor) -> Tensor:
+        """``x`` with a share p of its elements dropped and the others scaled by 1/(1-p)."""
+        if not self.training or self.p == 0:
+            return x
+        seed = int(torch.randint(2**31, ())) * self.axis.size + self.axis.rank
+        generator = torch.Generator(x.device).manual_seed(seed)
+        kept = torch.rand(x.shape, generator=generator, device=x.device) >= self.p
+        return x * kept / (1 - self.p)
