@@ -592,7 +592,7 @@ assert size == block_parameter_count(big)
 
 # %%
 SEED = 1
-diagnosis = {  # such as ("copy", 2), or ("healthy", None)
+diagnosis = {  # such as ("copy", 2), or ("correct", None)
     "A": (None, None),
     "B": (None, None),
     "C": (None, None),
@@ -601,26 +601,26 @@ diagnosis = {  # such as ("copy", 2), or ("healthy", None)
 }
 
 # %% jupyter={"source_hidden": true}
-# The patients. Run this cell folded; open it after your answer.
+# The runs of the lab. Run this cell folded; open it after your answer.
 import copy
 
 from course_lib.grading import Lab
 from course_lib.trace import PeakLiveBytes
 
-FAULTS = {"healthy": (None,)} | {
+FAULTS = {"correct": (None,)} | {
     cause: (range(4),) for cause in ("graph", "copy", "gradients", "moments")
 }
 lab = Lab("01", SEED, FAULTS, fields=("cause", "rank"))
 
 
-def job(patient):
+def job(lab_run):
     mesh = make_mesh()
-    ill = patient.cause if patient.has(patient.cause, mesh.rank) else "healthy"
+    fault = lab_run.cause if lab_run.has(lab_run.cause, mesh.rank) else "correct"
     history, best, seen = [], {}, []
     batch(0, seed=0, batch_size=8, seq_len=32)  # the text is read once, before the meter runs
     with PeakLiveBytes() as live:
         model = build_model(tiny_config(max_seq_len=32))
-        optimizer = torch.optim.AdamW(model.parameters(), amsgrad=ill == "moments")
+        optimizer = torch.optim.AdamW(model.parameters(), amsgrad=fault == "moments")
         for step in range(3):
             share = {"dp_rank": mesh.dp.rank, "dp_size": mesh.dp.size}
             tokens, targets = batch(step, seed=0, batch_size=8, seq_len=32, **share)
@@ -629,15 +629,15 @@ def job(patient):
             for p in model.parameters():
                 p.grad = comm.all_reduce(p.grad, mesh.dp)
             optimizer.step()
-            if ill != "gradients":
+            if fault != "gradients":
                 optimizer.zero_grad()
             del total, count
-            if ill == "graph":
+            if fault == "graph":
                 history.append(model.loss_sum(tokens, targets)[0])
             else:
                 with torch.no_grad():
                     history.append(model.loss_sum(tokens, targets)[0].item())
-            if ill == "copy":
+            if fault == "copy":
                 best["model"] = copy.deepcopy(model)
             del tokens, targets
             state = state_bytes(model, optimizer)
@@ -647,12 +647,12 @@ def job(patient):
 
 print("bytes after step 3, by kind; what is alive besides, after each of three steps")
 print(f"{'':3}{'rank':5}{'weights':>10}{'gradients':>11}{'optimizer':>11}{'other, by step':>36}")
-for patient in lab:
-    for rank, seen in enumerate(run(job, patient, n=4)):
+for lab_run in lab:
+    for rank, seen in enumerate(run(job, lab_run, n=4)):
         state, _ = seen[-1]
         other = "".join(f"{size:12,}" for _, size in seen)
         line = f"{state.parameters:10,}{state.gradients:11,}{state.optimizer:11,}"
-        print(f"{patient.letter if rank == 0 else '':3}{rank:<5}{line}{other}")
+        print(f"{lab_run.letter if rank == 0 else '':3}{rank:<5}{line}{other}")
 
 # %% [markdown]
 # <details><summary>How to read it</summary>

@@ -567,7 +567,7 @@ print(f"raw ring and ours: equal to the last bit; all_reduce of gloo differs by 
 
 # %%
 SEED = 2
-diagnosis = {  # such as ("half-way", "all_gather", "all"), or ("healthy", None, None)
+diagnosis = {  # such as ("half-way", "all_gather", "all"), or ("correct", None, None)
     "A": (None, None, None),
     "B": (None, None, None),
     "C": (None, None, None),
@@ -576,11 +576,11 @@ diagnosis = {  # such as ("half-way", "all_gather", "all"), or ("healthy", None,
 }
 
 # %% jupyter={"source_hidden": true}
-# The patients. Run this cell folded; open it after your answer.
+# The runs of the lab. Run this cell folded; open it after your answer.
 from course_lib.grading import Lab
 
 FAULTS = {
-    "healthy": (None, None),
+    "correct": (None, None),
     "half-way": ("all_gather", "all"),
     "summed twice": ("all_reduce", "all"),
     "own order": ("reduce_scatter", "all"),
@@ -593,29 +593,29 @@ def ring_with_own_block(x, axis, half):
     own, n = list(x.tensor_split(axis.size)), axis.size
     pieces = list(own)
     for adds in (True, False):
-        ill = half == ("reduce_scatter" if adds else "all_gather")
+        faulty = half == ("reduce_scatter" if adds else "all_gather")
         for turn in range(n - 1):
             leaving = (axis.rank - turn - adds) % n
             arriving = (leaving - 1) % n
             like = pieces[arriving]
             got = comm.exchange(pieces[leaving], axis, axis.next, axis.previous, like=like)
-            pieces[arriving] = own[arriving] if ill else got + like if adds else got
+            pieces[arriving] = own[arriving] if faulty else got + like if adds else got
     return torch.cat(pieces)
 
 
-def patient(ill):
+def all_reduced(lab_run):
     mesh = make_mesh()
     axis, x = mesh.world, x_of_rank[mesh.rank]
-    if ill.has("half-way"):
+    if lab_run.has("half-way"):
         pieces = list(x.tensor_split(axis.size))
         pieces[axis.rank] = comm.ring_reduce_scatter(x, axis)
         return torch.cat(pieces)
-    if ill.has("own order"):
+    if lab_run.has("own order"):
         return sum(block for _, block in comm.ring(x, axis))
-    if ill.has("own block"):
-        return ring_with_own_block(x, axis, ill.where if ill.rank == axis.rank else None)
+    if lab_run.has("own block"):
+        return ring_with_own_block(x, axis, lab_run.where if lab_run.rank == axis.rank else None)
     total = comm.ring_all_reduce(x, axis)
-    return comm.ring_all_reduce(total, axis) if ill.has("summed twice") else total
+    return comm.ring_all_reduce(total, axis) if lab_run.has("summed twice") else total
 
 
 def marks(result):
@@ -627,13 +627,15 @@ exact = x_of_rank.double().sum(0)
 print(
     "    error, relative   length   ranks differ by   messages   bytes a rank   pieces on ranks 0 to 3"
 )
-for each in lab:
-    result = run(patient, each, n=RANKS)
+for lab_run in lab:
+    result = run(all_reduced, lab_run, n=RANKS)
     error = max(((one - exact).norm() / exact.norm()).item() for one in result)
     length = (result[0].double().norm() / exact.norm()).item()
     apart = max((one - result[0]).abs().max().item() for one in result)
     own = result.ledgers[0]
-    print(f"{each.letter}{error:18.1e}{length:9.3f}{apart:18.1e}{own.calls(op='send'):11}", end="")
+    print(
+        f"{lab_run.letter}{error:18.1e}{length:9.3f}{apart:18.1e}{own.calls(op='send'):11}", end=""
+    )
     print(f"{int(own.wire_bytes()):15,}   {' '.join(map(marks, result))}")
 
 # %% [markdown]

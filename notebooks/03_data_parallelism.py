@@ -537,7 +537,7 @@ print(f"after {STEPS} steps of AdamW, weights differ from ours by {difference:.1
 # %%
 SEED = 3
 CHECKED = False
-diagnosis = {  # such as ("no sync", "all_reduce", "all"), or ("healthy", None, None)
+diagnosis = {  # such as ("no sync", "all_reduce", "all"), or ("correct", None, None)
     "A": (None, None, None),
     "B": (None, None, None),
     "C": (None, None, None),
@@ -547,11 +547,11 @@ diagnosis = {  # such as ("no sync", "all_reduce", "all"), or ("healthy", None, 
 }
 
 # %% jupyter={"source_hidden": true}
-# The patients. Run this cell folded; open it after your answer.
+# The runs of the lab. Run this cell folded; open it after your answer.
 from course_lib.grading import Lab
 
 FAULTS = {
-    "healthy": (None, None),
+    "correct": (None, None),
     "no sync": ("all_reduce", "all"),
     "n times": (None, "all"),
     "seeds": ("broadcast", range(RANKS)),
@@ -561,22 +561,22 @@ FAULTS = {
 lab = Lab("03", SEED, FAULTS)
 
 
-def patient(ill):
+def trained(lab_run):
     mesh = make_mesh()
-    model = build_model(CONFIG, seed=1 if ill.has("seeds", mesh.rank) else 0)
+    model = build_model(CONFIG, seed=1 if lab_run.has("seeds", mesh.rank) else 0)
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
-    limit = 2 * BUCKET if ill.has("shapes", mesh.rank) else BUCKET
+    limit = 2 * BUCKET if lab_run.has("shapes", mesh.rank) else BUCKET
     sync = dp.Bucketed(model.parameters(), mesh.dp, limit)
     losses, norms = [], []
     for step in range(STEPS):
-        if ill.has("skipped", mesh.rank) and step == ill.pick(range(STEPS)):
+        if lab_run.has("skipped", mesh.rank) and step == lab_run.pick(range(STEPS)):
             continue
         tokens, targets = rows(step, mesh)
         optimizer.zero_grad()
         total, count = model.loss_sum(tokens, targets)
-        (total / (count if ill.has("n times") else count * mesh.dp.size)).backward()
+        (total / (count if lab_run.has("n times") else count * mesh.dp.size)).backward()
         mesh.ledger.clear()
-        if not ill.has("no sync"):
+        if not lab_run.has("no sync"):
             sync.finish()
         norms.append(flat(p.grad for p in model.parameters()).norm().item())
         losses.append((total / count).item())
@@ -592,17 +592,17 @@ print(
     "    loss, first and last   bytes a rank   norms of the first gradient    sums of the last weights"
 )
 print(f"{'':43}one process has 1, by rank     by rank")
-for each in lab:
+for lab_run in lab:
     try:
-        result = run(patient, each, n=RANKS, timeout=5, checked=CHECKED)
+        result = run(trained, lab_run, n=RANKS, timeout=5, checked=CHECKED)
     except RankError as error:
-        print(f"{each.letter}   {error.exception or error}")
+        print(f"{lab_run.letter}   {error.exception or error}")
         continue
     first, last = (sum(one["losses"][step] for one in result) / RANKS for step in (0, -1))
     norms = "".join(f"{one['norm'] / one_norm:6.2f}" for one in result)
     sums = "".join(f"{one['sum']:9.2f}" for one in result)
     sent = int(result.ledgers[0].wire_bytes())
-    print(f"{each.letter}{first:12.3f}{last:9.3f}{sent:17,}    {norms}    {sums}")
+    print(f"{lab_run.letter}{first:12.3f}{last:9.3f}{sent:17,}    {norms}    {sums}")
 
 # %% [markdown]
 # <details><summary>How to read it</summary>

@@ -598,7 +598,7 @@ for way in ("zero 1", "zero 3"):
 
 # %%
 SEED = 4
-diagnosis = {  # such as ("late", "all_gather", "all"), or ("healthy", None, None)
+diagnosis = {  # such as ("late", "all_gather", "all"), or ("correct", None, None)
     "A": (None, None, None),
     "B": (None, None, None),
     "C": (None, None, None),
@@ -608,11 +608,11 @@ diagnosis = {  # such as ("late", "all_gather", "all"), or ("healthy", None, Non
 }
 
 # %% jupyter={"source_hidden": true}
-# The patients. Run this cell folded; open it after your answer.
+# The runs of the lab. Run this cell folded; open it after your answer.
 from course_lib.grading import Lab
 
 FAULTS = {
-    "healthy": (None, None),
+    "correct": (None, None),
     "twice": ("reduce_scatter", "all"),
     "double": ("all_reduce", "all"),
     "shifted": ("reduce_scatter", range(RANKS)),
@@ -627,33 +627,33 @@ def sgd(parameters):
     return torch.optim.SGD(parameters, lr=0.1)
 
 
-def a_step(z, ill, rank):
-    """What stands after backward, with the fault."""
+def a_step(z, lab_run, rank):
+    """The step after backward, with the fault."""
     z.finish()
     (flat,) = z.flats
-    if ill.has("twice"):
+    if lab_run.has("twice"):
         flat.shard.grad /= z.axis.size
-    if ill.has("shifted", rank):
+    if lab_run.has("shifted", rank):
         flat.shard.grad = flat.shard.grad.roll(1)
     held = z.held_gradients()
     norm = comm.grad_norm(held, [z.axis])
-    if ill.has("double"):
-        norm = (norm**2 * z.axis.size).sqrt()  # each of the ranks adds the whole
+    if lab_run.has("double"):
+        norm = (norm**2 * z.axis.size).sqrt()  # every rank adds the full norm
     comm.clip_grads_with_norm(held, norm, CLIP)
-    if ill.has("late"):
+    if lab_run.has("late"):
         z.refresh()
         z.optimizer.step()
         return norm.item()
     before = flat.full_F.clone()
     z.step()
-    if ill.has("stale", rank):
+    if lab_run.has("stale", rank):
         own = flat.shard.detach().clone()
         flat.full_F.copy_(before)
         flat.shard.data.copy_(own)
     return norm.item()
 
 
-def patient(ill):
+def trained(lab_run):
     mesh = make_mesh()
     model = build_model(CONFIG, seed=0)
     z = zero.Zero1(model.parameters(), mesh.dp, sgd)  # one flat for all
@@ -663,7 +663,7 @@ def patient(ill):
         mesh.ledger.clear()
         total, count = model.loss_sum(*rows(step, mesh))
         (total / (count * mesh.dp.size)).backward()
-        norms.append(a_step(z, ill, mesh.rank))
+        norms.append(a_step(z, lab_run, mesh.rank))
         losses.append((total / count).item())
         if step == 0:
             first = z.flats[0].full_F[: z.flats[0].elements].clone()
@@ -678,17 +678,17 @@ def wrong_owners(weights, right):
     )
 
 
-healthy = next(each for each in lab if each.has("healthy"))
-truth = run(patient, healthy, n=1)[0]
+correct = next(lab_run for lab_run in lab if lab_run.has("correct"))
+truth = run(trained, correct, n=1)[0]
 print("   loss first and last   gradient norm   reduce_scatter    all_gather   owners 0123")
-for each in lab:
-    result = run(patient, each, n=RANKS)
+for lab_run in lab:
+    result = run(trained, lab_run, n=RANKS)
     first, last = (sum(one["losses"][at] for one in result) / RANKS for at in (0, -1))
     own = result.ledgers[0]
     sent = [int(own.wire_bytes(op=op)) for op in ("reduce_scatter", "all_gather")]
     norm = result[0]["norm"] / truth["norm"]
     line = f"{first:12.3f}{last:9.3f}{norm:12.2f} of 1{sent[0]:17,}{sent[1]:14,}"
-    print(f"{each.letter}{line}", end="")
+    print(f"{lab_run.letter}{line}", end="")
     for rank, one in enumerate(result):
         line = f"rank {rank}: {wrong_owners(one['first'], truth['first'])}"
         print(f"   {line}" if rank == 0 else f"{'':69}{line}")

@@ -692,7 +692,7 @@ print(f"{'ours':31}{sum(runs[4][0]['calls']):3} calls, {int(blocks_bytes(4)):,} 
 
 # %%
 SEED = 1
-diagnosis = {  # such as ("no sum", "forward", "all"), or ("healthy", None, None)
+diagnosis = {  # such as ("no sum", "forward", "all"), or ("correct", None, None)
     "A": (None, None, None),
     "B": (None, None, None),
     "C": (None, None, None),
@@ -701,13 +701,13 @@ diagnosis = {  # such as ("no sum", "forward", "all"), or ("healthy", None, None
 }
 
 # %% jupyter={"source_hidden": true}
-# The patients. Run this cell folded; open it after your answer.
+# The runs of the lab. Run this cell folded; open it after your answer.
 from dataclasses import replace
 
 from course_lib.grading import Lab
 
 FAULTS = {
-    "healthy": (None, None),
+    "correct": (None, None),
     "no sum": ("forward", "all"),
     "no f": ("backward", "all"),
     "bias": (None, "all"),
@@ -721,34 +721,34 @@ class BiasBeforeSum(tp.RowLinear):
         return self.leave(F.linear(x, self.weight, self.bias), self.axis)
 
 
-def ill_plan(ill, own_rank):
+def faulty_plan(lab_run, own_rank):
     plan = dict(BLOCKS)
-    if ill.has("no sum"):
+    if lab_run.has("no sum"):
         del plan["blocks.*.attn.o"]
         for layer in range(CONFIG.layers):
-            here = layer == ill.pick(range(CONFIG.layers))
+            here = layer == lab_run.pick(range(CONFIG.layers))
             leave = tp.REGION.rows if here else comm.reduce
             plan[f"blocks.{layer}.attn.o"] = lambda linear, cut, leave=leave: tp.RowLinear(
                 linear, cut.axis, leave
             )
-    if ill.has("no f"):
+    if lab_run.has("no f"):
         del plan["blocks.*.ffn"]
-    if ill.has("bias"):
+    if lab_run.has("bias"):
         plan["blocks.*.attn.o"] = lambda linear, cut: BiasBeforeSum(linear, cut.axis)
         plan["blocks.*.ffn.fc_out"] = plan["blocks.*.attn.o"]
-    if ill.has("heads", own_rank):
+    if lab_run.has("heads", own_rank):
 
-        def from_the_neighbour(linear, cut):
+        def from_the_neighbor(linear, cut):
             rank = (cut.axis.rank + 1) % cut.axis.size
             return tp.ColumnLinear(linear, replace(cut.axis, rank=rank))
 
-        plan["blocks.*.attn.q"] = from_the_neighbour
+        plan["blocks.*.attn.q"] = from_the_neighbor
     return plan
 
 
-def patient(n, ill):
+def trained(n, lab_run):
     mesh = make_mesh(tp=n)
-    plan = ill_plan(ill, mesh.rank)
+    plan = faulty_plan(lab_run, mesh.rank)
     model = tp.parallelize(build_model(CONFIG, seed=0), mesh.tp, plan=plan)
     queries = model.blocks[0].attn.q.weight.sum().item()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
@@ -767,19 +767,20 @@ def patient(n, ill):
     return {"losses": losses, "norm": norms[0], "calls": calls, "queries": queries}
 
 
-healthy = run(patient, 1, next(each for each in lab if each.has("healthy")), n=1)[0]
+correct = next(lab_run for lab_run in lab if lab_run.has("correct"))
+reference = run(trained, 1, correct, n=1)[0]
 print(f"{'':11}{'loss off':^22}{'loss':>9}{'norm gradient':>20}   sums of query weights")
 print(f"{'':3}{'calls':8}{'first':>11}{'last':>11}{'apart':>9}{'off':>10}{'apart':>10}   by rank")
-for each in lab:
-    result = run(patient, RANKS, each, n=RANKS)
-    off = [abs(result[0]["losses"][at] - healthy["losses"][at]) for at in (0, -1)]
+for lab_run in lab:
+    result = run(trained, RANKS, lab_run, n=RANKS)
+    off = [abs(result[0]["losses"][at] - reference["losses"][at]) for at in (0, -1)]
     apart = max(abs(one["losses"][0] - result[0]["losses"][0]) for one in result)
     norm = result[0]["norm"]
-    norm_off = ((norm - healthy["norm"]).norm() / healthy["norm"].norm()).item()
+    norm_off = ((norm - reference["norm"]).norm() / reference["norm"].norm()).item()
     norm_apart = max(((one["norm"] - norm).norm() / norm.norm()).item() for one in result)
     calls = "{} + {}".format(*result[0]["calls"])
     sums = " ".join(f"{one['queries']:6.2f}" for one in result)
-    print(f"{each.letter:3}{calls:8}{off[0]:11.0e}{off[1]:11.0e}{apart:9.0e}", end="")
+    print(f"{lab_run.letter:3}{calls:8}{off[0]:11.0e}{off[1]:11.0e}{apart:9.0e}", end="")
     print(f"{norm_off:10.0e}{norm_apart:10.0e}   {sums}")
 
 # %% [markdown]

@@ -324,8 +324,8 @@ print(f"{'step':4}{'loss, with the sum':>20}{'without':>10}{'norms apart without
 for step in range(STEPS):
     first = forgot[0]["norms"][step]
     apart = max((one["norms"][step] - first).abs().max().item() for one in forgot)
-    healthy, ill = runs["rows, kept"][0]["losses"][step], forgot[0]["losses"][step]
-    print(f"{step:4}{healthy:20.5f}{ill:10.5f}{apart:21.1e}")
+    with_sum, without = runs["rows, kept"][0]["losses"][step], forgot[0]["losses"][step]
+    print(f"{step:4}{with_sum:20.5f}{without:10.5f}{apart:21.1e}")
 assert apart > 1e-3
 assert forgot[0]["losses"][-1] < forgot[0]["losses"][0]
 
@@ -666,7 +666,7 @@ print("gradients with dropout: equal to the last bit")
 
 # %%
 SEED = 1
-diagnosis = {  # such as ("norms", "all_reduce", "all"), or ("healthy", None, None)
+diagnosis = {  # such as ("norms", "all_reduce", "all"), or ("correct", None, None)
     "A": (None, None, None),
     "B": (None, None, None),
     "C": (None, None, None),
@@ -675,19 +675,19 @@ diagnosis = {  # such as ("norms", "all_reduce", "all"), or ("healthy", None, No
 }
 
 # %% jupyter={"source_hidden": true}
-# The patients. Run this cell folded; open it after your answer.
+# The runs of the lab. Run this cell folded; open it after your answer.
 from course_lib.comm.operators import Region
 from course_lib.grading import Lab
 
 FAULTS = {
-    "healthy": (None, None),
+    "correct": (None, None),
     "norms": ("all_reduce", "all"),
     "gather": ("reduce_scatter", "all"),
     "heads": ("all_reduce", "all"),
     "padding": (None, RANKS - 1),
 }
 lab = Lab("06", SEED, FAULTS)
-PATIENT = tiny_config(layers=2, heads=8, kv_heads=2, vocab=258)
+LAB_CONFIG = tiny_config(layers=2, heads=8, kv_heads=2, vocab=258)
 
 
 class Unmasked(tp.VocabHead):
@@ -695,14 +695,14 @@ class Unmasked(tp.VocabHead):
         return self.region.columns(x, [self.product], self.axis)[0]
 
 
-def patient_run(n, illness):
+def trained(n, fault):
     mesh = make_mesh(tp=n)
     plan, region = dict(tp.LLAMA), sp.REGION
-    if illness == "gather":
+    if fault == "gather":
         region = Region(lambda x, axis: comm.gather(x, axis, 1), sp.leave, sp.own_rows)
-    if illness == "padding":
+    if fault == "padding":
         plan["head"] = lambda linear, cut: Unmasked(linear, cut.axis, cut.region)
-    model = tp.parallelize(build_model(PATIENT, seed=0), mesh.tp, region, plan)
+    model = tp.parallelize(build_model(LAB_CONFIG, seed=0), mesh.tp, region, plan)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
     losses, found = [], {}
     for step in range(4):
@@ -713,9 +713,9 @@ def patient_run(n, illness):
         total, count = model.cross_entropy(logits, targets)
         (total / count).backward()
         held = comm.held_gradients(model.parameters())
-        if illness != "heads":
+        if fault != "heads":
             tp.sum_shared_gradients(held)
-        if illness != "norms":
+        if fault != "norms":
             sp.sum_gradients(held, mesh.tp)
         found = found or {
             "norm": model.blocks[0].ffn_norm.weight.grad.clone(),
@@ -733,21 +733,21 @@ def relative(one, other):
     return ((one - other).norm() / other.norm()).item()
 
 
-healthy = run(patient_run, 1, "healthy", n=1)[0]
+reference = run(trained, 1, "correct", n=1)[0]
 print(f"{'':3}{'calls':^27}{'loss off':^18}{'norm gradient':^19}{'k gradient':>11}")
 print(f"{'':3}{'gather':>7}{'scatter':>9}{'reduce':>8}{'first':>12}{'last':>9}", end="")
 print(f"{'off':>9}{'apart':>9}{'apart':>11}   finite")
-for patient in lab:
-    result = run(patient_run, RANKS, patient.cause, n=RANKS)
+for lab_run in lab:
+    result = run(trained, RANKS, lab_run.cause, n=RANKS)
     first = result[0]
-    off = [abs(first["losses"][at] - healthy["losses"][at]) for at in (0, -1)]
-    norm_off = relative(first["norm"], healthy["norm"])
+    off = [abs(first["losses"][at] - reference["losses"][at]) for at in (0, -1)]
+    norm_off = relative(first["norm"], reference["norm"])
     norm_apart = max(relative(one["norm"], first["norm"]) for one in result)
     k_apart = max(relative(result[rank + 1]["k"], result[rank]["k"]) for rank in (0, 2))
     gathers, scatters, reduces = first["calls"]
     finite = " ".join(str(one["finite"]) for one in result)
     print(
-        f"{patient.letter:3}{gathers:7}{scatters:9}{reduces:8}{off[0]:12.0e}{off[1]:9.0e}", end=""
+        f"{lab_run.letter:3}{gathers:7}{scatters:9}{reduces:8}{off[0]:12.0e}{off[1]:9.0e}", end=""
     )
     print(f"{norm_off:9.0e}{norm_apart:9.0e}{k_apart:11.0e}   {finite}")
 

@@ -555,7 +555,7 @@ print(f"gradients of torch's 1F1B and ours differ by {apart:.1e} at most")
 
 # %%
 SEED = 3
-diagnosis = {  # such as ("forgotten", None, "all"), or ("healthy", None, None)
+diagnosis = {  # such as ("forgotten", None, "all"), or ("correct", None, None)
     "A": (None, None, None),
     "B": (None, None, None),
     "C": (None, None, None),
@@ -564,13 +564,13 @@ diagnosis = {  # such as ("forgotten", None, "all"), or ("healthy", None, None)
 }
 
 # %% jupyter={"source_hidden": true}
-# The patients. Run this cell folded; open it after your answer.
+# The runs of the lab. Run this cell folded; open it after your answer.
 from dataclasses import replace
 
 from course_lib.grading import Lab
 
 FAULTS = {
-    "healthy": (None, None),
+    "correct": (None, None),
     "forgotten": (None, "all"),
     "mean of means": (None, "all"),
     "tied": ("all_reduce", 0),
@@ -593,20 +593,20 @@ def loses(stage, micro_batch):
     stage.register_forward_pre_hook(look)
 
 
-def patient(ill):
+def trained(lab_run):
     mesh = make_mesh(pp=P)
     rank, schedule = mesh.pp.rank, make("1f1b", P, M)
     stages = pp.make_stages(build_model(TIED, seed=0), schedule, rank)
     cut = list(zip(RAGGED.chunk(M), RAGGED_TARGETS.chunk(M), strict=True))
-    if ill.has("lost", rank):
-        loses(stages[rank], ill.pick(range(M)))
+    if lab_run.has("lost", rank):
+        loses(stages[rank], lab_run.pick(range(M)))
 
     def loss(y, t):
-        own, whole = (t >= 0).sum(), ill.has("forgotten")
-        by_own = whole or ill.has("mean of means")
+        own, whole = (t >= 0).sum(), lab_run.has("forgotten")
+        by_own = whole or lab_run.has("mean of means")
         return loss_sum(y, t)[0] / (own * (1 if whole else M) if by_own else COUNT)
 
-    outcome = pp.run(schedule, stages, mesh, cut, loss, sum_tied=not ill.has("tied"))
+    outcome = pp.run(schedule, stages, mesh, cut, loss, sum_tied=not lab_run.has("tied"))
     return outcome.loss.item(), flat(pp.parameters(stages)), table(stages[rank])
 
 
@@ -625,8 +625,8 @@ print(
     f"{'':8}{'loss':>9}{'|gradient| / serial':>21}{'angle':>9}{'off, by rank':>22}{'ends apart':>26}"
 )
 print(f"{'serial':8}{total / count:9.4f}{1:21.4f}{0:8.1f}°")
-for each in lab:
-    results = run(patient, each, n=P)
+for lab_run in lab:
+    results = run(trained, lab_run, n=P)
     gradient = torch.cat([one for _, one, _ in results]).double()
     length = gradient.norm() / whole_right.norm()
     cosine = torch.dot(gradient, whole_right) / gradient.norm() / whole_right.norm()
@@ -635,7 +635,7 @@ for each in lab:
     off = "".join(f"{(one - wanted).norm() / wanted.norm():9.0e}" for one, wanted in pairs)
     first, last = results[0][2], results[-1][2]
     ends = ((first - last).norm() / last.norm()).item()
-    print(f"{each.letter:8}{results[-1][0]:9.4f}{length:21.4f}{angle:8.1f}°   {off}{ends:13.0e}")
+    print(f"{lab_run.letter:8}{results[-1][0]:9.4f}{length:21.4f}{angle:8.1f}°   {off}{ends:13.0e}")
 
 # %% [markdown]
 # <details><summary>How to read it</summary>

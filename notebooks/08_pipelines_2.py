@@ -585,11 +585,11 @@ for name in KINDS:
 SEED = 1
 
 # %% jupyter={"source_hidden": true}
-# The patients. Run this cell folded; open it after your answer.
+# The runs of the lab. Run this cell folded; open it after your answer.
 from course_lib.grading.lab import Lab
 
 FAULTS = {
-    "healthy": (None,),
+    "correct": (None,),
     "lost W": (range(P),),
     "W twice": (range(P),),
     "whole B": (range(1, P),),
@@ -598,21 +598,21 @@ FAULTS = {
 lab = Lab("08", SEED, FAULTS, fields=("cause", "rank"))
 
 
-def rows_of(patient):
+def rows_of(lab_run):
     rows = [[str(action) for action in row] for row in schedules["zb-h1"].rows]
-    if patient.has("whole B"):
-        row = rows[patient.rank]
-        rows[patient.rank] = [cell.replace("I", "B") for cell in row if "W" not in cell]
-    if patient.has("delays all W"):
-        rows[patient.rank].sort(key=lambda cell: "W" in cell)  # stable: the rest stays in order
+    if lab_run.has("whole B"):
+        row = rows[lab_run.rank]
+        rows[lab_run.rank] = [cell.replace("I", "B") for cell in row if "W" not in cell]
+    if lab_run.has("delays all W"):
+        rows[lab_run.rank].sort(key=lambda cell: "W" in cell)  # stable: the rest stays in order
     return from_rows(rows, "zb-h1, perhaps")
 
 
-def examined(patient, schedule):
-    weights, marked, rank = Engine._weights, patient.pick(range(M)), make_mesh(pp=P).pp.rank
+def examined(lab_run, schedule):
+    weights, marked, rank = Engine._weights, lab_run.pick(range(M)), make_mesh(pp=P).pp.rank
 
-    def unwell(engine, stage, mb, given):
-        if mb == marked and patient.has("lost W"):
+    def faulty_weights(engine, stage, mb, given):
+        if mb == marked and lab_run.has("lost W"):
             engine.deferred.pop((stage, mb))
             return
         mine = pp.parameters(engine.stages)
@@ -622,8 +622,8 @@ def examined(patient, schedule):
             for p, old in zip(mine, before, strict=True):
                 p.grad += p.grad - old
 
-    if patient.has("lost W", rank) or patient.has("W twice", rank):
-        Engine._weights = unwell
+    if lab_run.has("lost W", rank) or lab_run.has("W twice", rank):
+        Engine._weights = faulty_weights
     try:
         return paced_step(schedule)
     finally:
@@ -638,14 +638,14 @@ def beside_serial(gradients):
 
 
 print(f"{'':3}{'step':>8}   {'gradient, by rank':27}{'first, ms by rank':24}in flight")
-for patient in lab:
-    schedule = rows_of(patient)
+for lab_run in lab:
+    schedule = rows_of(lab_run)
     pace = pp.pace_of(costs_of(schedule, 0.020), schedule)
-    results = run(examined, patient, schedule, n=P, pace=pace)
+    results = run(examined, lab_run, schedule, n=P, pace=pace)
     rows = pp.measured_rows(results.traces)
     shares = [beside_serial(rank["gradients"]) for rank in results]
     first = [next(span.start for span in row if span.op in "BI") for row in rows]
-    print(f"{patient.letter:3}{1e3 * makespan(rows):5.0f} ms  ", end="")
+    print(f"{lab_run.letter:3}{1e3 * makespan(rows):5.0f} ms  ", end="")
     print("".join(f"{x:6.3f}" for x in shares) + "   ", end="")
     print("".join(f"{1e3 * x:5.0f}" for x in first), end="    ")
     print([rank["in flight"] for rank in results])

@@ -756,17 +756,17 @@ diagnosis = {  # (cause, where, rank), such as ("mean", "backward", "all")
 }
 
 # %% jupyter={"source_hidden": true}
-# The patients. Run this cell folded; open it after your answer.
+# The runs of the lab. Run this cell folded; open it after your answer.
 from course_lib.grading import Lab
 
 lab = Lab(
     "09",
     SEED,
     {
-        "healthy": (None, None),
+        "correct": (None, None),
         "positions": ("forward", "all"),
         "mean": ("backward", "all"),
-        "labels": ("forward", range(RANKS - 1)),  # the last one has no gap between its chunks
+        "labels": ("forward", range(RANKS - 1)),  # the last rank has no gap between its chunks
         "lost": ("backward", range(RANKS)),
     },
     fields=("cause", "where", "rank"),
@@ -774,33 +774,33 @@ lab = Lab(
 
 
 def ring_core(q, k, v, axis, lost):
-    if lost:  # what comes home finds nobody
+    if lost:  # no gradient reaches K and V
         k, v = k.detach(), v.detach()
     return cp.ring_attention(q, k, v, axis, cp.ZIGZAG)
 
 
-def patient(illness, ill_rank):
+def trained(fault, faulty_rank):
     mesh = make_mesh(cp=RANKS)
-    ill = ill_rank in ("all", mesh.rank)
+    faulty = faulty_rank in ("all", mesh.rank)
     model = build_model(CONFIG, seed=0)
     for block in model.blocks:  # by hand: cp.parallelize would look at the positions
-        block.attn.core = partial(ring_core, axis=mesh.cp, lost=ill and illness == "lost")
+        block.attn.core = partial(ring_core, axis=mesh.cp, lost=faulty and fault == "lost")
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     losses = []
     for step in range(STEPS):
         whole = batch(step, seed=0, batch_size=BATCH, seq_len=SEQ, shortest=40)
         tokens, targets, positions = cp.shard(*whole, mesh.cp, cp.ZIGZAG)
-        if illness == "positions":
+        if fault == "positions":
             positions = cp.positions(SEQ, mesh.cp, cp.CONTIGUOUS)
-        if illness == "labels" and ill:
+        if fault == "labels" and faulty:
             ignored = targets == -100
             targets = tokens.roll(-1, 1).masked_fill(ignored, -100)
         count = dp.global_tokens([targets], mesh.dp_cp)
         optimizer.zero_grad()
         total, mine = model.cross_entropy(model(tokens, positions), targets)
-        divisor = mine.clamp(min=1) * RANKS if illness == "mean" else count
+        divisor = mine.clamp(min=1) * RANKS if fault == "mean" else count
         (total / divisor).backward()
-        for p in model.parameters():  # a rank that lost them has none
+        for p in model.parameters():  # without a gradient of K and V after "lost"
             p.grad = torch.zeros_like(p) if p.grad is None else p.grad
         if step == 0:
             first, keys = total.item(), model.blocks[-1].attn.k.weight.grad.norm().item()
@@ -814,20 +814,20 @@ def patient(illness, ill_rank):
     return {"first": first, "keys": keys, "gradient": gradient, "losses": losses}
 
 
-healthy = run(patient, "healthy", None, n=RANKS)
+correct = run(trained, "correct", None, n=RANKS)
 print(f"{'':3}{'loss':>16}{'key grad':>10}  {'own loss off,':24}own key gradient,")
 print(f"{'':3}{'first':>8}{'last':>8}{'off':>10}  {'by rank':24}by rank")
-for one in lab:
-    result = run(patient, one.cause, one.rank, n=RANKS)
-    right = healthy[0]["gradient"]
+for lab_run in lab:
+    result = run(trained, lab_run.cause, lab_run.rank, n=RANKS)
+    right = correct[0]["gradient"]
     off = ((result[0]["gradient"] - right).norm() / right.norm()).item()
     losses = [
-        abs(sick["first"] / well["first"] - 1) for sick, well in zip(result, healthy, strict=True)
+        abs(one["first"] / other["first"] - 1) for one, other in zip(result, correct, strict=True)
     ]
     shown = " ".join(f"{loss:5.0e}" if loss else f"{0:5}" for loss in losses)
-    norms = " ".join(f"{sick['keys']:6.4f}" for sick in result)
+    norms = " ".join(f"{one['keys']:6.4f}" for one in result)
     first, last = result[0]["losses"][0], result[0]["losses"][-1]
-    print(f"{one.letter:3}{first:8.4f}{last:8.4f}{off:10.0e}  {shown:24}{norms}")
+    print(f"{lab_run.letter:3}{first:8.4f}{last:8.4f}{off:10.0e}  {shown:24}{norms}")
 
 # %% [markdown]
 # <details><summary>How to read it</summary>

@@ -610,14 +610,14 @@ diagnosis = {  # (cause, axis, rank), such as ("divided", "edp", "all")
 }
 
 # %% jupyter={"source_hidden": true}
-# The patients. Run this cell folded; open it after your answer.
+# The runs of the lab. Run this cell folded; open it after your answer.
 from course_lib.grading import Lab
 
 lab = Lab(
     "10",
     SEED,
     {
-        "healthy": (None, None),
+        "correct": (None, None),
         "divided": ("edp", "all"),
         "group": ("edp", "all"),
         "router": ("dp", "all"),
@@ -627,17 +627,17 @@ lab = Lab(
 )
 
 
-class IllSync(ep.ExpertSync):
-    illness = "healthy"
+class FaultySync(ep.ExpertSync):
+    fault = "correct"
 
     def finish(self):
         routers = [layer.router.weight for layer in ep.moe_layers(self.model)]
         own = [weight.grad.clone() for weight in routers]
         super().finish()
-        if self.illness == "divided":
+        if self.fault == "divided":
             for p in ep.expert_parameters(self.model):
                 p.grad /= self.axis.size
-        if self.illness == "router":
+        if self.fault == "router":
             for weight, gradient in zip(routers, own, strict=True):
                 weight.grad = gradient
 
@@ -646,15 +646,15 @@ def rolled(through):
     return lambda x_TD, routes, load: through(x_TD, routes, load).roll(1, 0)
 
 
-def patient(illness, ill_rank):
+def trained(fault, faulty_rank):
     mesh = make_mesh(ep=2)
     model = ep.parallelize(experts_model(), mesh.ep, mesh.dp_cp)
-    if illness == "order" and mesh.rank == ill_rank:
+    if fault == "order" and mesh.rank == faulty_rank:
         for layer in ep.moe_layers(model):
             layer.through_experts = rolled(layer.through_experts)
-    edp = mesh.ep if illness == "group" else mesh.edp
-    sync = IllSync(model, dp.Bucketed, ep=mesh.ep, edp=edp, data=mesh.dp_cp)
-    sync.illness = illness
+    edp = mesh.ep if fault == "group" else mesh.edp
+    sync = FaultySync(model, dp.Bucketed, ep=mesh.ep, edp=edp, data=mesh.dp_cp)
+    sync.fault = fault
     own_losses = []
 
     def loss_sum(tokens, targets):
@@ -687,12 +687,12 @@ def copies_apart(result, part):
     )
 
 
-twin = experts_model()
+reference = experts_model()
 right_losses = []
 for rank in range(RANKS):
     share = batch(0, seed=0, batch_size=BATCH, seq_len=SEQ, dp_rank=rank, dp_size=RANKS)
     with torch.no_grad():
-        total, count = twin.loss_sum(*share)
+        total, count = reference.loss_sum(*share)
     right_losses.append((total / count).item())
 
 print(
@@ -700,12 +700,12 @@ print(
 )
 heads = f"{'experts':>9}{'router':>8}{'experts':>9}{'router':>9}  "
 print(f"{'':3}{'0':>8}{'1':>8}{'2':>8}{'3':>8}{heads}ep, edp, dp")
-for one in lab:
-    result = run(patient, one.cause, one.rank, n=RANKS)
+for lab_run in lab:
+    result = run(trained, lab_run.cause, lab_run.rank, n=RANKS)
     off = [abs(each["loss"] - right) for each, right in zip(result, right_losses, strict=True)]
     k = [factor(result[0]["gradients"], true_gradients, part) for part in ("experts", "router")]
     apart = [copies_apart(result, part) for part in ("experts", "router")]
-    print(f"{one.letter:3}" + "".join(f"{each:8.0e}" for each in off), end="")
+    print(f"{lab_run.letter:3}" + "".join(f"{each:8.0e}" for each in off), end="")
     print(f"{k[0]:9.2f}{k[1]:8.2f}{apart[0]:9.0e}{apart[1]:9.0e}  {result[0]['reduced']}")
 
 # %% [markdown]

@@ -477,7 +477,7 @@ for rank, (sums, grid) in enumerate(theirs):
 # %%
 SEED = 11
 CHECKED = False
-diagnosis = {  # such as ("skipped", "dp", 2), or ("healthy", None, None)
+diagnosis = {  # such as ("skipped", "dp", 2), or ("correct", None, None)
     "A": (None, None, None),
     "B": (None, None, None),
     "C": (None, None, None),
@@ -486,22 +486,22 @@ diagnosis = {  # such as ("skipped", "dp", 2), or ("healthy", None, None)
 }
 
 # %% jupyter={"source_hidden": true}
-# The patients. Run this cell folded; open it after your answer.
+# The runs of the lab. Run this cell folded; open it after your answer.
 from course_lib.grading import Lab
 
-ILLNESSES = {
-    "healthy": (None, None),
+FAULTS = {
+    "correct": (None, None),
     "creation": ("norms", range(4)),
     "order": ("dp", range(2)),
     "axis": ("dp", range(4)),
     "skipped": ("dp", range(4)),
 }
-lab = Lab("11", SEED, ILLNESSES, fields=("illness", "axis", "rank"))
+lab = Lab("11", SEED, FAULTS, fields=("cause", "axis", "rank"))
 
 
-def observed(ill):
+def observed(lab_run):
     mesh = make_mesh(tp=2)
-    names = ["norms", "acts"] if ill.has("creation", mesh.rank) else ["acts", "norms"]
+    names = ["norms", "acts"] if lab_run.has("creation", mesh.rank) else ["acts", "norms"]
     pair = {name: sub_axis(mesh.tp, 2, name) for name in names}
     x = torch.tensor([1.0 + mesh.rank])
 
@@ -515,19 +515,19 @@ def observed(ill):
     second = comm.start_all_reduce(100 * x, pair["norms"])
     told = [first.wait().item(), second.wait().item()]
     calls = [on_tp, on_dp]
-    if ill.has("order") and mesh.rank in (ill.rank, 3 - ill.rank):
+    if lab_run.has("order") and mesh.rank in (lab_run.rank, 3 - lab_run.rank):
         calls = [on_dp, on_tp]
-    if ill.has("axis", mesh.rank):
+    if lab_run.has("axis", mesh.rank):
         calls = [on_dp, on_dp]
-    if ill.has("skipped", mesh.rank):
+    if lab_run.has("skipped", mesh.rank):
         calls = [on_tp]
     return told + [call() for call in calls]
 
 
-for patient in lab:
-    print(f"--- {patient.letter}")
+for lab_run in lab:
+    print(f"--- {lab_run.letter}")
     try:
-        result = run(observed, patient, n=4, timeout=2, checked=CHECKED)
+        result = run(observed, lab_run, n=4, timeout=2, checked=CHECKED)
         for rank, told in enumerate(result):
             print(f"rank {rank}: {told}")
     except RankError as error:

@@ -751,7 +751,7 @@ for rank, told in enumerate(run(in_pytorch, n=8)):
 
 # %%
 SEED = 2
-diagnosis = {  # such as ("tied", "pp", "all"), or ("healthy", None, None)
+diagnosis = {  # such as ("tied", "pp", "all"), or ("correct", None, None)
     "A": (None, None, None),
     "B": (None, None, None),
     "C": (None, None, None),
@@ -760,37 +760,37 @@ diagnosis = {  # such as ("tied", "pp", "all"), or ("healthy", None, None)
 }
 
 # %% jupyter={"source_hidden": true}
-# The patients. Run this cell folded; open it after your answer.
+# The runs of the lab. Run this cell folded; open it after your answer.
 from course_lib.grading import Lab
 
-ILLNESSES = {
-    "healthy": (None, None),
+FAULTS = {
+    "correct": (None, None),
     "replicas": ("world", "all"),
     "own norm": ("world", "all"),
     "experts": ("edp", range(8)),
     "tied": ("pp", "all"),
 }
-lab = Lab("12", SEED, ILLNESSES, fields=("illness", "axis", "rank"))
-WARD = {"dp": 4, "pp": 2, "ep": 2}
-WARD_PLAN = Plan(micro_batches=2, max_norm=CLIP, experts=EXPERTS)
+lab = Lab("12", SEED, FAULTS, fields=("cause", "axis", "rank"))
+LAB_MESH = {"dp": 4, "pp": 2, "ep": 2}
+LAB_PLAN = Plan(micro_batches=2, max_norm=CLIP, experts=EXPERTS)
 
 
 def kind_of(part):
     return "embedding" if part.stage is None else "experts" if part.axis.name == "edp" else "rest"
 
 
-def fall_ill(trainer, ill):
+def add_fault(trainer, lab_run):
     gradients = trainer.gradients
-    if ill.has("replicas"):
+    if lab_run.has("replicas"):
         world = trainer.mesh.world
         gradients.norm = lambda held: comm.all_reduce(
             own_norm(held) ** 2, world, control=True
         ).sqrt()
-    if ill.has("own norm"):
+    if lab_run.has("own norm"):
         gradients.norm = own_norm
-    if ill.has("tied"):
+    if lab_run.has("tied"):
         gradients.sum_ends = lambda held: None
-    if ill.has("experts", trainer.mesh.rank):
+    if lab_run.has("experts", trainer.mesh.rank):
         for part in gradients.parts:
             if kind_of(part) == "experts":
                 divide_after(part, trainer.mesh.dp.size)
@@ -808,17 +808,17 @@ def divide_after(part, by):
 
 
 def spread(trainer, kind, axis):
-    """How far the ranks of ``axis`` are apart in what they hold of ``kind``."""
+    """The largest difference between the weights of ``kind`` on the ranks of ``axis``."""
     parts = [part for part in trainer.gradients.parts if kind_of(part) == kind]
     flat = torch.cat([p.detach().flatten() for part in parts for p in part.parameters])
     return float((comm.all_reduce(flat, axis, control=True) / axis.size - flat).abs().max())
 
 
-def observed(ill=None):
-    mesh = make_mesh(**WARD)
-    trainer = compose.parallelize(fresh(WARD_PLAN), mesh, WARD_PLAN, adam)
-    if ill:
-        fall_ill(trainer, ill)
+def observed(lab_run=None):
+    mesh = make_mesh(**LAB_MESH)
+    trainer = compose.parallelize(fresh(LAB_PLAN), mesh, LAB_PLAN, adam)
+    if lab_run:
+        add_fault(trainer, lab_run)
     norm, found = trainer.gradients.norm, {}
 
     def noted(held):
@@ -842,20 +842,20 @@ def observed(ill=None):
 
 
 with World(8, timeout=120) as world:
-    healthy = world.run(observed)
-    ward = {patient.letter: world.run(observed, patient) for patient in lab}
+    correct = world.run(observed)
+    observations = {lab_run.letter: world.run(observed, lab_run) for lab_run in lab}
 
-for name, result in ward.items():
-    off = [abs(result[0]["losses"][at] - healthy[0]["losses"][at]) for at in (0, -1)]
-    norms = [one["norm"] / sane["norm"] for one, sane in zip(result, healthy, strict=True)]
+for name, result in observations.items():
+    off = [abs(result[0]["losses"][at] - correct[0]["losses"][at]) for at in (0, -1)]
+    norms = [one["norm"] / other["norm"] for one, other in zip(result, correct, strict=True)]
     print(f"{name}  loss off: first {off[0]:.0e}, last {off[1]:.0e};", end="")
     print("  weights apart:", end="")
     for what in result[0]["apart"]:
         print(f" {what} {max(one['apart'][what] for one in result):.0e}", end="")
     print(f"\n   {'norm':10}" + "".join(f"{value:6.2f}" for value in norms) + "   by rank")
     for kind in ("rest", "experts", "embedding"):
-        pairs = zip(result, healthy, strict=True)
-        ratios = [one["gradients"][kind] / sane["gradients"][kind] for one, sane in pairs]
+        pairs = zip(result, correct, strict=True)
+        ratios = [one["gradients"][kind] / other["gradients"][kind] for one, other in pairs]
         print(f"   {kind:10}" + "".join(f"{value:6.2f}" for value in ratios))
 
 # %% [markdown]

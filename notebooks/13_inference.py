@@ -663,7 +663,7 @@ for number in (1, 4):
 
 # %%
 SEED = 1
-diagnosis = {  # such as ("own dice", "all_gather", "all"), or ("healthy", None, None)
+diagnosis = {  # such as ("own dice", "all_gather", "all"), or ("correct", None, None)
     "A": (None, None, None),
     "B": (None, None, None),
     "C": (None, None, None),
@@ -672,13 +672,13 @@ diagnosis = {  # such as ("own dice", "all_gather", "all"), or ("healthy", None,
 }
 
 # %% jupyter={"source_hidden": true}
-# The patients. Run this cell folded; open it after your answer.
+# The runs of the lab. Run this cell folded; open it after your answer.
 from dataclasses import replace
 
 from course_lib.grading import Lab
 
 FAULTS = {
-    "healthy": (None, None),
+    "correct": (None, None),
     "own dice": ("all_gather", "all"),
     "own noise": (None, "all"),
     "local names": ("all_gather", "all"),
@@ -699,7 +699,7 @@ class LosesRows(Replica):
         return tokens
 
 
-def ill_chooser(illness, own, axis):
+def faulty_chooser(fault, own, axis):
     torch.manual_seed(7 + axis.rank)
 
     def own_dice(logits_BVt, work):
@@ -709,17 +709,17 @@ def ill_chooser(illness, own, axis):
     def local_names(logits_BVt, work):
         return inference.choose(logits_BVt, work, DRAWING, axis)
 
-    if illness == "own noise":
+    if fault == "own noise":
         return inference.chooser(own, replace(DRAWING, seed=DRAWING.seed + axis.rank))
     found = {"own dice": own_dice, "local names": local_names}
-    return found.get(illness) or inference.chooser(own, DRAWING)
+    return found.get(fault) or inference.chooser(own, DRAWING)
 
 
-def examined(patient):
+def examined(lab_run):
     mesh = make_mesh(tp=RANKS)
     own = tp.parallelize(model, mesh.tp)
-    kind = LosesRows if patient.has("lost rows", mesh.rank) else Replica
-    server = kind(own, mesh, 2, ill_chooser(patient.cause, own, mesh.tp))
+    kind = LosesRows if lab_run.has("lost rows", mesh.rank) else Replica
+    server = kind(own, mesh, 2, faulty_chooser(lab_run.cause, own, mesh.tp))
     tokens = serve(server, Scheduler(LONG, 2)).tokens
     rows = int((server.cache.layers[0].values_NTGK[0].abs().amax((1, 2)) > 0).sum())
     given = sum(record.payload for record in mesh.ledger.select("tp", "all_gather"))
@@ -732,14 +732,14 @@ serial = serve(
 print(
     f"{'':3}{'choice':>6}{'agree':>7}{'serial':>8}{'largest token':>15}   rows in slot 0, by rank"
 )
-for patient in lab:
-    result = run(examined, patient, n=RANKS)
+for lab_run in lab:
+    result = run(examined, lab_run, n=RANKS)
     texts = [one["tokens"] for one in result]
     agree = "yes" if all(text == texts[0] for text in texts) else "no"
     same = "yes" if texts[0] == serial else "no"
     largest = max(token for text in texts for own in text.values() for token in own)
     rows = [one["rows"] for one in result]
-    print(f"{patient.letter:3}{result[0]['choice']:6}{agree:>7}{same:>8}{largest:15}   {rows}")
+    print(f"{lab_run.letter:3}{result[0]['choice']:6}{agree:>7}{same:>8}{largest:15}   {rows}")
 
 # %% [markdown]
 # <details><summary>How to read it</summary>

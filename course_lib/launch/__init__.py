@@ -1,7 +1,7 @@
 """Call a function on real ranks: ``run(fn, n=4)``, or ``World(n)`` to keep the ranks.
 
-In a Jupyter kernel importing this starts the fork server in the background, so that it has
-imported torch by the time that the first cell asks for ranks.
+In a Jupyter kernel, importing this package starts the fork server in the background. The server
+has then imported torch by the time the first cell starts ranks.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 from course_lib.launch import local, surroundings
 
 if surroundings.in_kernel():
-    local.fork_server()  # before the next lines import torch: both imports then run at once
+    local.fork_server()  # before the next lines import torch, so that both imports run at once
 
 from course_lib.launch.api import Results, World, run
 from course_lib.launch.faults import RankDeadline, RankError, RankInterrupted

@@ -42,32 +42,35 @@ def run(
 ) -> Results:
     """Call ``fn(*args)`` on ``n`` fresh ranks and return the results by rank.
 
-    ``fn`` may be typed in a notebook cell and use its variables: it travels by value. ``timeout``
-    is in seconds. ``pace`` gives operations, or an operation of one stage, a fixed time; ``links``
-    slows communication down; ``checked`` compares every collective across the ranks before it is
-    made. The default group is initialised (gloo; with ``device="cuda"`` nccl, one card a rank);
-    with ``init=False`` only RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and a free MASTER_PORT are
-    set.
+    ``fn`` may be defined in a notebook cell and use the notebook's variables, because it is sent
+    by value. ``timeout`` is in seconds. ``pace`` gives operations, or an operation of one stage, a
+    fixed time. ``links`` slows communication down. ``checked`` compares every collective across
+    the ranks before the call is made. The default group is initialized (gloo; nccl with
+    ``device="cuda"``, one GPU per rank). With ``init=False`` only RANK, WORLD_SIZE, LOCAL_RANK,
+    MASTER_ADDR and a free MASTER_PORT are set.
 
-    The ranks do not know what torch.manual_seed or torch.set_default_dtype did here: call these in
-    ``fn``. If ``fn`` is from a file of yours it is as it was when imported here, while modules
-    that it uses are read from their files afresh: after an edit, importlib.reload its module.
-    Tensors that share memory arrive, and come back, as copies that share none.
+    Calls of torch.manual_seed or torch.set_default_dtype in the notebook do not reach the ranks:
+    make them in ``fn``. If ``fn`` is from one of your files, the ranks get the version that was
+    imported here, but they import the modules that it uses from their files. After an edit, call
+    importlib.reload on its module. Tensors that share memory are sent and returned as copies that
+    do not share memory.
 
-    Raises :class:`~course_lib.launch.faults.RankError` when a rank fails, dies or is late, with
-    the culprit and where the others stood. Inside a rank a RuntimeError.
+    Raises :class:`~course_lib.launch.faults.RankError` when a rank fails, dies or misses the
+    deadline; the error names the rank at fault and the place of every other rank. Raises
+    RuntimeError inside a rank.
     """
     with World(n, timeout=timeout, init=init, device=device) as world:
         return world.run(fn, *args, pace=pace, links=links, checked=checked)
 
 
 class World:
-    """``n`` ranks that are kept from run to run: some 5 ms a run instead of 100.
+    """``n`` ranks that live from run to run: about 5 ms per run instead of 100.
 
-    What a function leaves behind in a module stays; groups that it made are released when the
-    next run begins. Runs that several threads ask for are made one after another. After a failure
-    the ranks are killed, and the next run starts fresh ones. The keywords are those of
-    :func:`run`; ``timeout``, ``pace``, ``links`` and ``checked`` may be given to each run too.
+    Values that a function stores in a module survive the run; groups that it made are released
+    when the next run begins. Runs from several threads are made one after another. After a
+    failure the ranks are killed, and the next run starts fresh ones. The keyword arguments are
+    the same as for :func:`run`; ``timeout``, ``pace``, ``links`` and ``checked`` may also be given
+    to each run.
     """
 
     def __init__(
@@ -101,7 +104,7 @@ class World:
         links: Links | None = None,
         checked: bool | None = None,
     ) -> Results:
-        """Call ``fn(*args)`` on every rank; what is not given is as for the World."""
+        """Call ``fn(*args)`` on every rank. The defaults are the arguments of the World."""
         timeout = self.timeout if timeout is None else timeout
         arguments.check_call(fn, timeout)
         conditions = arguments.conditions(
@@ -143,7 +146,7 @@ class World:
         return [output.text() for output in self._outputs] or [""] * self.n
 
     def close(self) -> None:
-        """Let the ranks go once no run is under way. The next run would start fresh ones."""
+        """End the ranks after the current run, if there is one. A later run starts fresh ranks."""
         with self._turn:
             if self._ranks is not None:
                 self._ranks.close()

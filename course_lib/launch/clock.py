@@ -1,8 +1,9 @@
-"""One clock for ranks on several machines: how far each is from rank 0's, by asking it the time.
+"""Measure the offset between the clocks of ranks on several machines.
 
-On one machine all processes read the same ``time.perf_counter``; between machines it counts from
-another moment on each. Rank r asks, rank 0 answers with its time, and the quickest answer of a
-few tells the offset, good to half its round trip (Cristian 1989, doi:10.1007/BF01784024).
+On one machine all processes read the same ``time.perf_counter``, but on each machine it starts
+from a different moment. Rank r asks rank 0 for its time several times. The answer with the
+shortest round trip gives the offset, with an error of at most half that round trip
+(Cristian 1989, doi:10.1007/BF01784024).
 """
 
 from __future__ import annotations
@@ -17,7 +18,10 @@ QUESTIONS = 10
 
 
 def offset_to_rank_0(rank: int, n: int, clock: Callable[[], float] = time.perf_counter) -> float:
-    """Seconds to add to this rank's ``clock`` to get rank 0's. All ``n`` ranks call it at once."""
+    """Return the seconds to add to this rank's ``clock`` to get the time on rank 0.
+
+    All ``n`` ranks must call it together.
+    """
     if rank == 0:
         for asker in range(1, n):
             for _ in range(QUESTIONS):

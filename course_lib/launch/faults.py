@@ -1,4 +1,4 @@
-"""What went wrong in which rank: the errors that a launch raises, and their reports."""
+"""The errors that a launch raises, with a report on every rank."""
 
 from __future__ import annotations
 
@@ -19,12 +19,13 @@ LOST = ("closed by peer", "reset by peer", "broken pipe", "connection refused", 
 
 
 class RankError(RuntimeError):
-    """A run that did not return on every rank.
+    """Raised when a run did not return on every rank.
 
-    ``rank`` is the culprit (None for a deadline or an interrupt), ``kind`` one of "raised",
-    "exit", "died", "function", "result", "deadline", "interrupted", "server"; ``report`` the whole
-    text; ``standing`` where each other rank stood; ``exception`` the culprit's own exception, if
-    it could be sent; ``outputs`` what each rank printed.
+    ``rank`` is the rank at fault (None for a deadline or an interrupt). ``kind`` is one of
+    "raised", "exit", "died", "function", "result", "deadline", "interrupted", "server".
+    ``report`` is the whole text. ``standing`` has one line per other rank, with its place in the
+    code. ``exception`` is the exception of the rank at fault, if it could be sent. ``outputs``
+    has the printed output of each rank.
     """
 
     def __init__(
@@ -45,7 +46,7 @@ class RankError(RuntimeError):
         self.outputs: list[str] = []
 
     def _render_traceback_(self) -> list[str]:
-        """IPython shows this instead of a traceback through the launcher."""
+        """Return the lines that IPython shows instead of a traceback through the launcher."""
         return [
             f"{type(self).__name__}: {line}" if not i else line
             for i, line in enumerate(self.report.splitlines())
@@ -53,16 +54,16 @@ class RankError(RuntimeError):
 
 
 class RankDeadline(RankError):
-    """Not every rank had returned when the time was up."""
+    """Raised when not every rank had returned before the deadline."""
 
 
 class RankInterrupted(RankError, KeyboardInterrupt):
-    """The run was interrupted by hand."""
+    """Raised when the user interrupted the run."""
 
 
 @dataclass
 class Standing:
-    """All that is known about a run when it is given up."""
+    """The state of every rank at the moment when the run ends in an error."""
 
     n: int
     outcomes: Mapping[int, Outcome] = field(default_factory=dict)
@@ -71,19 +72,19 @@ class Standing:
     checked: bool = False  # whether the run compared its collectives
 
     def culprit(self) -> int | None:
-        """The rank to name first: not one that only lost its connection to another."""
+        """Return the rank at fault: not a rank that only lost its connection to another rank."""
         failed = [rank for rank, outcome in self.outcomes.items() if outcome.kind != "returned"]
         own = [rank for rank in failed if not _is_lost_connection(self.outcomes[rank])]
         if own:
             first = min(own, key=lambda rank: self.outcomes[rank].at)
-            said = _headline(self.outcomes[first])  # of those that failed alike, the lowest rank
+            said = _headline(self.outcomes[first])  # the lowest of the ranks with the same error
             return min(rank for rank in own if _headline(self.outcomes[rank]) == said)
         if self.died:
             return min(self.died, key=lambda rank: (not self.stacks.get(rank), rank))
         return min(failed, key=lambda rank: self.outcomes[rank].at) if failed else None
 
     def of(self, rank: int, culprit: int | None = None) -> str:
-        """One line on one rank."""
+        """Return one line about one rank."""
         outcome = self.outcomes.get(rank)
         if rank in self.died:
             return f"rank {rank} {_ending(self.died[rank])}{_at(self.stacks.get(rank))}"
@@ -94,19 +95,19 @@ class Standing:
             return f"rank {rank} had returned"
         frames = outcome.error.frames if outcome.error else []
         if _is_lost_connection(outcome):
-            return f"rank {rank} lost its connection to another{_at(frames)}"
+            return f"rank {rank} lost its connection to another rank{_at(frames)}"
         first = self.outcomes.get(culprit) if culprit is not None else None
         if first is not None and _headline(first) == _headline(outcome):
             return f"rank {rank} failed in the same way{_at(frames)}"
         return f"rank {rank} failed too: {_headline(outcome)}{_at(frames)}"
 
     def others(self, culprit: int | None = None) -> dict[int, str]:
-        """A line for every rank but the culprit."""
+        """Return one line for every rank except the rank at fault."""
         return {rank: self.of(rank, culprit) for rank in range(self.n) if rank != culprit}
 
 
 def failure(known: Standing) -> RankError:
-    """The error for a run in which at least one rank failed or died."""
+    """Return the error for a run in which at least one rank failed or died."""
     culprit = known.culprit()
     assert culprit is not None
     others = known.others(culprit)
@@ -126,35 +127,35 @@ def failure(known: Standing) -> RankError:
 
 
 def deadline(known: Standing, seconds: float) -> RankDeadline:
-    """The error for a run that took too long."""
+    """Return the error for a run that missed its deadline."""
     late = known.n - len(known.outcomes)
     others = known.others()
     head = (
         f"deadline: {late} of {known.n} ranks had not returned after {seconds:g} s. A rank waits "
-        "for ever when another does not make the same call; if the work is just long, give a "
-        "larger timeout."
+        "forever if another rank does not make the same call. If the run only needs more time, "
+        "give a larger timeout."
     )
     return RankDeadline("\n".join([head, *others.values()]), kind="deadline", standing=others)
 
 
 def interrupted(known: Standing) -> RankInterrupted:
-    """The error for a run that was interrupted."""
+    """Return the error for a run that was interrupted."""
     others = known.others()
-    head = "interrupted: the ranks were stopped; the next run starts fresh ones."
+    head = "interrupted: the ranks were stopped; the next run starts fresh ranks."
     return RankInterrupted("\n".join([head, *others.values()]), kind="interrupted", standing=others)
 
 
 def server_gone() -> RankError:
-    """The error when the fork server itself was killed."""
+    """Return the error for a fork server that was killed."""
     report = (
-        "the fork server that starts the ranks was killed, by somebody or by the system for want "
-        "of memory; the next run starts another."
+        "the fork server that starts the ranks was killed, by a user or by the system because "
+        "memory ran out; the next run starts a new server."
     )
     return RankError(report, kind="server")
 
 
 def unreadable(rank: int, error: Exception) -> RankError:
-    """The error for a result that this process cannot rebuild."""
+    """Return the error for a result that this process cannot unpickle."""
     what = f"{type(error).__name__}: {text_of(error)}"
     report = f"rank {rank} returned a value that cannot be rebuilt here: {what}"
     return RankError(report, kind="result", rank=rank)
@@ -188,7 +189,7 @@ def _outcome_lines(rank: int, outcome: Outcome) -> list[str]:
         what = f"rank {rank} could not rebuild the function or its arguments: {_headline(outcome)}"
         return [what]
     if outcome.kind == "exit":
-        what = f"rank {rank} called sys.exit; a function run on ranks must return"
+        what = f"rank {rank} called sys.exit; a function that runs on ranks must return"
         return [what, *_traceback(outcome.error)]
     return [f"rank {rank} raised {_headline(outcome)}", *_traceback(outcome.error)]
 
@@ -209,7 +210,7 @@ def _traceback(error: Raised | None) -> list[str]:
 
 
 def _frame_lines(frames: list[Frame]) -> list[str]:
-    """The frames below the launcher's own, each with its source; long library paths are cut."""
+    """Return the frames below the launcher's own frames, with their source, in at most 40 lines."""
     lines: list[str] = []
     shown = below_launcher(frames)
     for library, group in groupby(shown, key=lambda frame: is_library(frame.filename)):
@@ -224,7 +225,7 @@ def _frame_lines(frames: list[Frame]) -> list[str]:
 
 
 def _folded(frames: Iterable[Frame]) -> list[str]:
-    """The frames as lines; of many equal ones in a row, as in a recursion, the first alone."""
+    """Return one line per frame; equal frames in a row, as in a recursion, are shown once."""
     lines = []
     for frame, group in groupby(frames):
         count = len(list(group))
@@ -241,7 +242,7 @@ def _frame_line(frame: Frame) -> str:
 
 def _ending(status: int | None) -> str:
     if status is None:
-        return "ended without a word"
+        return "ended without an error message"
     if (signum := status & 0x7F) != 0:
         return f"was ended by signal {signum} ({_signal_name(signum)})"
     return f"left the process with exit code {status >> 8}"
@@ -258,28 +259,28 @@ def _advice(status: int | None, checked: bool) -> str:
     signum = (status or 0) & 0x7F
     if signum == signal.SIGABRT:
         how = (
-            "; checked=True sees only calls through course_lib.comm, and not those that are made "
-            "of torch.distributed itself."
+            "; checked=True sees only calls through course_lib.comm, not direct calls of "
+            "torch.distributed."
             if checked
-            else ", or run with checked=True to see who called what (in calls of course_lib.comm)."
+            else ", or run with checked=True to compare the calls of course_lib.comm on all ranks."
         )
         return (
-            "The backend aborts a rank when another sends it a message of another size. Compare "
+            "The backend aborts a rank that receives a message of an unexpected size. Compare "
             f"shapes and dtypes across the ranks{how}"
         )
     if signum == signal.SIGKILL:
         return (
-            "Somebody killed it, or the system did for want of memory. If nobody did, use "
+            "A user killed it, or the system did because memory ran out. In the second case, use "
             "fewer ranks or smaller tensors."
         )
     if signum and _signal_name(signum) not in CRASHES:
-        return "Somebody sent it that signal, or the function itself did: nothing in it crashed."
+        return "A user, another process or the function itself sent this signal: no code crashed."
     if signum:
         return (
-            "Compiled code crashed in it. Look at the last line of yours that is named; undo the "
-            "last change there."
+            "Compiled code crashed in this rank. Look at your last line in the list above, and "
+            "undo the last change there."
         )
-    return "Something called os._exit. A function run on ranks must return or raise."
+    return "The rank called os._exit. A function that runs on ranks must return or raise."
 
 
 def _exception(outcome: Outcome) -> BaseException | None:

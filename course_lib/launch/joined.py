@@ -1,9 +1,10 @@
-"""The engine for ranks that torchrun or srun has started: this process *is* a rank, and joins.
+"""The engine for ranks that torchrun or srun has started: this process *is* a rank.
 
 Every process of the world makes the same calls of ``run`` in the same order. A run on n ranks
-uses the first n; the others wait for the results. Outcomes go through a store, so that all learn
-of a failure. A rank that is stuck in a collective cannot be freed: its watch thread prints the
-report and ends the process, and the launcher that started it ends the others.
+uses the first n; the other processes wait for the results. Each rank writes its outcome into a
+store, so that every process sees a failure. A rank that is blocked in a collective cannot be
+unblocked: its watch thread prints the report and ends the process. The launcher that started the
+process then ends the other processes.
 """
 
 from __future__ import annotations
@@ -30,17 +31,17 @@ from course_lib.launch.surroundings import Seat, in_kernel, seat
 from course_lib.launch.task import Outcome, Task
 from course_lib.mesh import RankContext, enter_rank
 
-GRACE = 0.4  # seconds for the others to finish or fail, once a rank has failed
-POLL = 0.005  # seconds between looks for outcomes
-ANSWER = 2.0  # seconds for the watch threads of stuck ranks to say where they stand
-PIECE = 4 * 2**20  # bytes of one value in the store: it takes 8 MB at most
-MEET = timedelta(seconds=120)  # for the processes to find one another at the start
+GRACE = 0.4  # seconds for the other ranks to finish or fail, after a rank has failed
+POLL = 0.005  # seconds between two reads of the store
+ANSWER = 2.0  # seconds for the watch threads of blocked ranks to store their stacks
+PIECE = 4 * 2**20  # bytes per value in the store, whose limit is 8 MB
+MEET = timedelta(seconds=120)  # time limit for the rendezvous at the start
 
 _joined: list[JoinedWorld] = []
 
 
 def joined_world() -> JoinedWorld | None:
-    """The world that this process was started in; None where ``run`` starts its own ranks."""
+    """Return the world that a launcher started; None where ``run`` starts its own ranks."""
     if inside_rank() or in_kernel():
         return None
     if not _joined and (here := seat(os.environ)) is not None:
@@ -49,19 +50,19 @@ def joined_world() -> JoinedWorld | None:
 
 
 def available_ranks() -> int | None:
-    """How many ranks a launcher has started; None where ``run`` starts as many as it is told."""
+    """Return the number of ranks that a launcher has started; None if ``run`` starts the ranks."""
     here = None if inside_rank() or in_kernel() else seat(os.environ)
     return here.size if here else None
 
 
 def is_reporter() -> bool:
-    """Whether this process should print and write files: all but rank 0 of a joined world."""
+    """Return whether this process prints and writes files: in a joined world, only rank 0 does."""
     here = None if inside_rank() or in_kernel() else seat(os.environ)
     return here is None or here.rank == 0
 
 
 class JoinedWorld:
-    """The world of one seat."""
+    """The world of a process that a launcher started as one of its ranks."""
 
     def __init__(self, here: Seat) -> None:
         self.seat = here
@@ -70,7 +71,7 @@ class JoinedWorld:
             os.environ["GLOO_SOCKET_IFNAME"] = loopback()
         torch.set_num_threads(1)
         self.meet = self._connect(host=here.rank == 0 and not here.hosted)
-        self.talk = self._connect(host=False)  # never blocked by a rendezvous that waits
+        self.talk = self._connect(host=False)  # a rendezvous blocks the other connection
 
     def _connect(self, host: bool) -> dist.Store:
         here = self.seat
@@ -81,10 +82,10 @@ class JoinedWorld:
         return dist.PrefixStore(f"course/{restart}", store)
 
     def call(self, fn: Callable, args: tuple, task: Task, timeout: float) -> list[Outcome]:
-        """Call ``fn(*args)`` on the first ``task.n`` ranks; every process gets all outcomes."""
+        """Call ``fn(*args)`` on the first ``task.n`` ranks; return all outcomes everywhere."""
         self._check(task)
         self.runs += 1
-        hook = sys.excepthook  # init_process_group wraps it, every time
+        hook = sys.excepthook  # every init_process_group wraps it once more
         board = Board(dist.PrefixStore(f"run{self.runs}", self.talk), self.seat, task.n, timeout)
         try:
             if self.seat.rank < task.n:
@@ -101,19 +102,20 @@ class JoinedWorld:
     def _check(self, task: Task) -> None:
         if task.n > self.seat.size:
             raise ValueError(
-                f"n={task.n}: this world was started with {self.seat.size} ranks; start it "
-                f"with {task.n} or ask for fewer"
+                f"expected at most {self.seat.size} ranks, as many as the launcher started, got "
+                f"n={task.n}; start the launcher with {task.n} ranks or choose a smaller n"
             )
         if task.device == "cuda" and torch.cuda.device_count() < self.seat.local_size:
             raise ValueError(
-                f'device="cuda" needs one GPU per rank: {self.seat.local_size} ranks on this '
-                f"machine and {torch.cuda.device_count()} GPUs. Leave device out to use the CPU"
+                f'device="cuda" needs one GPU per rank, but this machine has '
+                f"{self.seat.local_size} ranks and {torch.cuda.device_count()} GPUs: leave device "
+                "out to use the CPU"
             )
 
     def _attempt(self, fn: Callable, args: tuple, task: Task, board: Board) -> Outcome:
         try:
             return self._perform(fn, args, task, board)
-        except Exception as error:  # what goes wrong around the call, all must learn of too
+        except Exception as error:  # every process must also see errors around the call
             return raised(error)
 
     def _perform(self, fn: Callable, args: tuple, task: Task, board: Board) -> Outcome:
@@ -133,7 +135,7 @@ class JoinedWorld:
 
     @contextlib.contextmanager
     def _environ(self, n: int, board: Board) -> Iterator[None]:
-        """For raw PyTorch: a world of the first ``n`` ranks with a port of its own."""
+        """Set the environment of a world of the first ``n`` ranks, with a new port."""
         before = dict(os.environ)
         if self.seat.rank == 0:
             board.store.set("port", str(free_port()))
@@ -152,7 +154,7 @@ class JoinedWorld:
 
 
 class Board:
-    """Where the ranks of one run pin their outcomes, for all to read."""
+    """The outcomes of one run in a store that all processes read."""
 
     def __init__(self, store: dist.Store, here: Seat, n: int, timeout: float) -> None:
         self.store = store
@@ -164,7 +166,7 @@ class Board:
         self.stacks: dict[int, list] = {}
 
     def pin(self, name: str, value: Any) -> None:
-        """Pin a value of any size: first its pieces, then how many there are."""
+        """Store a value of any size: first its chunks, then the number of chunks."""
         data = pickle.dumps(value)
         pieces = [data[start : start + PIECE] for start in range(0, len(data), PIECE)]
         for index, piece in enumerate(pieces):
@@ -172,19 +174,19 @@ class Board:
         self.store.set(name, str(len(pieces)))
 
     def read(self, name: str) -> Any:
-        """The value pinned under ``name``, None if there is none yet."""
+        """Return the value stored under ``name``, None if there is none yet."""
         if not self.store.check([name]):
             return None
         count = int(self.store.get(name))
         return pickle.loads(b"".join(self.store.get(f"{name}/{index}") for index in range(count)))
 
     def publish(self, outcome: Outcome) -> None:
-        """Pin this rank's outcome."""
+        """Store this rank's outcome."""
         self.outcomes[self.seat.rank] = outcome
         self.pin(f"outcome{self.seat.rank}", outcome)
 
     def look(self) -> bool:
-        """Take in what is new; whether every rank's outcome is there."""
+        """Read new outcomes and stacks; return whether every rank has stored its outcome."""
         for rank in range(self.n):
             if rank not in self.outcomes:
                 outcome = self.read(f"outcome{rank}")
@@ -197,11 +199,11 @@ class Board:
         return len(self.outcomes) == self.n
 
     def failed(self) -> bool:
-        """Whether a rank is known to have failed."""
+        """Return whether the outcome of any rank is a failure."""
         return any(outcome.kind != "returned" for outcome in self.outcomes.values())
 
     def collect(self) -> list[Outcome]:
-        """Wait for every outcome; raises the RankError of the run."""
+        """Wait for every outcome and return them by rank; raises RankError if a rank failed."""
         while not self.look() and not self.failed() and time.monotonic() < self.end:
             time.sleep(POLL)
         if len(self.outcomes) < self.n or self.failed():
@@ -209,7 +211,7 @@ class Board:
         return [self.outcomes[rank] for rank in range(self.n)]
 
     def fault(self) -> faults.RankError:
-        """Wait until every rank has failed, finished or said where it stands, and report."""
+        """Wait until every rank has stored an outcome or a stack; return the error."""
         end = time.monotonic() + GRACE + ANSWER
         while not self.look() and time.monotonic() < end:
             if len(self.outcomes) + len(self.stacks) >= self.n:
@@ -220,7 +222,7 @@ class Board:
 
     @contextlib.contextmanager
     def watch(self) -> Iterator[None]:
-        """Inside, a thread ends this process if it is stuck when another rank has failed."""
+        """Run a thread that ends this process if it is blocked after another rank has failed."""
         out = threading.Event()
         ident = threading.get_ident()
         thread = threading.Thread(target=self._watch, args=(out, ident), daemon=True)
@@ -247,10 +249,10 @@ class Board:
         os._exit(1)
 
     def leave(self) -> None:
-        """Say that this process has read all it needs; who hosts the store waits for the others.
+        """Count this process as done with the store; the host of the store waits for the others.
 
-        After a failure everyone waits a little: no process may close its connections, or have
-        its launcher end the rest, before the others know what happened.
+        After a failure every process waits for at most 2 s. If one closed its connections, or its
+        launcher ended the rest, before the others had read the report, they would not print it.
         """
         with contextlib.suppress(Exception):
             self.store.add("read", 1)

@@ -1,4 +1,4 @@
-"""The engine for one machine: a fork server of this process, and the ranks that it forks."""
+"""The engine for one machine: this process's fork server, and the ranks that it forks."""
 
 from __future__ import annotations
 
@@ -23,30 +23,30 @@ from course_lib.launch.spawned import SpawnedRanks
 
 START = "import json,sys;sys.path[:]=json.loads(sys.argv[1]);from course_lib.launch import server;"
 START += "server.main(int(sys.argv[2]))"
-PATIENCE = 180.0  # seconds for the server to import torch, on a very busy machine
+PATIENCE = 180.0  # seconds for the server to import torch, even on a very busy machine
 
 
 def loopback() -> str:
-    """Name of the loopback interface."""
+    """Return the name of the loopback interface."""
     return "lo0" if sys.platform == "darwin" else "lo"
 
 
 def rank_environ() -> dict[str, str]:
-    """The environment of ranks: this process's own, loopback only and one thread a rank."""
+    """Return the environment of ranks: this process's own, loopback only, one thread per rank."""
     environ = dict(os.environ)
     environ.update(GLOO_SOCKET_IFNAME=loopback(), OMP_NUM_THREADS="1", MKL_NUM_THREADS="1")
-    environ.setdefault("RES_OPTIONS", "timeout:1 attempts:1")  # TCPStore asks for host names
+    environ.setdefault("RES_OPTIONS", "timeout:1 attempts:1")  # TCPStore resolves host names
     environ["OBJC_DISABLE_INITIALIZE_FORK_SAFETY"] = "YES"  # macOS: the server has one thread
     return environ
 
 
 def new_environ() -> dict[str, str]:
-    """The environment for one run: a rendezvous address of its own, for raw PyTorch."""
+    """Return the environment of one run, with a new rendezvous address for raw PyTorch."""
     return {**rank_environ(), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
 
 
 def free_port() -> int:
-    """A free port below those that the system hands to outgoing connections."""
+    """Return a free port below the range that the system uses for outgoing connections."""
     while True:
         port = random.SystemRandom().randrange(15_000, 32_000)
         with socket.socket() as probe, contextlib.suppress(OSError):
@@ -55,7 +55,7 @@ def free_port() -> int:
 
 
 class ForkServer:
-    """This process's end of a fork server. It imports torch while we go on."""
+    """This process's end of a fork server, which imports torch in the background."""
 
     def __init__(self) -> None:
         sweep()
@@ -76,11 +76,11 @@ class ForkServer:
             )
 
     def alive(self) -> bool:
-        """Whether it can still be asked for ranks, by this process."""
+        """Return whether this process can still request ranks from the server."""
         return self.owner == os.getpid() and self.process.poll() is None
 
     def wait_ready(self) -> None:
-        """Wait until everything is imported."""
+        """Wait for the imports of the server; raises RuntimeError if it did not start."""
         self.control.settimeout(PATIENCE)
         try:
             self.ready = self.ready or self.control.recv(len(READY)) == READY
@@ -90,10 +90,10 @@ class ForkServer:
         if not self.ready:
             said = (self.directory / "server.log").read_text(errors="replace").strip()
             self.close()
-            raise RuntimeError(f"the fork server for the ranks did not start. It said:\n{said}")
+            raise RuntimeError(f"the fork server for the ranks did not start. It printed:\n{said}")
 
     def fork(self, n: int) -> tuple[Connection, list[Connection]]:
-        """Fork ``n`` ranks; return the family's link and a connection to each rank."""
+        """Fork ``n`` ranks; return their link to the server and a connection to each rank."""
         pairs = [socket.socketpair() for _ in range(n + 1)]
         with self.lock:
             self.wait_ready()
@@ -105,7 +105,7 @@ class ForkServer:
         return link, connections
 
     def close(self) -> None:
-        """End the server and with it every rank that it forked."""
+        """End the server and every rank that it forked."""
         self.control.close()
         if self.owner == os.getpid():
             self.process.wait()
@@ -117,7 +117,7 @@ _starting = threading.Lock()  # two threads must not start two servers
 
 
 def fork_server() -> ForkServer:
-    """This process's fork server, started if need be; it goes on importing while we go on."""
+    """Return this process's fork server; start it if necessary, without waiting for its imports."""
     with _starting:
         if _server and not _server[0].alive():
             _server.pop().close()
@@ -127,7 +127,7 @@ def fork_server() -> ForkServer:
 
 
 def warm_up() -> None:
-    """Wait until ranks can start at once: the next ``run`` then takes its own time alone."""
+    """Wait until the fork server is ready, so that the next ``run`` starts without a delay."""
     if hasattr(os, "fork"):
         server = fork_server()
         with server.lock:
@@ -142,35 +142,35 @@ def _forget(server: ForkServer) -> None:
 
 
 class ForkedRanks(Ranks):
-    """Ranks forked by the server: 15 ms each."""
+    """Ranks forked by the server, in 15 ms per rank."""
 
     def __init__(self, server: ForkServer, directory: Path, n: int) -> None:
         self.link, connections = server.fork(n)
         super().__init__(directory, connections)
 
     def waitables(self) -> list[Connection | int]:
-        """The server reports on one link."""
+        """Return the one link on which the server reports ended ranks."""
         return [self.link]
 
     def read_ends(self) -> None:
-        """Learn which ranks have ended. Raises EOFError when the server itself is gone."""
+        """Collect the wait statuses of ended ranks. Raises EOFError if the server has ended."""
         while self.link.poll():
             rank, status = EVENT.unpack(self.link.recv_bytes())
             self.statuses[rank] = status
 
     def signal(self, rank: int, signum: int) -> None:
-        """Have the server send a signal to one rank."""
-        with contextlib.suppress(OSError):  # the server is gone, and so is the rank
+        """Ask the server to send a signal to one rank."""
+        with contextlib.suppress(OSError):  # the server has ended, and so has the rank
             self.link.send_bytes(EVENT.pack(rank, signum))
 
     def close(self) -> None:
-        """Let the ranks go; the server kills them."""
+        """Close the link, upon which the server kills the ranks."""
         self.link.close()
         super().close()
 
 
 def start_ranks(n: int) -> Ranks:
-    """``n`` new ranks: forked where processes can fork, else spawned."""
+    """Return ``n`` new ranks: forked where processes can fork, else spawned."""
     if not hasattr(os, "fork"):
         return SpawnedRanks(_ranks_directory(_spawn_directory()), n)
     server = fork_server()

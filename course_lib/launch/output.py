@@ -1,4 +1,4 @@
-"""What the ranks print: read from their files while they run, shown as ``[rank r] line``."""
+"""The output of the ranks: read from their files during a run, shown as ``[rank r] line``."""
 
 from __future__ import annotations
 
@@ -6,9 +6,9 @@ import os
 from collections.abc import Sequence
 from pathlib import Path
 
-KEEP = 2**20  # bytes kept of each rank's output: its end
-LIVE = 2**16  # bytes shown while the rank runs; after that its end is shown when it is over
-ROTATE = 4 * 2**20  # a file longer than this is emptied once it has been read
+KEEP = 2**20  # bytes stored per rank: the end of its output
+LIVE = 2**16  # bytes shown per rank during a run; the end of the rest is shown after the run
+ROTATE = 4 * 2**20  # a file longer than this is truncated after it has been read
 
 
 class RankOutput:
@@ -21,13 +21,13 @@ class RankOutput:
         self.begin()
 
     def begin(self) -> None:
-        """Start a run: what was printed before is not its output."""
+        """Start a run: earlier output does not belong to it."""
         self.kept = bytearray()
         self.waiting = bytearray()  # read but not yet shown
         self.total = self.shown = self.cut = 0
 
     def read(self) -> None:
-        """Take in what is new in the file, and keep file and memory small."""
+        """Read the new output, store its last :data:`KEEP` bytes and truncate a long file."""
         try:
             size = os.stat(self.path).st_size
         except FileNotFoundError:
@@ -46,7 +46,7 @@ class RankOutput:
         self.cut += max(0, len(self.waiting) - KEEP)
         del self.waiting[:-KEEP]
         if self.offset > ROTATE:
-            os.truncate(self.path, 0)  # the rank appends, so it goes on at the new end
+            os.truncate(self.path, 0)  # the rank appends, so it continues at the new end
             self.offset = 0
 
     def _skip_flood(self, size: int) -> None:
@@ -58,7 +58,7 @@ class RankOutput:
             self.waiting.clear()
 
     def lines(self, *, last: bool) -> list[str]:
-        """The lines to show now: whole ones, unless it is the ``last`` time."""
+        """Return the lines to show now: only complete lines, unless it is the ``last`` call."""
         self.read()
         if not last and (self.shown >= LIVE or self.cut):
             return []
@@ -68,13 +68,13 @@ class RankOutput:
         self.shown += end
         lines = [f"[rank {self.rank}] {line}" for line in text.splitlines()]
         if self.cut:
-            said = f"... {self.cut:,} bytes left out, only the last {KEEP:,} are kept ..."
+            said = f"... {self.cut:,} bytes left out, only the last {KEEP:,} are shown ..."
             lines.insert(0, f"[rank {self.rank}] {said}")
             self.cut = 0
         return lines
 
     def text(self) -> str:
-        """The last :data:`KEEP` bytes of the run's output; what was cut is said first."""
+        """Return the last :data:`KEEP` bytes of the run's output, after a note on omitted bytes."""
         text = self.kept.decode(errors="replace")
         if self.total > len(self.kept):
             text = f"... {self.total - len(self.kept):,} bytes left out ...\n{text}"
@@ -82,7 +82,7 @@ class RankOutput:
 
 
 def show(outputs: Sequence[RankOutput], *, last: bool = False) -> None:
-    """Print what is new, rank by rank."""
+    """Print the new lines, rank by rank."""
     lines = [line for output in outputs for line in output.lines(last=last)]
     if lines:
         print("\n".join(lines), flush=True)

@@ -1,4 +1,4 @@
-"""Where a rank stands, in words: "all_reduce, cell 14 line 7", from a stack."""
+"""Describe a rank's place in the code, from its stack: "all_reduce, cell 14 line 7"."""
 
 from __future__ import annotations
 
@@ -27,10 +27,10 @@ THREAD = re.compile(r"^(?P<current>Current thread|Thread) 0x")
 
 
 def parse_stacks(text: str) -> list[Frame]:
-    """The stack that matters in a faulthandler dump, innermost frame last.
+    """Return the relevant stack of a faulthandler dump, innermost frame last.
 
-    After a crash it is the thread that crashed; else the main thread, which is written last.
-    Empty when there is no dump.
+    After a crash this is the stack of the thread that crashed, else the stack of the main thread,
+    which faulthandler writes last. Empty if there is no dump.
     """
     stacks: list[list[Frame]] = []
     crashed: list[Frame] | None = None
@@ -48,14 +48,14 @@ def parse_stacks(text: str) -> list[Frame]:
 
 
 def stack_of_thread(ident: int) -> list[Frame]:
-    """The stack of a thread of this process, innermost frame last."""
+    """Return the stack of a thread of this process, innermost frame last."""
     top = sys._current_frames().get(ident)
     frames = traceback.extract_stack(top) if top is not None else []
     return [Frame(frame.filename, frame.lineno or 0, frame.name) for frame in frames]
 
 
 def cell_number(filename: str) -> int | None:
-    """The execution count of the notebook cell whose code has this file name."""
+    """Return the execution count of the notebook cell with this file name, None for a file."""
     if old_style := re.match(r"<ipython-input-(\d+)-", filename):
         return int(old_style[1])
     ipython = sys.modules.get("IPython")
@@ -67,18 +67,18 @@ def cell_number(filename: str) -> int | None:
 
 
 def cell_names() -> dict[str, str]:
-    """The file names of all cells that were run, and what to call them: "cell 14"."""
+    """Return the name, such as "cell 14", of every cell that was run, by its file name."""
     numbers = {name: cell_number(name) for name in list(linecache.cache)}
     return {name: f"cell {number}" for name, number in numbers.items() if number is not None}
 
 
 def is_cell(filename: str) -> bool:
-    """Whether the file name is one that Jupyter or IPython gives to a cell."""
+    """Return whether Jupyter or IPython gave this file name to a cell."""
     return cell_number(filename) is not None or "ipykernel_" in filename
 
 
 def place_name(filename: str) -> str:
-    """What to call a file in a report: "cell 14", or a path that holds no machine's name."""
+    """Return the name of a file in a report: "cell 14", or a path without directories of users."""
     number = cell_number(filename)
     if number is not None:
         return f"cell {number}"
@@ -92,7 +92,7 @@ def place_name(filename: str) -> str:
 
 
 def is_library(filename: str) -> bool:
-    """Whether a frame is torch's, Python's or ours, and not the learner's."""
+    """Return whether a file belongs to torch, Python or course_lib, not to the learner."""
     if is_cell(filename):
         return False
     if filename.startswith("<frozen"):
@@ -102,31 +102,31 @@ def is_library(filename: str) -> bool:
 
 
 def source(frame: Frame) -> str:
-    """The line of source that a frame stands on, if it is known here."""
+    """Return a frame's line of source, "" if it is not available."""
     linecache.checkcache(frame.filename)
     return linecache.getline(frame.filename, frame.line).strip()
 
 
 def where(frame: Frame) -> str:
-    """A frame as "cell 14 line 7"."""
+    """Return a frame as "cell 14 line 7"."""
     return f"{place_name(frame.filename)} line {frame.line}"
 
 
 def below_launcher(frames: Sequence[Frame]) -> Sequence[Frame]:
-    """The frames of what was called: those that made the call in the rank are left out."""
+    """Return the frames of the called function, without the frames of the launcher above it."""
     ours = [index for index, frame in enumerate(frames) if frame.filename == CALLER]
     return frames[ours[-1] + 1 :] if ours else frames
 
 
 def own_frame(frames: Sequence[Frame]) -> Frame | None:
-    """The learner's innermost line: in a cell if there is one, else in a file of theirs."""
+    """Return the learner's innermost frame: in a cell if there is one, else in a file."""
     cells = [frame for frame in frames if is_cell(frame.filename)]
     own = cells or [frame for frame in frames if not is_library(frame.filename)]
     return own[-1] if own else None
 
 
 def collective(frames: Iterable[Frame]) -> str:
-    """The collective that these frames are in, by the name that was called; "" if in none."""
+    """Return the name of the collective that these frames call, "" if they call none."""
     for frame in frames:
         if is_library(frame.filename) and frame.function in COLLECTIVES:
             return frame.function
@@ -134,9 +134,9 @@ def collective(frames: Iterable[Frame]) -> str:
 
 
 def standing(frames: Sequence[Frame]) -> str:
-    """Where a rank stands: "all_reduce, cell 14 line 7: comm.all_reduce(x, mesh.dp)".
+    """Return a rank's place: "all_reduce, cell 14 line 7: comm.all_reduce(x, mesh.dp)".
 
-    Empty when no frame is the learner's and none a collective.
+    Empty if the stack has neither a frame of the learner nor a collective.
     """
     frames = below_launcher(frames)
     own = own_frame(frames)

@@ -1,7 +1,7 @@
-"""What the fork server imports once, so that no rank has to.
+"""The modules that the fork server imports once for all ranks.
 
-Without torch's parallel modules in the list the server starts a second earlier, but the first
-DDP, FSDP or DTensor of *every* rank then takes two seconds.
+Without torch's parallel modules in the list, the server would start one second earlier, but the
+first DDP, FSDP or DTensor of *every* rank would take two seconds.
 """
 
 from __future__ import annotations
@@ -38,19 +38,22 @@ MODULES = (
     "course_lib.compose",
     "course_lib.checkpoint",
     "course_lib.inference",
-    "course_lib.grading.ranked",  # a check starts ranks again and again
+    "course_lib.grading.ranked",  # a check starts ranks many times
     "course_lib.launch.rank",
 )
 
 
 def preload() -> list[str]:
-    """Import :data:`MODULES`; return those that could not be. A rank that needs one says why."""
+    """Import :data:`MODULES`; return the names of the modules that raised an error.
+
+    A rank that imports such a module itself reports the error.
+    """
     missing = []
     for name in MODULES:
         try:
             importlib.import_module(name)
-        except Exception:  # a half-written lesson file must not keep the ranks from starting
+        except Exception:  # the ranks must start even if a lesson file is unfinished
             missing.append(name)
     gc.collect()
-    gc.freeze()  # the collector then leaves these pages shared between the ranks
+    gc.freeze()  # the collector does not write to these pages, so the ranks share them
     return missing

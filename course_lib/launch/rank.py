@@ -1,4 +1,4 @@
-"""What runs inside a rank: prepare the process, then call what it is sent, until it is let go."""
+"""The code of a rank: prepare the process, then serve calls until shutdown."""
 
 from __future__ import annotations
 
@@ -28,20 +28,20 @@ from course_lib.launch.travel import pack, text_of, unpack, what_cannot_return
 from course_lib.mesh import RankContext, enter_rank, rank_context
 from course_lib.mesh.watch import say_returned
 
-FOREVER = timedelta(days=1)  # the launching process holds the deadline, not the backend
+FOREVER = timedelta(days=1)  # the launching process enforces the deadline, not the backend
 _birth: list[Birth] = []
 
 
 def inside_rank() -> bool:
-    """Whether this process is a rank that a launch started."""
+    """Return whether this process is a rank that a launch started."""
     return bool(_birth)
 
 
 def serve_rank(connection: Connection) -> None:
-    """Be a rank: learn who, then run tasks until the launching process closes the connection.
+    """Read the rank's number, then run tasks until the launching process closes the connection.
 
-    After each outcome the rank waits here with its sockets open, so that a neighbour does not
-    fail for its sake and get the blame before the outcome is read.
+    After each outcome the rank waits here with its sockets open. If it closed them, a neighbor
+    could fail first and be reported as the rank at fault.
     """
     birth: Birth = unpack(connection.recv_bytes())
     _birth[:] = [birth]
@@ -52,14 +52,14 @@ def serve_rank(connection: Connection) -> None:
             try:
                 task: Task = unpack(connection.recv_bytes())
             except (EOFError, OSError):
-                os._exit(0)  # let go: no destructors, a backend may hang in them
+                os._exit(0)  # skip the destructors, because a backend may hang in them
             outcome = perform(task, birth)
             flush()
             connection.send_bytes(cloudpickle.dumps(outcome))
 
 
 def _end_with_owner(fd: int) -> None:
-    """Leave when the launching process closes its end, by will or by dying."""
+    """End this process when the launching process closes its end or dies."""
     if hasattr(select, "poll"):
         poll = select.poll()
         poll.register(fd, 0)  # hang-up is always reported
@@ -68,7 +68,7 @@ def _end_with_owner(fd: int) -> None:
 
 
 def _prepare(birth: Birth, stacks: io.TextIOBase) -> None:
-    """Output to a file, stacks to a file on request, one thread, a random state of its own."""
+    """Redirect output and stacks to files, use one thread and seed the random generators."""
     out = os.open(birth.file("out"), os.O_CREAT | os.O_WRONLY | os.O_APPEND, 0o600)
     os.dup2(out, 1)
     os.dup2(out, 2)
@@ -86,14 +86,14 @@ def _prepare(birth: Birth, stacks: io.TextIOBase) -> None:
 
 
 def flush() -> None:
-    """Bring everything printed so far to its file."""
+    """Flush stdout and stderr."""
     for stream in (sys.stdout, sys.stderr):
         with contextlib.suppress(OSError, ValueError):
             stream.flush()
 
 
 def perform(task: Task, birth: Birth) -> Outcome:
-    """Make one call and say how it ended."""
+    """Run one task and return its outcome."""
     try:
         _enter(task, birth)
         device = device_of(task.device, birth.rank)
@@ -114,7 +114,7 @@ def perform(task: Task, birth: Birth) -> Outcome:
 
 
 def call(fn: Any, args: tuple) -> Outcome:
-    """``fn(*args)`` in the rank that was entered, as an outcome."""
+    """Call ``fn(*args)`` in the entered rank and return the outcome."""
     try:
         value = fn(*args)
         say_returned(rank_context())
@@ -131,7 +131,7 @@ def call(fn: Any, args: tuple) -> Outcome:
 
 
 def _enter(task: Task, birth: Birth) -> None:
-    """Take over the launching process's directory, import path and environment."""
+    """Copy the launching process's directory, import path and environment."""
     if os.environ != task.environ:
         os.environ.clear()
         os.environ.update(task.environ)
@@ -141,7 +141,7 @@ def _enter(task: Task, birth: Birth) -> None:
 
 
 def device_of(kind: str, local_rank: int) -> torch.device:
-    """The device of a rank: the CPU, or the card of its own number."""
+    """Return the device of a rank: the CPU, or the GPU with its local rank as number."""
     if kind != "cuda":
         return torch.device("cpu")
     torch.cuda.set_device(local_rank)
@@ -149,16 +149,16 @@ def device_of(kind: str, local_rank: int) -> torch.device:
 
 
 def init_group(store: dist.Store, rank: int, n: int, device: torch.device) -> None:
-    """Make the default group: gloo, or nccl for tensors on cards and gloo for the others."""
+    """Make the default group: gloo, plus nccl for tensors on a GPU."""
     backend = "gloo" if device.type == "cpu" else "cpu:gloo,cuda:nccl"
     dist.init_process_group(backend, store=store, rank=rank, world_size=n, timeout=FOREVER)
 
 
 def _drop_groups() -> None:
-    """In kept ranks, release the groups that earlier runs made: sockets are few.
+    """Destroy the groups that earlier runs made in this rank, because sockets are limited.
 
-    A backend has a thread for each group, which lives, and wakes a hundred times a second, until
-    nothing refers to the group: so what earlier runs left in cycles goes first.
+    A backend has one thread per group, which wakes a hundred times per second until no reference
+    to the group exists. Reference cycles of earlier runs are therefore collected first.
     """
     gc.collect()
     world = dist.group.WORLD
@@ -168,7 +168,7 @@ def _drop_groups() -> None:
 
 
 def raised(error: BaseException, kind: str = "raised") -> Outcome:
-    """The outcome of a call that ended in an exception."""
+    """Return the outcome of a call that ended in an exception."""
     try:
         exception = cloudpickle.dumps(error)
     except Exception:
@@ -177,7 +177,7 @@ def raised(error: BaseException, kind: str = "raised") -> Outcome:
 
 
 def describe(error: BaseException, seen: tuple[BaseException, ...] = ()) -> Raised:
-    """An exception as plain data, its causes included, but none that was ``seen`` above it."""
+    """Return an exception as plain data, with its causes except those already ``seen`` above."""
     seen = (*seen, error)
     frames = [
         Frame(entry.filename, entry.lineno or 0, entry.name)

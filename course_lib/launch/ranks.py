@@ -1,4 +1,4 @@
-"""What every engine of one machine hands to the supervisor: ranks with a connection to each."""
+"""The interface between the engines of one machine and the supervisor: a set of ranks."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from course_lib.launch.task import Birth
 
 
 class Ranks:
-    """Ranks from their birth to their end. ``statuses`` has the wait status of those that ended."""
+    """A set of ranks, one connection per rank; ``statuses`` has wait statuses of ended ranks."""
 
     def __init__(self, directory: Path, connections: Sequence[Connection]) -> None:
         self.n = len(connections)
@@ -23,19 +23,19 @@ class Ranks:
             connection.send_bytes(pickle.dumps(self.birth(rank)))
 
     def birth(self, rank: int) -> Birth:
-        """What the rank is told first."""
+        """Return the first message to the rank."""
         return Birth(rank, self.n, str(self.directory))
 
     def file(self, rank: int, kind: str = "out") -> Path:
-        """A file of one rank: ``out`` for its output, ``stack`` for its stacks."""
+        """Return a file of one rank: ``out`` for its output, ``stack`` for its stacks."""
         return Path(self.birth(rank).file(kind))
 
     def waitables(self) -> list[Connection | int]:
-        """What becomes ready when a rank has ended."""
+        """Return the objects that become ready when a rank has ended."""
         raise NotImplementedError
 
     def read_ends(self) -> None:
-        """Learn which ranks have ended."""
+        """Collect the wait statuses of ended ranks."""
         raise NotImplementedError
 
     def signal(self, rank: int, signum: int) -> None:
@@ -43,7 +43,7 @@ class Ranks:
         raise NotImplementedError
 
     def close(self) -> None:
-        """Let the ranks go, and remove their files."""
+        """Close the connections, upon which the ranks end, and remove their files."""
         for connection in self.connections:
             connection.close()
         shutil.rmtree(self.directory, ignore_errors=True)

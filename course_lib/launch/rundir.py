@@ -1,7 +1,7 @@
 """The private directory of one launching process: rendezvous files, rank output, stacks.
 
-Its owner holds a lock on a file in it for as long as it lives; the kernel drops the lock however
-the owner dies. So a directory whose lock can be taken is stale, and the next start removes it.
+The owner locks a file in the directory. The kernel releases the lock when the owner ends, even if
+it is killed. A directory with a free lock is therefore stale, and the next start removes it.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from pathlib import Path
 
 try:
     import fcntl
-except ImportError:  # no fork and no locks: a stale directory then stays
+except ImportError:  # without fork there are no locks, and stale directories are not removed
     fcntl = None  # type: ignore[assignment]
 
 PREFIX = "course-run-"
@@ -22,7 +22,7 @@ ROOM = 256 * 2**20  # bytes that must be free in /dev/shm: containers often have
 
 
 def parents() -> list[Path]:
-    """Directories that may hold run directories, best first."""
+    """Return the directories in which run directories can be made, best first."""
     places = [Path("/dev/shm"), Path(tempfile.gettempdir())]
     return [place for place in places if place.is_dir() and os.access(place, os.W_OK | os.X_OK)]
 
@@ -32,14 +32,14 @@ def _has_room(place: Path) -> bool:
 
 
 def make_run_dir() -> Path:
-    """Make this process's run directory, locked; it goes when the process ends."""
+    """Make and lock this process's run directory; it is removed when the process ends."""
     places = parents()
     place = next((place for place in places if _has_room(place)), places[-1])
     hidden = Path(tempfile.mkdtemp(prefix=f".{PREFIX}", dir=place))
     lock = os.open(hidden / "lock", os.O_CREAT | os.O_RDWR, 0o600)
     if fcntl is not None:
         fcntl.flock(lock, fcntl.LOCK_EX)
-    # Only now may it be seen: a sweep never meets a directory of a living owner unlocked.
+    # It becomes visible only after it is locked, so that a sweep cannot remove it.
     final = hidden.with_name(hidden.name.removeprefix("."))
     hidden.rename(final)
     atexit.register(_remove, final, os.getpid())
@@ -47,12 +47,12 @@ def make_run_dir() -> Path:
 
 
 def _remove(directory: Path, owner: int) -> None:
-    if os.getpid() == owner:  # a fork of the owner leaves it alone
+    if os.getpid() == owner:  # a fork of the owner must not remove it
         shutil.rmtree(directory, ignore_errors=True)
 
 
 def sweep() -> list[Path]:
-    """Remove the run directories of this user whose owner is dead; return what was removed."""
+    """Remove the run directories of this user's ended processes; return the removed paths."""
     swept = []
     for place in parents():
         for directory in place.glob(f"{PREFIX}*"):

@@ -1,10 +1,11 @@
-"""The fork server: a process that has imported torch once and forks ranks from then on.
+"""The fork server: a process that imports torch once and then forks ranks.
 
-It is started with one socket, the control. Each message on it asks for one family of ranks and
-carries file descriptors: first the family's own socket, then one connection per rank. On the
-family's socket the server tells how its ranks ended and is told which signals to send. When the
-other side closes it, by will or by dying, the server kills that family: nobody is orphaned.
-Only the server ever signals a rank, and only before it has reaped it: no pid is mistaken.
+It is started with one socket, the control. Each message on it requests one family of ranks and
+carries file descriptors: first the family's socket, then one connection per rank. On the family's
+socket the server sends the wait status of each ended rank and receives the signals to send. When
+the other side closes this socket or dies, the server kills the family, so that no rank is
+orphaned. Only the server signals a rank, and only before it has reaped the rank, so that a signal
+cannot reach another process with the same pid.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from multiprocessing.connection import Connection
 from course_lib.launch.preload import preload
 
 EVENT = struct.Struct("ii")  # to the server: rank, signal. From it: rank, wait status.
-REQUEST = struct.Struct("i")  # how many ranks
+REQUEST = struct.Struct("i")  # number of ranks
 READY = b"ready"
 MAX_RANKS = 128  # a message carries at most 253 descriptors
 
@@ -34,11 +35,11 @@ def kill_group(pid: int) -> None:
 
 
 def collect(pid: int) -> int | None:
-    """The wait status of a child that has ended, else None. What it left running is killed."""
+    """Return the wait status of an ended child, else None; kill the processes that it started."""
     if hasattr(os, "waitid"):
         if os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is None:
             return None
-        kill_group(pid)  # before it is reaped: its number is still its own
+        kill_group(pid)  # before it is reaped, because the system may reuse the pid afterwards
     done, status = os.waitpid(pid, os.WNOHANG)
     return status if done else None
 
@@ -48,7 +49,7 @@ class Family:
 
     def __init__(self, link: Connection) -> None:
         self.link = link
-        self.ranks: dict[int, int] = {}  # pid to rank, of those not yet reaped
+        self.ranks: dict[int, int] = {}  # rank by pid, for ranks that are not yet reaped
 
     def signal(self, rank: int, signum: int) -> None:
         """Send a signal to one rank, unless it has been reaped."""
@@ -57,19 +58,19 @@ class Family:
                 os.kill(pid, signum)
 
     def kill(self) -> None:
-        """Kill every rank and what it has started."""
+        """Kill every rank and the processes that it started."""
         for pid in self.ranks:
             kill_group(pid)
 
     def tell(self, pid: int, status: int) -> None:
-        """Report how a rank ended, if anyone still listens."""
+        """Send the wait status of a rank, if the other side is still open."""
         rank = self.ranks.pop(pid)
         with contextlib.suppress(OSError):
             self.link.send_bytes(EVENT.pack(rank, status))
 
 
 class Server:
-    """The loop: requests, signals to send, ends to report."""
+    """The main loop: fork requested ranks, send signals, report ended ranks."""
 
     def __init__(self, control: socket.socket) -> None:
         self.control = control
@@ -84,20 +85,20 @@ class Server:
         self.owner = os.getppid()
 
     def serve(self) -> None:
-        """Work until the owner is gone."""
+        """Handle events until the owner has ended."""
         while os.getppid() == self.owner:
             for key, _ in self.selector.select(timeout=1.0):
                 key.data()
         self.end()
 
     def end(self) -> None:
-        """Kill every rank and leave."""
+        """Kill every rank and exit."""
         for family in self.families:
             family.kill()
         os._exit(0)
 
     def start(self) -> None:
-        """Fork the ranks that one message asks for."""
+        """Fork the ranks that one message requests."""
         data, fds, _, _ = socket.recv_fds(self.control, REQUEST.size, MAX_RANKS + 1)
         if not data:
             self.end()
@@ -107,7 +108,7 @@ class Server:
             if pid == 0:
                 self.become_rank(fd, [family.link.fileno(), *fds[1:]])
             with contextlib.suppress(OSError):
-                os.setpgid(pid, pid)  # the child does it too: whoever comes first
+                os.setpgid(pid, pid)  # the child does it too, because either may run first
             family.ranks[pid] = rank
         for fd in fds[1:]:
             os.close(fd)
@@ -115,7 +116,7 @@ class Server:
         self.selector.register(family.link, selectors.EVENT_READ, lambda: self.obey(family))
 
     def become_rank(self, fd: int, inherited: list[int]) -> None:
-        """In the child: let go of everything that is the server's, and never return."""
+        """In the child, close the server's descriptors and serve as a rank; never return."""
         try:
             os.setpgid(0, 0)
             signal.set_wakeup_fd(-1)
@@ -139,7 +140,7 @@ class Server:
         os._exit(0)
 
     def obey(self, family: Family) -> None:
-        """Pass signals on; kill the family when its owner has closed its socket."""
+        """Forward a signal; kill the family if its owner has closed the socket."""
         try:
             rank, signum = EVENT.unpack(family.link.recv_bytes())
             family.signal(rank, signum)
@@ -159,7 +160,7 @@ class Server:
 
 
 def main(control_fd: int) -> None:
-    """Import everything, say so, and serve."""
+    """Import the modules, send ``READY`` and serve."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     control = socket.socket(fileno=control_fd)
     preload()

@@ -1,4 +1,4 @@
-"""The engine where processes cannot fork: every rank is a new Python. Slow, otherwise the same."""
+"""The engine where processes cannot fork: every rank is a new Python process, which is slow."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from course_lib.launch.ranks import Ranks
 
 
 class SpawnedRanks(Ranks):
-    """``n`` ranks, each of which imports torch for itself: 3 to 6 s."""
+    """``n`` ranks, each of which imports torch itself, in 3 to 6 s."""
 
     def __init__(self, directory: Path, n: int) -> None:
         from course_lib.launch.rank import serve_rank
@@ -33,12 +33,12 @@ class SpawnedRanks(Ranks):
         super().__init__(directory, [ours for ours, _ in pairs])
 
     def waitables(self) -> list[Connection | int]:
-        """What becomes ready when a rank has ended."""
+        """Return the objects that become ready when a rank has ended."""
         alive = enumerate(self.processes)
         return [process.sentinel for rank, process in alive if rank not in self.statuses]
 
     def read_ends(self) -> None:
-        """Learn which ranks have ended."""
+        """Collect the exit codes of ended ranks."""
         for rank, process in enumerate(self.processes):
             if (code := process.exitcode) is not None:
                 self.statuses[rank] = -code if code < 0 else code << 8
@@ -60,7 +60,7 @@ class SpawnedRanks(Ranks):
 
 @contextlib.contextmanager
 def _no_main() -> Iterator[None]:
-    """Inside, new processes do not import the main script again: it may have no main guard."""
+    """Keep new processes from importing the main script, which may have no main guard."""
     main = sys.modules["__main__"]
     sys.modules["__main__"] = types.ModuleType("__main__")
     try:

@@ -1,4 +1,4 @@
-"""Wait for the ranks of one run: collect outcomes, show output, and find out who failed."""
+"""Wait for the ranks of one run: collect outcomes, show output and report failed ranks."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from course_lib.launch.ranks import Ranks
 from course_lib.launch.task import Frame, Outcome, Task
 from course_lib.launch.travel import unpack
 
-GRACE = 0.4  # seconds for the other ranks to fail or finish too, once one has failed
-TICK = 0.05  # seconds between looks at the output
+GRACE = 0.4  # seconds for the other ranks to fail or finish, after a rank has failed
+TICK = 0.05  # seconds between two reads of the output
 ANSWER = 0.5  # seconds for a rank to write its stack
 
 
@@ -32,7 +32,7 @@ class Run:
         self.closed: set[int] = set()  # ranks whose connection is closed
 
     def call(self, task: Task, timeout: float) -> list[Outcome]:
-        """Send the task and return every rank's outcome, by rank; raises a RankError."""
+        """Send the task and return the outcomes by rank; raises RankError if a rank failed."""
         self.checked = task.conditions.checked
         try:
             self._send(cloudpickle.dumps(task))
@@ -57,10 +57,13 @@ class Run:
             try:
                 connection.send_bytes(message)
             except OSError:
-                self.closed.add(rank)  # its end is reported by the server
+                self.closed.add(rank)  # the server reports how it ended
 
     def _collect(self, end: float, *, stop_on_trouble: bool = True) -> bool:
-        """Take in outcomes until all are there, time is up or a rank has failed (True)."""
+        """Read outcomes until all are there, time is up or a rank has failed.
+
+        Return whether a rank has failed.
+        """
         while True:
             self._take(max(0.0, min(TICK, end - time.monotonic())))
             show(self.outputs)
@@ -100,7 +103,7 @@ class Run:
         return failed or bool(self._died())
 
     def _standing(self) -> faults.Standing:
-        """Ask every rank that is still busy for its stack."""
+        """Return the state of every rank, with the stacks of ranks that still run or crashed."""
         stacks = Stacks(self.ranks)
         frames = stacks.ask(self._waiting())
         frames.update({rank: stacks.crash(rank) for rank in self._died()})
@@ -108,7 +111,7 @@ class Run:
 
 
 class Stacks:
-    """The files into which the ranks write their stacks when they are asked, or crash."""
+    """The files into which the ranks write their stacks, on a signal or in a crash."""
 
     def __init__(self, ranks: Ranks) -> None:
         self.ranks = ranks
@@ -120,13 +123,13 @@ class Stacks:
             return ""
 
     def crash(self, rank: int) -> list[Frame]:
-        """The stack of a rank that crashed; empty if it left without one."""
+        """Return the stack of a rank that crashed; empty if the rank wrote none."""
         text = self._read(rank)
         start = text.rfind("Fatal Python error")
         return parse_stacks(text[start:]) if start >= 0 else []
 
     def ask(self, ranks: Sequence[int]) -> dict[int, list[Frame]]:
-        """The stacks of these ranks now. A rank that does not answer has an empty one."""
+        """Return the current stacks of these ranks; empty for a rank that does not answer."""
         starts = {rank: len(self._read(rank).encode()) for rank in ranks}
         for rank in ranks:
             self.ranks.signal(rank, signal.SIGUSR1)

@@ -1,4 +1,4 @@
-"""Who started this process: a Jupyter kernel, torchrun, srun, or a person."""
+"""Detect how this process was started: by a Jupyter kernel, torchrun, srun or a user."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 
 def in_kernel() -> bool:
-    """Whether this process is a Jupyter kernel."""
+    """Return whether this process is a Jupyter kernel."""
     ipython = sys.modules.get("IPython")
     shell = ipython.get_ipython() if ipython is not None else None
     return getattr(shell, "kernel", None) is not None
@@ -17,10 +17,11 @@ def in_kernel() -> bool:
 
 @dataclass(frozen=True)
 class Seat:
-    """The place of this process among ranks that a launcher started.
+    """The rank of this process in a world that a launcher started.
 
-    ``rank`` of ``size``; ``local_rank`` of ``local_size`` on this machine; the ranks meet at
-    ``address``:``port``, where the launcher ``hosts`` the store already or rank 0 has to.
+    It is rank ``rank`` of ``size``, and ``local_rank`` of ``local_size`` on this machine. The
+    rendezvous store is at ``address``:``port``. ``hosted``: the launcher hosts the store; if not,
+    rank 0 has to.
     """
 
     rank: int
@@ -33,16 +34,16 @@ class Seat:
 
     @property
     def one_machine(self) -> bool:
-        """Whether all ranks can meet on the loopback interface."""
+        """Return whether all ranks can connect over the loopback interface."""
         return self.local_size == self.size or self.address in ("127.0.0.1", "localhost", "::1")
 
 
 def seat(environ: Mapping[str, str]) -> Seat | None:
-    """The seat that torchrun or srun says this process has; None where it stands alone.
+    """Return the rank that torchrun or srun gave to this process; None without a launcher.
 
-    SLURM_PROCID alone says nothing: it is also set in a batch script and under
+    SLURM_PROCID alone is not enough, because it is also set in a batch script and under
     ``srun --pty jupyter lab``. Only a *step* of more than one task has several ranks.
-    Raises ValueError when a launcher's variables contradict one another.
+    Raises ValueError when the variables of a launcher contradict one another.
     """
     if _whole(environ, "WORLD_SIZE", 1) > 1 and "RANK" in environ:
         return _torchrun_seat(environ)
@@ -57,8 +58,8 @@ def _whole(environ: Mapping[str, str], name: str, default: int = 0) -> int:
         return int(text)
     except ValueError:
         raise ValueError(
-            f"the environment variable {name} is {text!r}: a launcher such as torchrun or srun "
-            "sets it to a whole number; unset it to start ranks from here"
+            f"expected a whole number in the environment variable {name}, which a launcher such "
+            f"as torchrun or srun sets, got {text!r}; unset it to start ranks from here"
         ) from None
 
 
@@ -66,8 +67,9 @@ def _torchrun_seat(environ: Mapping[str, str]) -> Seat:
     missing = {"MASTER_ADDR", "MASTER_PORT"} - set(environ)
     if missing:
         raise ValueError(
-            f"RANK and WORLD_SIZE are set but {' and '.join(sorted(missing))} is not: start the "
-            "script with torchrun, or unset RANK and WORLD_SIZE to start ranks from here"
+            f"expected {' and '.join(sorted(missing))} in the environment, because RANK and "
+            "WORLD_SIZE are set; start the script with torchrun, or unset RANK and WORLD_SIZE to "
+            "start ranks from here"
         )
     rank, size = _whole(environ, "RANK"), _whole(environ, "WORLD_SIZE")
     return Seat(
@@ -88,7 +90,7 @@ def _slurm_seat(environ: Mapping[str, str]) -> Seat:
     )
     first = first_host(environ.get("SLURM_STEP_NODELIST", "localhost"))
     address = environ.get("MASTER_ADDR", "127.0.0.1" if nodes == 1 else first)
-    # Every task of a step computes the same port, and another step of the job another one.
+    # Every task of a step computes the same port; other steps of the job compute other ports.
     step = _whole(environ, "SLURM_JOB_ID") * 64 + _whole(environ, "SLURM_STEP_ID")
     port = _whole(environ, "MASTER_PORT", 15_000 + step % 15_000)
     tasks = re.match(r"\d+", environ.get("SLURM_STEP_TASKS_PER_NODE", str(size)))
@@ -98,6 +100,6 @@ def _slurm_seat(environ: Mapping[str, str]) -> Seat:
 
 
 def first_host(nodes: str) -> str:
-    """The first host of a Slurm node list: ``gpu[07-09,12],login1`` gives ``gpu07``."""
+    """Return the first host of a Slurm node list: ``gpu[07-09,12],login1`` gives ``gpu07``."""
     found = re.match(r"([^,\[]+)(?:\[(\d+)[^\]]*\])?([^,]*)", nodes)
     return "".join(part or "" for part in found.groups()) if found else nodes

@@ -1,4 +1,4 @@
-"""What travels between the launching process and a rank."""
+"""The messages between the launching process and a rank."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ if TYPE_CHECKING:  # the launching process starts its server before it imports t
 
 @dataclass
 class Task:
-    """One call of one function, as a rank is told of it.
+    """The message that asks a rank to call a function.
 
-    ``call`` is (fn, args), pickled; ``cells`` names the files that are cells of the notebook;
-    ``run`` counts the runs of these ranks.
+    ``call`` is the pickled pair (fn, args). ``cells`` maps the file names of notebook cells to
+    names such as "cell 14". ``run`` is the number of this run on these ranks, from 1.
     """
 
     call: bytes
@@ -35,20 +35,20 @@ class Task:
 
 @dataclass
 class Birth:
-    """The first message to a rank: who it is and where its files go."""
+    """The first message to a rank: its number and the directory of its files."""
 
     rank: int
     n: int
     directory: str
 
     def file(self, kind: str) -> str:
-        """This rank's file of that kind: ``out`` for its output, ``stack`` for its stacks."""
+        """Return a file of this rank: ``out`` for its output, ``stack`` for its stacks."""
         return f"{self.directory}/rank{self.rank}.{kind}"
 
 
 @dataclass(frozen=True)
 class Frame:
-    """One line of a traceback or of a stack: innermost last."""
+    """One line of a traceback or of a stack; in lists, the innermost frame is last."""
 
     filename: str
     line: int
@@ -57,10 +57,7 @@ class Frame:
 
 @dataclass
 class Raised:
-    """An exception with its traceback, and the one that led to it.
-
-    ``parts`` are the exceptions in an ExceptionGroup.
-    """
+    """An exception with its traceback and its cause; ``parts`` are those of an ExceptionGroup."""
 
     name: str
     message: str
@@ -72,10 +69,10 @@ class Raised:
 
 @dataclass
 class Outcome:
-    """How a call ended in one rank.
+    """The end of a call in one rank.
 
-    ``kind`` is "returned", "raised", "exit" (sys.exit), "function" (it could not be rebuilt
-    here) or "result" (it could not be pickled). ``value`` is pickled.
+    ``kind`` is "returned", "raised", "exit" (sys.exit), "function" (the function could not be
+    unpickled in the rank) or "result" (the result could not be pickled). ``value`` is pickled.
     """
 
     kind: str

@@ -1,4 +1,4 @@
-"""Functions, arguments and results as bytes: by value, so that no rank imports the notebook."""
+"""Pickle functions, arguments and results by value, because a rank cannot import a notebook."""
 
 from __future__ import annotations
 
@@ -24,29 +24,29 @@ INSTALLED = tuple(
     str(Path(sysconfig.get_paths()[kind]).resolve()) for kind in ("stdlib", "purelib", "platlib")
 )
 PACKAGE = str(Path(__file__).resolve().parents[1])
-_registry = threading.Lock()  # cloudpickle's list of what travels by value is the process's
-LONGEST = 20_000  # characters shown of what an exception says
+_registry = threading.Lock()  # cloudpickle's list of modules by value is global to the process
+LONGEST = 20_000  # characters shown of an exception's message
 Cached = type(functools.lru_cache(len))
 
 
 def pack_call(fn: Callable, args: Sequence[Any]) -> bytes:
-    """``fn`` and ``args`` as bytes; a TypeError names what cannot be pickled."""
+    """Return ``fn`` and ``args`` as bytes; raises TypeError that names an unpicklable value."""
     try:
         with _registry, _by_value(_own_modules(fn, args)):
             return pack((fn, tuple(args)))
     except Exception as error:
-        raise TypeError(_what_cannot_travel(fn, args, error)) from None  # it says it all
+        raise TypeError(_what_cannot_travel(fn, args, error)) from None
 
 
 def pack(value: Any) -> bytes:
-    """A value as bytes: cached functions by value too, and of a view only what it shows."""
+    """Return a value as bytes: cached functions by value, views without the storage around them."""
     with io.BytesIO() as file:
         _Pickler(file).dump(value)
         return file.getvalue()
 
 
 def _reduce_cached(fn: Any) -> Any:
-    """A cached function of the learner's: the same function with a cache that is empty."""
+    """Reduce a cached function of the learner to the same function with an empty cache."""
     by_value = {"__main__", *cloudpickle.list_registry_pickle_by_value()}
     if fn.__module__ not in by_value and _is_found_by_name(fn):
         return fn.__reduce__()
@@ -83,11 +83,11 @@ class _Pickler(cloudpickle.Pickler):
 
 
 def text_of(error: BaseException) -> str:
-    """What an exception says, with its notes: always a text, and of readable length."""
+    """Return an exception's message with its notes, cut to :data:`LONGEST` characters."""
     try:
         text = "\n".join([str(error), *getattr(error, "__notes__", [])])
     except Exception as other:
-        return f"(what it says is unknown, because its __str__ raised {type(other).__name__})"
+        return f"(no message, because its __str__ raised {type(other).__name__})"
     if len(text) > LONGEST:
         return f"{text[:LONGEST]} ... ({len(text) - LONGEST:,} more characters left out)"
     return text
@@ -95,7 +95,7 @@ def text_of(error: BaseException) -> str:
 
 @contextmanager
 def _by_value(modules: set[ModuleType]) -> Iterator[None]:
-    """Inside, functions and classes of these modules travel by value."""
+    """Send functions and classes of these modules by value inside this context."""
     already = cloudpickle.list_registry_pickle_by_value()
     new = [module for module in modules if module.__name__ not in already]
     for module in new:
@@ -108,7 +108,7 @@ def _by_value(modules: set[ModuleType]) -> Iterator[None]:
 
 
 def _own_modules(fn: Callable, args: Sequence[Any]) -> set[ModuleType]:
-    """The learner's files that these come from: a rank need not be able to import them."""
+    """Return the learner's modules of these values, which a rank may not be able to import."""
     things = [fn, getattr(fn, "func", None), *args, *map(type, args)]
     names = {getattr(thing, "__module__", None) for thing in things}
     modules = [sys.modules.get(name) for name in names if isinstance(name, str)]
@@ -120,7 +120,7 @@ def _own_modules(fn: Callable, args: Sequence[Any]) -> set[ModuleType]:
 
 
 def is_library(module: ModuleType) -> bool:
-    """Whether every rank can import ``module`` and has it already, or soon."""
+    """Return whether every rank can import ``module``: it is installed or part of course_lib."""
     name = getattr(module, "__file__", None)
     if name is None:
         return True
@@ -145,7 +145,7 @@ def _what_cannot_travel(fn: Callable, args: Sequence[Any], error: Exception) -> 
 
 
 def _variables(fn: Callable) -> dict[str, Any]:
-    """The variables from outside that ``fn`` uses, by name."""
+    """Return the global and nonlocal variables that ``fn`` uses, by name."""
     try:
         used = inspect.getclosurevars(inspect.unwrap(fn))
     except (TypeError, ValueError):
@@ -154,7 +154,7 @@ def _variables(fn: Callable) -> dict[str, Any]:
 
 
 def refusal(value: Any) -> str:
-    """Why ``value`` cannot be pickled; an empty string if it can."""
+    """Return why ``value`` cannot be pickled; an empty string if it can."""
     try:
         pack(value)
     except Exception as error:
@@ -163,7 +163,7 @@ def refusal(value: Any) -> str:
 
 
 def what_cannot_return(value: Any, name: str = "the result") -> str:
-    """One sentence that names the part of a result that cannot be pickled."""
+    """Return a sentence that names the element of a result that cannot be pickled."""
     parts: list[tuple[str, Any]] = []
     if isinstance(value, Mapping):
         parts = [(f"{name}[{reprlib.repr(key)}]", part) for key, part in value.items()]
@@ -180,5 +180,5 @@ def _kind(value: Any) -> str:
 
 
 def unpack(data: bytes) -> Any:
-    """The value that was packed."""
+    """Return the value that was packed."""
     return pickle.loads(data)

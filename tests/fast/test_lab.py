@@ -1,4 +1,4 @@
-"""Break-it labs: what is drawn, what is told of a diagnosis, and what is noted of it."""
+"""Break-it labs: the drawn runs, the marks of a diagnosis and the saved progress."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from course_lib.grading import Lab, lab
 from course_lib.grading.progress import Progress
 
 FAULTS = {
-    "healthy": (None, None),
+    "correct": (None, None),
     "late": ("all_gather", "all"),
     "shifted": ("reduce_scatter", range(4)),
     "bias": (None, "all"),
@@ -24,21 +24,21 @@ def made(seed=0, **more) -> Lab:
     return Lab("04", seed, FAULTS, **more)
 
 
-def truth(ward: Lab) -> dict:
-    return {patient.letter: patient.truth for patient in ward}
+def truth(some: Lab) -> dict:
+    return {lab_run.letter: lab_run.truth for lab_run in some}
 
 
-def test_every_seed_draws_other_patients():
-    wards = [truth(made(seed)) for seed in SEEDS]
-    assert len({str(ward) for ward in wards}) == len(wards)
-    for ward in wards:
-        assert "".join(ward) == "ABCDE"
-        assert sorted(cause for cause, *_ in ward.values()) == sorted(FAULTS)
-    found = {one for ward in wards for one in ward.values()}
+def test_every_seed_draws_other_runs():
+    truths = [truth(made(seed)) for seed in SEEDS]
+    assert len({str(drawn) for drawn in truths}) == len(truths)
+    for drawn in truths:
+        assert "".join(drawn) == "ABCDE"
+        assert sorted(cause for cause, *_ in drawn.values()) == sorted(FAULTS)
+    found = {one for drawn in truths for one in drawn.values()}
     assert {rank for cause, _, rank in found if cause == "shifted"} == set(range(4))
     assert {op for cause, op, _ in found if cause == "own block"} == set(FAULTS["own block"][0])
     for letter in "ABCDE":  # any letter may have anything
-        assert {ward[letter][0] for ward in wards} == set(FAULTS)
+        assert {drawn[letter][0] for drawn in truths} == set(FAULTS)
 
 
 def test_the_same_seed_draws_the_same():
@@ -46,18 +46,18 @@ def test_the_same_seed_draws_the_same():
     assert truth(made(3)) != truth(Lab("05", 3, FAULTS)), "lessons share no key"
 
 
-def test_fewer_patients_than_causes():
-    wards = [truth(made(seed, patients=3)) for seed in SEEDS]
-    assert all("".join(ward) == "ABC" for ward in wards)
-    assert {cause for ward in wards for cause, *_ in ward.values()} == set(FAULTS)
+def test_fewer_runs_than_causes():
+    truths = [truth(made(seed, runs=3)) for seed in SEEDS]
+    assert all("".join(drawn) == "ABC" for drawn in truths)
+    assert {cause for drawn in truths for cause, *_ in drawn.values()} == set(FAULTS)
 
 
-def test_a_patient_does_what_he_has():
-    for ward in map(made, SEEDS):
-        by_cause = {patient.cause: patient for patient in ward}
+def test_a_run_has_its_fault():
+    for drawn in map(made, SEEDS):
+        by_cause = {lab_run.cause: lab_run for lab_run in drawn}
         shifted, late = by_cause["shifted"], by_cause["late"]
-        ill = [rank for rank in range(4) if shifted.has("shifted", rank)]
-        assert ill == [shifted.rank]
+        faulty = [rank for rank in range(4) if shifted.has("shifted", rank)]
+        assert faulty == [shifted.rank]
         assert shifted.where == "reduce_scatter"
         assert not shifted.has("late")
         assert all(late.has("late", rank) for rank in range(4))
@@ -66,10 +66,10 @@ def test_a_patient_does_what_he_has():
 
 
 def test_nothing_printed_tells():
-    ward = made()
-    said = f"{ward} {ward!r} {list(ward)} {ward.grade(dict.fromkeys('ABCDE', NOTHING))}"
+    drawn = made()
+    said = f"{drawn} {drawn!r} {list(drawn)} {drawn.grade(dict.fromkeys('ABCDE', NOTHING))}"
     assert not any(cause in said for cause in FAULTS)
-    assert repr(ward) == "lab of lesson 04: patients A, B, C, D, E"
+    assert repr(drawn) == "lab of lesson 04: runs A, B, C, D, E"
 
 
 def test_untouched_nothing_is_right(capsys):
@@ -80,28 +80,28 @@ def test_untouched_nothing_is_right(capsys):
 
 def test_each_field_is_judged_by_itself():
     for seed in SEEDS:
-        ward = made(seed)
-        right = truth(ward)
-        assert repr(ward.grade(right)).startswith("5 of 5 right\n")
+        drawn = made(seed)
+        right = truth(drawn)
+        assert repr(drawn.grade(right)).startswith("5 of 5 right\n")
         for letter, (cause, op, rank) in right.items():
             wrong = "late" if cause != "late" else "bias"
-            result = ward.grade(right | {letter: (wrong, op, rank)})
+            result = drawn.grade(right | {letter: (wrong, op, rank)})
             assert result.right == 4
             assert result.rows[letter] == ["look again", "right", "right"]
-            result = ward.grade({letter: (cause, op, 7)})
+            result = drawn.grade({letter: (cause, op, 7)})
             assert (result.right, result.rows[letter][2]) == (0, "look again")
             assert cause not in str(result)
-            result = ward.grade({letter: (None, op, rank)})
-            assert result.rows[letter][0] == "-", "without a cause nothing is healthy"
+            result = drawn.grade({letter: (None, op, rank)})
+            assert result.rows[letter][0] == "-", "without a cause no run is correct"
             assert result.right == 0
 
 
 def test_the_table():
-    ward = made()
-    right = truth(ward)
+    drawn = made()
+    right = truth(drawn)
     letter = next(each for each in right if right[each][0] == "late")
     said = {letter: ("late", "all_gather", 2)}
-    lines = str(ward.grade(said)).splitlines()
+    lines = str(drawn.grade(said)).splitlines()
     assert lines[:2] == ["0 of 5 right", "   cause           collective      rank"]
     assert f"{letter}  right           right           look again" in lines
     assert lines.count(letter) == 0
@@ -111,19 +111,19 @@ def test_the_table():
 @pytest.mark.parametrize(
     ("said", "words"),
     [
-        ({"F": ("late", "all_gather", 1)}, "there is no patient 'F'; they are A, B, C, D, E"),
-        ({"A": ("lat", None, 1)}, "A  'lat' is no cause of this lab; choose from \"healthy\", "),
-        ({"A": (7, None, 1)}, "A  7 is no cause of this lab"),
+        ({"F": ("late", "all_gather", 1)}, "expected the runs A, B, C, D, E, got 'F'"),
+        ({"A": ("lat", None, 1)}, 'A  expected a cause of this lab ("correct", "late", '),
+        ({"A": (7, None, 1)}, '"own block"), got 7'),
         ({"A": ("late", "all_reduce", 1)}, '"all_gather", "reduce_scatter"'),
-        ({"A": ("late", None)}, "A  say it as (cause, collective, rank), in this order"),
-        ({"A": ("late", None, 1, 2)}, "A  say it as (cause, collective, rank), in this order"),
-        ({"A": "late"}, "A  say it as (cause, collective, rank), in this order"),
-        ({"A": 3}, "A  say it as"),
-        ({"A": ("late", None, "two")}, "A  'two' is no rank: a number, \"all\" or None"),
-        ({"A": ("late", None, True)}, "A  True is no rank"),
-        ({"A": ([1] * 99, None, 1)}, "... is no cause"),
-        (None, 'a diagnosis is a table such as {"A": (cause, collective, rank), ...}'),
-        ("late", "a diagnosis is a table"),
+        ({"A": ("late", None)}, "A  expected (cause, collective, rank) in this order, got "),
+        ({"A": ("late", None, 1, 2)}, "A  expected (cause, collective, rank) in this order, got "),
+        ({"A": "late"}, "A  expected (cause, collective, rank) in this order, got "),
+        ({"A": 3}, "A  expected (cause, collective, rank) in this order, got 3"),
+        ({"A": ("late", None, "two")}, "A  expected a rank: a number, \"all\" or None, got 'two'"),
+        ({"A": ("late", None, True)}, 'A  expected a rank: a number, "all" or None, got True'),
+        ({"A": ([1] * 99, None, 1)}, "), got [1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, ..."),
+        (None, 'expected a dict such as {"A": (cause, collective, rank), ...}, got None'),
+        ("late", "expected a dict such as"),
     ],
 )
 def test_what_cannot_be_judged_is_one_sentence(said, words):
@@ -135,47 +135,58 @@ def test_what_cannot_be_judged_is_one_sentence(said, words):
 
 
 def test_one_bad_entry_does_not_spoil_the_others():
-    ward = made()
-    right = truth(ward)
-    assert ward.grade(right | {"A": ("lat", None, 1), "F": NOTHING}).right == 4
+    drawn = made()
+    right = truth(drawn)
+    assert drawn.grade(right | {"A": ("lat", None, 1), "F": NOTHING}).right == 4
+
+
+def test_a_saved_diagnosis_may_say_healthy():
+    drawn = made()
+    right = truth(drawn)
+    saved = {
+        letter: ("healthy", *rest) if cause == "correct" else (cause, *rest)
+        for letter, (cause, *rest) in right.items()
+    }
+    assert saved != right
+    assert repr(drawn.grade(saved)) == repr(drawn.grade(right))
 
 
 def test_two_fields():
-    ward = Lab("08", 1, {"healthy": (None,), "lost W": (range(4),)}, fields=("cause", "rank"))
-    lost = next(patient for patient in ward if patient.has("lost W"))
+    drawn = Lab("08", 1, {"correct": (None,), "lost W": (range(4),)}, fields=("cause", "rank"))
+    lost = next(lab_run for lab_run in drawn if lab_run.has("lost W"))
     assert lost.rank in range(4)
-    assert ward.grade({lost.letter: ("lost W", lost.rank)}).right == 1
+    assert drawn.grade({lost.letter: ("lost W", lost.rank)}).right == 1
 
 
 def test_a_lab_that_cannot_be():
-    with pytest.raises(ValueError, match="'late' needs an answer for each of"):
+    with pytest.raises(ValueError, match="expected a tuple of .* for the cause 'late', got"):
         Lab("04", 1, {"late": ("all_gather",)})
-    with pytest.raises(ValueError, match="'late' needs an answer"):
+    with pytest.raises(ValueError, match="expected a tuple of .* for the cause 'late', got 'ab'"):
         Lab("04", 1, {"late": "ab"})
 
 
 def test_the_answers_appear_on_request(capsys):
-    ward = made()
-    assert ward.reveal() is None
+    drawn = made()
+    assert drawn.reveal() is None
     lines = capsys.readouterr().out.splitlines()
-    for letter, (cause, op, rank) in truth(ward).items():
+    for letter, (cause, op, rank) in truth(drawn).items():
         assert f"{letter}  {cause:16}{op!s:16}{rank}" in lines
 
 
 def test_in_work_it_is_progress(tmp_path, monkeypatch):
-    ward = made()
-    right = truth(ward)
+    drawn = made()
+    right = truth(drawn)
     (tmp_path / "work" / "notebooks").mkdir(parents=True)
     elsewhere = tmp_path / "notebooks"
     elsewhere.mkdir()
     monkeypatch.setattr(lab, "__file__", str(tmp_path / "course_lib" / "grading" / "lab.py"))
     monkeypatch.chdir(elsewhere)
-    ward.grade(right)
+    drawn.grade(right)
     monkeypatch.chdir(tmp_path / "work" / "notebooks")
-    ward.grade(dict.fromkeys("ABCDE", NOTHING))
+    drawn.grade(dict.fromkeys("ABCDE", NOTHING))
     assert not Progress(tmp_path).labs, "neither another folder nor an untouched table"
     for letters in ("A", "ABCDE", "AB"):
-        ward.grade({letter: right[letter] for letter in letters})
+        drawn.grade({letter: right[letter] for letter in letters})
     found = Progress(tmp_path).lab("04")
     assert (found.attempts, found.best, found.total, found.done) == (3, 5, 5, True)
 

@@ -1,6 +1,6 @@
-"""Break-it labs can be solved: who reads as the lesson says, names every patient, for many seeds.
+"""Break-it labs can be solved: the rules of the lesson find every fault, for several seeds.
 
-Each reader below sees what the lab prints and nothing else.
+Each reader below sees the output of the lab and nothing else.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ ROOT = Path(__file__).parents[2]
 SEEDS = (1, 2, 3, 4)
 ROUNDING = 1e-5
 Diagnosis = tuple[str, str | None, int | str | None]
-HEALTHY: Diagnosis = ("healthy", None, None)
+CORRECT: Diagnosis = ("correct", None, None)
 
 
 def numbers(text: str) -> list[float]:
@@ -27,7 +27,7 @@ def numbers(text: str) -> list[float]:
 
 
 def odd_one(values: list) -> int | None:
-    """The place of the one that differs from all others."""
+    """Return the index of the one value that differs from all others."""
     alone = [place for place, value in enumerate(values) if values.count(value) == 1]
     return alone[0] if len(alone) == 1 else None
 
@@ -43,7 +43,7 @@ def reads_01(told: str, head: str) -> tuple[str, int | None]:
             return "moments", rank
         if last > usual[-1]:
             return "graph" if last > first else "copy", rank
-    return "healthy", None
+    return "correct", None
 
 
 def reads_02(told: str, head: str) -> Diagnosis:
@@ -56,7 +56,7 @@ def reads_02(told: str, head: str) -> Diagnosis:
         return ("own order", "reduce_scatter", "all") if gathered else (
             "half-way", "all_gather", "all")  # fmt: skip
     if error < ROUNDING:
-        return HEALTHY
+        return CORRECT
     if len(set(pieces)) == 1:
         return "own block", "reduce_scatter", (pieces[0].index(".") + 1) % 4
     return "own block", "all_gather", next(r for r in range(4) if pieces[r].count(".") == 1)
@@ -74,7 +74,7 @@ def reads_03(told: str, head: str) -> Diagnosis:
     if norm == 4:
         return "n times", None, "all"
     alone = odd_one(sums)
-    return HEALTHY if alone is None else ("seeds", "broadcast", alone)
+    return CORRECT if alone is None else ("seeds", "broadcast", alone)
 
 
 def reads_04(told: str, head: str) -> Diagnosis:
@@ -85,7 +85,7 @@ def reads_04(told: str, head: str) -> Diagnosis:
     if rows == [".xxx", "x.xx", "xx.x", "xxx."]:
         return "late", "all_gather", "all"
     if "".join(rows).count("x") == 0:
-        return HEALTHY
+        return CORRECT
     if len(set(rows)) == 1:
         return "shifted", "reduce_scatter", rows[0].index("x")
     return "stale", "all_gather", next(rank for rank in range(4) if "x" in rows[rank])
@@ -100,7 +100,7 @@ def reads_05(told: str, head: str) -> Diagnosis:
         return "no f", "backward", "all"
     if first > ROUNDING:
         return "heads", None, next(r for r in range(4) if sums[r] == sums[(r + 1) % 4])
-    return ("bias", None, "all") if last > ROUNDING else HEALTHY
+    return ("bias", None, "all") if last > ROUNDING else CORRECT
 
 
 def reads_06(told: str, head: str) -> Diagnosis:
@@ -111,7 +111,7 @@ def reads_06(told: str, head: str) -> Diagnosis:
         return "gather", "reduce_scatter", "all"
     if norms > ROUNDING:
         return "norms", "all_reduce", "all"
-    return ("heads", "all_reduce", "all") if keys > ROUNDING else HEALTHY
+    return ("heads", "all_reduce", "all") if keys > ROUNDING else CORRECT
 
 
 def reads_07(told: str, head: str) -> Diagnosis:
@@ -122,7 +122,7 @@ def reads_07(told: str, head: str) -> Diagnosis:
     if ends > ROUNDING:
         return "tied", "all_reduce", 0
     if not wrong:
-        return HEALTHY
+        return CORRECT
     culprit = min(set(range(1, 4)) - set(wrong), default=3)
     # with culprit 3 all are off, as with a mean of means; but that changes the loss too
     serial = numbers(head.split("\nserial")[1])[0]
@@ -142,7 +142,7 @@ def reads_08(told: str, head: str) -> tuple[str, int | None]:
     gaps = [first[rank - 1] - first[rank] for rank in range(1, 4)]
     if max(gaps) > 30:  # ms: one I takes 20, and one W
         return "whole B", 1 + gaps.index(max(gaps))
-    return "healthy", None
+    return "correct", None
 
 
 def reads_09(told: str, head: str) -> Diagnosis:
@@ -152,7 +152,7 @@ def reads_09(told: str, head: str) -> Diagnosis:
     if 0 in norms:
         return "lost", "backward", norms.index(0)
     if not gradient:
-        return HEALTHY
+        return CORRECT
     if len(wrong) == 1:
         return "labels", "forward", wrong[0]
     return ("positions", "forward", "all") if wrong else ("mean", "backward", "all")
@@ -167,7 +167,7 @@ def reads_10(told: str, head: str) -> Diagnosis:
         return "group", "edp", "all"
     if abs(factor - 1) > 0.1:
         return "divided", "edp", "all"
-    return ("router", "dp", "all") if routers > ROUNDING else HEALTHY
+    return ("router", "dp", "all") if routers > ROUNDING else CORRECT
 
 
 def reads_13(told: str, head: str) -> Diagnosis:
@@ -179,7 +179,7 @@ def reads_13(told: str, head: str) -> Diagnosis:
         return "local names", "all_gather", "all"
     if len(set(rows)) > 1:
         return "lost rows", None, odd_one(rows)
-    return HEALTHY if serial == "yes" else ("own noise", None, "all")
+    return CORRECT if serial == "yes" else ("own noise", None, "all")
 
 
 READERS = {
@@ -198,14 +198,14 @@ READERS = {
 
 
 def diagnoses(number: str, printed: str) -> dict[str, Diagnosis]:
-    """A reader's diagnosis of each patient; his lines begin with his letter."""
+    """Return a reader's diagnosis of each run, whose lines begin with its letter."""
     head, *parts = re.split(r"^([A-H])(?= )", printed, flags=re.MULTILINE)
     pairs = zip(parts[::2], parts[1::2], strict=True)
     return {letter: READERS[number](told, head) for letter, told in pairs}
 
 
 def labs(number: str) -> Iterator[tuple[str, str]]:
-    """What the lab prints for each seed, and the grade of a reader's diagnosis of it."""
+    """Yield the output of the lab for each seed, and the grade of a reader's diagnosis."""
     (path,) = (ROOT / "notebooks").glob(f"{number}_*.py")
     notebook = build.build(read_lesson(path))["notebooks"]
     code = [cell for cell in notebook.cells if cell.cell_type == "code"]
@@ -235,7 +235,7 @@ def labs(number: str) -> Iterator[tuple[str, str]]:
 
 @pytest.mark.long
 @pytest.mark.parametrize("number", READERS)
-def test_who_reads_as_the_lesson_says_names_every_patient(number):
+def test_the_rules_of_the_lesson_find_every_fault(number):
     for told, grade in labs(number):
         right, total = re.match(r"(\d) of (\d) right", grade).groups()
         assert right == total >= "5", f"{told}\n{grade}"

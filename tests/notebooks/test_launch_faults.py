@@ -234,10 +234,10 @@ def test_a_kept_world_starts_fresh_ranks_after_a_fault(notebook):
 
 def test_bad_arguments_are_one_sentence(notebook):
     for call, name, words in [
-        ("run(print, n=0)", "ValueError", "from 1 to"),
+        ("run(print, n=0)", "ValueError", "expected 1 to"),
         ("run(print, n=2.0)", "TypeError", "whole number"),
-        ("run(print, timeout=-1)", "ValueError", "more than 0 seconds"),
-        ("run(3)", "TypeError", "must be a function"),
+        ("run(print, timeout=-1)", "ValueError", "above 0 seconds"),
+        ("run(3)", "TypeError", "expected a function"),
         ("run(print, device='tpu')", "ValueError", "device='tpu'"),
     ]:
         cell = notebook.cell(call)

@@ -273,7 +273,7 @@ def lesson_07_shows_pipelines(notebook):
     ):
         assert line in text
     assert "0 of 5 right" in text
-    for length in (r"1\.000", r"9\.000"):  # healthy, and 1/m forgotten
+    for length in (r"1\.000", r"9\.000"):  # the correct run, and 1/m forgotten
         assert re.search(rf"^[A-E] +\S+ +{length}\d ", text, re.MULTILINE)
     assert len(pictures(notebook)) == 6
 
@@ -290,9 +290,9 @@ def lesson_08_shows_every_schedule(notebook):
         assert line in text
     for name in ("interleaved", "zb-v"):
         assert re.search(rf"^{name} +gradients of torch's and ours differ by", text, re.MULTILINE)
-    patients = re.findall(r"^[A-E] +\d+ ms ((?: +\d\.\d{3}){4})", text, re.MULTILINE)
-    shares = [sorted({"1.000", *patient.split()}) for patient in patients]
-    assert sorted(map(len, shares)) == [1, 1, 1, 2, 2], "one has lost a W, one does one twice"
+    lab_runs = re.findall(r"^[A-E] +\d+ ms ((?: +\d\.\d{3}){4})", text, re.MULTILINE)
+    shares = [sorted({"1.000", *lab_run.split()}) for lab_run in lab_runs]
+    assert sorted(map(len, shares)) == [1, 1, 1, 2, 2], "one loses a W, one computes a W twice"
     assert text.count("your vote: None") == 2
     assert len(pictures(notebook)) == 8
 
@@ -329,8 +329,8 @@ def lesson_09_shows_rings(notebook):
         "0 of 5 right",
     ):
         assert line in text
-    assert re.search(r"^[A-E] .* 0e\+00 +0 +0 +0 +0 ", text, re.MULTILINE), "one is healthy"
-    assert re.search(r"^[A-E] .* 0\.0000( |$)", text, re.MULTILINE), "one has lost dK and dV"
+    assert re.search(r"^[A-E] .* 0e\+00 +0 +0 +0 +0 ", text, re.MULTILINE), "one is correct"
+    assert re.search(r"^[A-E] .* 0\.0000( |$)", text, re.MULTILINE), "one loses dK and dV"
     assert len(pictures(notebook)) == 4  # and the slider's, which is a widget
 
 
@@ -360,7 +360,7 @@ def lesson_13_shows_serving(notebook):
     rows = re.findall(r"^[A-E] +(\d+) +(yes|no) +(yes|no) +(\d+)   \[", text, re.MULTILINE)
     assert sorted(int(row[0]) for row in rows) == [16, 16, 16, 16, 512], "who gathers all logits"
     assert [row[1] for row in rows].count("no") == 1, "whose ranks take different tokens"
-    assert [row[2] for row in rows].count("yes") == 1, "one is healthy"
+    assert [row[2] for row in rows].count("yes") == 1, "one is correct"
     assert len(pictures(notebook)) == 3
 
 

@@ -301,5 +301,5 @@ def test_bad_arguments(keywords, error, words):
 
 def test_cuda_with_too_few_cards(monkeypatch):
     monkeypatch.setattr(arguments.torch.cuda, "device_count", lambda: 1)
-    with pytest.raises(ValueError, match="needs 2 GPUs, one per rank, and this machine has 1"):
+    with pytest.raises(ValueError, match="needs 2 GPUs, one per rank, but this machine has 1"):
         run(total, n=2, device="cuda")
