@@ -65,13 +65,14 @@ class Ledger:
     def __init__(self, rank: int = 0) -> None:
         self.rank = rank
         self.records: list[Record] = []
+        self.groups: dict[str, tuple[int, ...]] = {}  # axis -> global ranks of this rank's group
 
     def add(self, record: Record) -> None:
         """Write down one call."""
         self.records.append(record)
 
     def clear(self) -> None:
-        """Forget everything: what follows is counted from zero."""
+        """Forget all calls: what follows is counted from zero."""
         self.records.clear()
 
     def select(
