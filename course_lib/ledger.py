@@ -46,7 +46,8 @@ class Record:
     """One call of one rank: ``op`` is what was asked for, ``backend_op`` what torch was told.
 
     ``backend_op`` is the name of a ``torch.ops.c10d`` operation, which is what torch's own
-    counters see. ``peer`` is the other global rank of a message.
+    counters see. ``peer`` is the other global rank of a message, ``itemsize`` the bytes of an
+    element.
     """
 
     axis: str
@@ -57,6 +58,7 @@ class Record:
     n: int
     control: bool = False
     peer: int | None = None
+    itemsize: int = 4
 
 
 class Ledger:

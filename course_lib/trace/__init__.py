@@ -8,7 +8,13 @@ from course_lib.trace.memory import (
     state_bytes,
 )
 from course_lib.trace.spans import TOO_BUSY, Sleep, Trace, overshoot
-from course_lib.trace.traffic import Matrix, SentBytes, SocketMeter, traffic_matrices
+from course_lib.trace.traffic import (
+    Matrix,
+    SentBytes,
+    SocketMeter,
+    header_bytes,
+    traffic_matrices,
+)
 
 __all__ = [
     "TOO_BUSY",
@@ -21,6 +27,7 @@ __all__ = [
     "SocketMeter",
     "StateBytes",
     "Trace",
+    "header_bytes",
     "overshoot",
     "state_bytes",
     "traffic_matrices",

@@ -1,9 +1,11 @@
-"""Bytes that this rank really sent, as the Linux kernel counted them on each TCP connection.
+"""Count the bytes that a rank really sent: the Linux kernel has them for each TCP connection.
 
 gloo opens one connection to each peer when a group is made. The connections that open around
 ``new_group`` therefore belong to one axis, and the two ends of a connection name the pair of
 ranks. TCP_INFO has the count of each connection; reading it needs no privileges and sends nothing.
 Where there is no such count (macOS, nccl, an old kernel) the result is None.
+
+The count is the formula's bytes and gloo's headers, which :func:`header_bytes` predicts.
 """
 
 from __future__ import annotations
@@ -17,7 +19,10 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from fractions import Fraction
 from pathlib import Path
+
+from course_lib.ledger import Record
 
 Address = tuple[str, int]
 Connection = tuple[Address, Address]  # this end and the other end
@@ -28,6 +33,11 @@ OPEN_FILES = Path("/proc/self/fd")
 # Offsets in struct tcp_info of linux/tcp.h: uint32 tcpi_notsent_bytes, uint64 tcpi_bytes_sent
 # (retransmissions included, headers of TCP and IP not) and, next to it, tcpi_bytes_retrans.
 NOT_SENT, SENT, INFO_BYTES = 144, 200, 216
+
+# gloo sends three headers of 48 bytes for each message: the sender announces the message, the
+# receiver says that it is ready, and the message has one of its own.
+HEADER_BYTES = 3 * 48
+LARGEST_SEGMENT = 2**20  # bytes in which gloo's all_reduce cuts a tensor at most
 
 
 def bytes_written(info: bytes) -> int | None:
@@ -163,7 +173,8 @@ class SocketMeter:
         if now is None or not self._axis_of.keys() <= now.keys():
             return SentBytes()
         counts = {
-            (self._axis_of.get(ends, WORLD), ends): count - before.get(ends, self._start.get(ends, 0))
+            (self._axis_of.get(ends, WORLD), ends): count
+            - before.get(ends, self._start.get(ends, 0))
             for ends, count in now.items()
             if ends not in self._foreign
         }
@@ -194,3 +205,26 @@ def traffic_matrices(ranks: Iterable[SentBytes]) -> dict[str, Matrix] | None:
                 matrices[axis] = [[0] * len(known) for _ in known]
             matrices[axis][rank][peer] += count
     return matrices
+
+
+def header_bytes(record: Record) -> Fraction:
+    """Return the bytes of gloo's headers for a call: all ranks together, divided by their number."""
+    return HEADER_BYTES * _messages(record)
+
+
+def _messages(record: Record) -> Fraction:
+    """Messages that gloo sends for a call, per rank on average; see its allreduce.cc."""
+    n, payload = record.n, record.payload
+    if record.peer is not None:
+        return Fraction(record.op == "send")
+    if record.backend_op == "alltoall_base_":
+        return Fraction(n - 1)
+    if record.backend_op == "broadcast_":
+        return Fraction(n - 1, n)
+    if record.backend_op == "_allgather_base_":  # a ring; each shard in two halves
+        return Fraction(2 * (n - 1))
+    # all_reduce and gloo's reduce_scatter: a ring of at least 2n segments, of whole elements
+    most = n * max(2, -(-payload // (n * LARGEST_SEGMENT)))
+    elements = payload // record.itemsize
+    segments = -(-elements // -(-elements // most)) if elements else 0
+    return Fraction(2 * (n - 1) * segments, n)
