@@ -16,7 +16,7 @@ import socket
 import stat
 import struct
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from fractions import Fraction
@@ -208,7 +208,7 @@ def traffic_matrices(ranks: Iterable[SentBytes]) -> dict[str, Matrix] | None:
 
 
 def header_bytes(record: Record) -> Fraction:
-    """Return the bytes of gloo's headers for a call: all ranks together, divided by their number."""
+    """Return the bytes of gloo's headers per rank for a call, averaged over the ranks."""
     return HEADER_BYTES * _messages(record)
 
 
