@@ -1,4 +1,4 @@
-"""The bytes that the kernel counted during a row's last step, and the bytes that the row expects."""
+"""The bytes that the kernel counted in a row's last step, beside those that are expected."""
 
 from __future__ import annotations
 
@@ -54,18 +54,22 @@ def counted_by_axis(
     if kernel is None:
         return None
     books = list(ledgers)
-    found = {axis: Counted([sum(row) for row in matrix]) for axis, matrix in kernel.items()}
-    for record in (record for book in books for record in book.records):
-        call = Counted([0] * len(books), record.wire, header_bytes(record))
-        found[record.axis] = found.get(record.axis, Counted([0] * len(books))) + call
-    return {axis: one for axis, one in sorted(found.items()) if one.bytes or one.expected}
+    records = [record for book in books for record in book.records]
+    found = {}
+    for axis in sorted(kernel.keys() | {record.axis for record in records}):
+        here = [record for record in records if record.axis == axis]
+        wire = sum((record.wire for record in here), Fraction(0))
+        headers = sum(map(header_bytes, here), Fraction(0))
+        sent = [sum(row) for row in kernel.get(axis, [[0]] * len(books))]
+        if here or any(sent):
+            found[axis] = Counted(sent, wire, headers)
+    return found
 
 
 def kernel_json(by_axis: Mapping[str, Counted] | None, ranks: int) -> dict[str, Any]:
     """Return the entries of tour.json: of all axes, and of each; null where there is no count."""
     if by_axis is None:
-        whole = dict.fromkeys(Counted([0]).as_json())
-        return {f"kernel_{key}": None for key in (*whole, "by_axis")}
+        return {f"kernel_{key}": None for key in (*Counted([0]).as_json(), "by_axis")}
     whole = sum(by_axis.values(), Counted([0] * ranks)).as_json()
     axes = {axis: one.as_json() for axis, one in by_axis.items()}
     return {f"kernel_{key}": value for key, value in whole.items()} | {"kernel_by_axis": axes}
