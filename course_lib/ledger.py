@@ -1,8 +1,9 @@
-"""The ledger: what went through the network, and the one formula for wire bytes.
+"""The ledger: every call that goes through the network, and the one formula for wire bytes.
 
-*Payload* is the caller's input in bytes; *wire* is what a rank sends for it when the operation
-is done in the cheapest known way (ring algorithms). :func:`wire` is the only place where that
-is said. Control traffic (token counts, norms, split sizes) is tagged and stands on its own line.
+*Payload* is the caller's input in bytes, which is counted. *Wire* is a formula: the bytes that a
+rank sends for the payload with the cheapest known algorithm (a ring). :func:`wire` is the only
+place that has it. :mod:`course_lib.trace.traffic` counts the bytes that were really sent. Control
+traffic (token counts, norms, split sizes) is tagged and has a line of its own.
 """
 
 from __future__ import annotations
@@ -46,7 +47,8 @@ class Record:
     """One call of one rank: ``op`` is what was asked for, ``backend_op`` what torch was told.
 
     ``backend_op`` is the name of a ``torch.ops.c10d`` operation, which is what torch's own
-    counters see. ``peer`` is the other global rank of a message.
+    counters see. ``peer`` is the other global rank of a message, ``itemsize`` the bytes of an
+    element.
     """
 
     axis: str
@@ -57,6 +59,7 @@ class Record:
     n: int
     control: bool = False
     peer: int | None = None
+    itemsize: int = 4
 
 
 class Ledger:
@@ -65,13 +68,14 @@ class Ledger:
     def __init__(self, rank: int = 0) -> None:
         self.rank = rank
         self.records: list[Record] = []
+        self.groups: dict[str, tuple[int, ...]] = {}  # axis -> global ranks of this rank's group
 
     def add(self, record: Record) -> None:
         """Write down one call."""
         self.records.append(record)
 
     def clear(self) -> None:
-        """Forget everything: what follows is counted from zero."""
+        """Forget all calls: what follows is counted from zero."""
         self.records.clear()
 
     def select(
@@ -142,9 +146,32 @@ def wire_bytes_by_axis(ledgers: Iterable[Ledger]) -> dict[str, Fraction]:
     return dict(sums)
 
 
+def formula_matrices(ledgers: Iterable[Ledger]) -> dict[str, list[list[Fraction]]]:
+    """Return the wire bytes, control traffic included, by sender and receiver.
+
+    The result is axis -> [sender][receiver], global ranks. An all_to_all sends the same to each
+    peer, other collectives send all to the next rank of the ring. ``ledgers`` has those of all
+    ranks, in order, from a run with :func:`course_lib.mesh.make_mesh`.
+    """
+    books = list(ledgers)
+    matrices: dict[str, list[list[Fraction]]] = {}
+    for rank, book in enumerate(books):
+        for record in book.records:
+            if record.axis not in matrices:
+                matrices[record.axis] = [[Fraction(0)] * len(books) for _ in books]
+            group = book.groups[record.axis]
+            following = group[(group.index(rank) + 1) % len(group)]
+            peers = [following] if record.peer is None else [record.peer]
+            if record.backend_op == "alltoall_base_":
+                peers = [peer for peer in group if peer != rank]
+            for peer in peers:
+                matrices[record.axis][rank][peer] += record.wire / len(peers)
+    return matrices
+
+
 def table(ledgers: Iterable[Ledger]) -> str:
-    """The ledger as text: axis, op, what torch was told, calls, payload bytes, wire bytes."""
-    head = ("axis", "op", "backend op", "calls", "payload bytes", "wire bytes")
+    """Return the ledger as text: axis, op, torch's own op, calls, payload bytes, wire bytes."""
+    head = ("axis", "op", "backend op", "calls", "payload bytes", "wire bytes (formula)")
     rows = [head]
     for line in summarize(ledgers):
         op = f"{line.op} (control)" if line.control else line.op

@@ -1,21 +1,12 @@
-"""`course bench wire`: bytes that really moved over loopback, beside the ledger's formula.
+"""`course bench wire`: the bytes that the kernel counted for each operation, beside the formula.
 
-The ledger counts by formula what the cheapest known algorithm sends. Here the kernel counts: the
-``lo`` line of /proc/net/dev before and after, in a private network namespace where that is
-allowed, so that nobody else's traffic is in it. Linux only.
+The ledger has the bytes that the cheapest known algorithm sends. The Linux kernel counts the bytes
+that TCP sent on the connections of the ranks (:mod:`course_lib.trace.traffic`).
 """
 
 from __future__ import annotations
 
-import fcntl
-import json
-import shutil
-import socket
-import struct
-import subprocess
-import sys
 from collections.abc import Callable
-from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -26,13 +17,11 @@ from course_lib.bench.rounds import Say, quiet
 from course_lib.launch import World
 from course_lib.ledger import wire
 from course_lib.mesh import Axis, make_mesh
+from course_lib.trace import SentBytes, traffic_matrices
 
 RANKS = 4
 PAYLOAD = 2**20  # bytes a rank hands to each call
-_COUNTER = Path("/proc/net/dev")
 _NATIVE = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
-_SET_FLAGS, _GET_FLAGS, _UP = 0x8914, 0x8913, 1  # of linux/sockios.h and linux/if.h
-_CHILD = "from course_lib.bench import wire; wire._in_namespace()"
 
 
 def _natively(x: Tensor, axis: Axis) -> None:
@@ -63,130 +52,59 @@ _OPERATIONS: dict[str, tuple[Operation, str, int]] = {
 
 
 def measure(rounds: int = 20, payload: int = PAYLOAD, say: Say = quiet) -> dict:
-    """Bytes moved a call, on 4 ranks together: counted by the kernel, and by formula.
+    """Return the bytes per call of 4 ranks together: counted by the kernel, and by the formula.
 
-    ``payload`` is in bytes, a multiple of 16. Raises RuntimeError where there is no such counter.
+    ``payload`` is in bytes, a multiple of 16. Raises RuntimeError where the kernel has no count.
     """
-    if not _COUNTER.exists():
-        raise RuntimeError(f"the kernel's byte counter {_COUNTER} is a thing of Linux: not here")
     if payload < 16 or payload % 16 or rounds < 1:
         raise ValueError(
-            f"payload={payload} bytes, rounds={rounds}: a multiple of 16 and at least 1 are wanted"
+            f"expected payload to be a multiple of 16 bytes and rounds at least 1, got "
+            f"payload={payload}, rounds={rounds}"
         )
     say(f"{len(_OPERATIONS)} operations, {rounds} calls of each")
-    private = _measure_privately(rounds, payload)
-    moved = private or _measure_here(rounds, payload)
+    with World(RANKS) as world:
+        sent = world.run(_count, rounds, payload, timeout=60 + rounds)
     rows = []
     for name, (_, op, senders) in _OPERATIONS.items():
+        matrices = traffic_matrices(rank[name] for rank in sent)
+        if matrices is None:
+            raise RuntimeError("this kernel does not count what TCP sends (TCP_INFO): use Linux")
         formula = float(senders * wire(op, payload, RANKS))
-        ratio = moved[name] / formula
-        rows.append({"name": name, "formula": formula, "moved": moved[name], "ratio": ratio})
+        moved = sum(map(sum, matrices["dp"])) / rounds
+        rows.append({"name": name, "formula": formula, "moved": moved, "ratio": moved / formula})
     return {
         "ranks": RANKS,
         "payload": payload,
         "rounds": rounds,
-        "private_namespace": private is not None,
+        "private_namespace": False,  # not needed: the count is that of the ranks' own connections
         "rows": rows,
     }
 
 
 def text(result: dict) -> str:
-    """The result as a table, with what to read in it."""
+    """Return the result as a table, with its explanation."""
     lines = [
-        f"Bytes over loopback a call: {result['ranks']} ranks together, "
-        f"{result['payload']:,} bytes handed over by each, {result['rounds']} calls",
-        f"{'':<32}{'formula':>12}{'moved':>14}{'moved / formula':>17}",
+        f"Bytes per call, {result['ranks']} ranks together: each passes {result['payload']:,} "
+        f"bytes to the call; {result['rounds']} calls",
+        f"{'':<32}{'formula':>12}{'kernel':>14}{'kernel / formula':>18}",
     ]
     for row in result["rows"]:
-        numbers = f"{row['formula']:>12,.0f}{row['moved']:>14,.0f}{row['ratio']:>17.3f}"
+        numbers = f"{row['formula']:>12,.0f}{row['moved']:>14,.0f}{row['ratio']:>18.3f}"
         lines.append(f"{row['name']:<32}{numbers}")
     lines.append(
         "gloo's own reduce-scatter is an all-reduce inside, twice the bytes; ours is an "
-        "all-to-all and a local sum. The rest is headers and acknowledgements."
+        "all-to-all and a local sum. The rest is gloo's headers, 144 bytes per message."
     )
-    if result["private_namespace"]:
-        lines.append("Counted in a private network namespace: nobody else's bytes are in it.")
-    else:
-        lines.append(
-            "Counted machine-wide, since a private network namespace is not allowed here: other "
-            "programs' loopback traffic is in it."
-        )
     return "\n".join(lines)
 
 
-def private_namespace() -> list[str] | None:
-    """The command that starts a program in a network of its own; None where not allowed."""
-    unshare = shutil.which("unshare")
-    if unshare is None:
-        return None
-    for command in ([unshare, "-n"], [unshare, "-r", "-n"]):  # as root, or as root of its own
-        if subprocess.run([*command, "true"], capture_output=True).returncode == 0:
-            return command
-    return None
-
-
-def _measure_privately(rounds: int, payload: int) -> dict[str, float] | None:
-    """:func:`_measure_here` in a child with a network of its own; None where not allowed."""
-    command = private_namespace()
-    if command is None:
-        return None
-    child = subprocess.run(
-        [*command, sys.executable, "-c", _CHILD, str(rounds), str(payload)],
-        capture_output=True,
-        text=True,
-        timeout=180 + rounds,
-    )
-    if child.returncode:
-        raise RuntimeError(f"measuring in a network namespace failed:\n{child.stderr.strip()}")
-    return json.loads(child.stdout.splitlines()[-1])
-
-
-def _in_namespace() -> None:
-    """The child: bring its loopback up, measure, print the result as JSON."""
-    _bring_loopback_up()
-    print(json.dumps(_measure_here(int(sys.argv[1]), int(sys.argv[2]))))
-
-
-def _bring_loopback_up() -> None:
-    """What ``ip link set lo up`` does, without needing it."""
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as any_socket:
-        request = struct.pack("16sH14x", b"lo", 0)
-        answer = fcntl.ioctl(any_socket, _GET_FLAGS, request)
-        flags = struct.unpack("16sH14x", answer)[1] | _UP
-        fcntl.ioctl(any_socket, _SET_FLAGS, struct.pack("16sH14x", b"lo", flags))
-
-
-def _measure_here(rounds: int, payload: int) -> dict[str, float]:
-    with World(RANKS) as world:
-        return world.run(_count, rounds, payload, timeout=60 + rounds)[0]
-
-
-def _count(rounds: int, payload: int) -> dict[str, float]:
-    """Bytes a call of every operation, on one rank as on all."""
-    axis = make_mesh().dp
+def _count(rounds: int, payload: int) -> dict[str, SentBytes]:
+    """Count what this rank sends in ``rounds`` calls of every operation."""
+    mesh = make_mesh()
     x = torch.zeros(payload // 4)
-    moved = {}
+    counts = {}
     for name, (operation, *_) in _OPERATIONS.items():
-        operation(x, axis)  # connections are made at first use
-        before = _settled_counter()
-        for _ in range(rounds):
-            operation(x, axis)
-        moved[name] = (_settled_counter() - before) / rounds
-    return moved
-
-
-def _settled_counter() -> int:
-    """Bytes sent over loopback so far, read while all ranks stand still."""
-    dist.barrier()
-    read = torch.tensor([_loopback_bytes()])
-    dist.broadcast(read, 0)  # nobody goes on before rank 0 has read
-    return int(read)
-
-
-def _loopback_bytes() -> int:
-    """The transmitted bytes of ``lo``: column 9 of its line."""
-    for line in _COUNTER.read_text().splitlines():
-        name, _, numbers = line.partition(":")
-        if name.strip() == "lo":
-            return int(numbers.split()[8])
-    raise RuntimeError(f"no loopback interface in {_COUNTER}")
+        with mesh.kernel_bytes() as counts[name]:
+            for _ in range(rounds):
+                operation(x, mesh.dp)
+    return counts

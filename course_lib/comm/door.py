@@ -53,6 +53,7 @@ def _issue_now(
             n=axis.size,
             control=call.control,
             peer=peer,
+            itemsize=call.tensor.element_size(),
         )
     )
     return Handle(_Flight(axis, call, work, result))

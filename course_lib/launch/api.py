@@ -16,16 +16,23 @@ from course_lib.launch.task import Outcome, Task
 from course_lib.launch.travel import pack_call, unpack
 from course_lib.ledger import Ledger
 from course_lib.mesh import Links, Pace
-from course_lib.trace import Trace
+from course_lib.trace import SentBytes, Trace, traffic_matrices
 
 
 class Results(list):
-    """The results by rank, with each rank's ledger, trace and output (its last 1 MB)."""
+    """The results by rank, with each rank's ledger, trace and output (its last 1 MB).
+
+    ``kernel_bytes["tp"][0][1]`` are the bytes that rank 0 sent to rank 1 on axis tp while the
+    function ran, as the kernel counted them (gloo's headers included); axis "world" has all that
+    was sent on no axis of a mesh. ``kernel_bytes`` is None where the kernel has no such count
+    (macOS, nccl) or a rank destroyed its groups.
+    """
 
     def __init__(self, values: Iterable[Any], outcomes: Sequence[Outcome], outputs: list[str]):
         super().__init__(values)
         self.ledgers: list[Ledger] = [outcome.ledger or Ledger() for outcome in outcomes]
         self.traces: list[Trace] = [outcome.trace or Trace() for outcome in outcomes]
+        self.kernel_bytes = traffic_matrices(outcome.sent or SentBytes() for outcome in outcomes)
         self.outputs = outputs
 
 

@@ -121,7 +121,9 @@ class JoinedWorld:
     def _perform(self, fn: Callable, args: tuple, task: Task, board: Board) -> Outcome:
         here = self.seat
         device = device_of(task.device, here.local_rank)
-        enter_rank(RankContext(here.rank, task.conditions, device, task.cells, task.n))
+        context = RankContext(here.rank, task.conditions, device, task.cells, task.n)
+        context.sockets.ignore_open()  # those of the stores
+        enter_rank(context)
         if not task.init:
             with self._environ(task.n, board):
                 return call(fn, args)

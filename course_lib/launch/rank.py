@@ -115,8 +115,11 @@ def perform(task: Task, birth: Birth) -> Outcome:
 
 def call(fn: Any, args: tuple) -> Outcome:
     """Call ``fn(*args)`` in the entered rank and return the outcome."""
+    sockets = rank_context().sockets
+    sockets.restart()
     try:
         value = fn(*args)
+        sent = sockets.sent()  # before the value is packed: fn's groups may go with it
         say_returned(rank_context())
     except SystemExit as error:
         return raised(error, kind="exit")
@@ -127,7 +130,9 @@ def call(fn: Any, args: tuple) -> Outcome:
         data = pack(value)
     except Exception:
         return Outcome("result", hint=what_cannot_return(value), at=time.time())
-    return Outcome("returned", data, ledger=context.ledger, trace=context.trace, at=time.time())
+    return Outcome(
+        "returned", data, ledger=context.ledger, trace=context.trace, sent=sent, at=time.time()
+    )
 
 
 def _enter(task: Task, birth: Birth) -> None:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:  # the launching process starts its server before it imports torch
     from course_lib.ledger import Ledger
     from course_lib.mesh import Conditions
-    from course_lib.trace import Trace
+    from course_lib.trace import SentBytes, Trace
 
 
 @dataclass
@@ -81,5 +81,6 @@ class Outcome:
     hint: str = ""
     ledger: Ledger | None = None
     trace: Trace | None = None
+    sent: SentBytes | None = None
     at: float = 0.0
     exception: bytes = b""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -14,7 +14,7 @@ import torch.distributed as dist
 from course_lib.layout import Layout
 from course_lib.ledger import Ledger
 from course_lib.mesh.conditions import Conditions
-from course_lib.trace import Trace
+from course_lib.trace import SentBytes, SocketMeter, Trace
 
 
 @dataclass
@@ -28,6 +28,7 @@ class RankContext:
     world_size: int = 1  # ranks that were launched with this one, itself included
     ledger: Ledger = field(init=False)
     trace: Trace = field(init=False)
+    sockets: SocketMeter = field(init=False)  # what the kernel counts
     # When each channel (axis, op of a message, peer) is free again: comm keeps it, a run ends it.
     channel_free_at: dict[tuple[str, str, int | None], float] = field(default_factory=dict)
     channel_lines: dict[tuple[str, str, int | None], list[Any]] = field(default_factory=dict)
@@ -41,6 +42,7 @@ class RankContext:
     def __post_init__(self) -> None:
         self.ledger = Ledger(self.rank)
         self.trace = Trace(self.rank)
+        self.sockets = SocketMeter(self.world_size, on_cpu=self.device.type == "cpu")
 
 
 _here: list[RankContext] = []
@@ -137,6 +139,21 @@ class Mesh:
     def sizes(self) -> dict[str, int]:
         """Size of each axis, those of size 1 left out."""
         return {axis: size for axis, size in self.layout.sizes.items() if size > 1}
+
+    def count_from_here(self) -> None:
+        """Forget what was counted so far: by the ledger and, of what the kernel counts, by run."""
+        self.ledger.clear()
+        self.context.sockets.restart()
+
+    def kernel_bytes(self) -> AbstractContextManager[SentBytes]:
+        """``with mesh.kernel_bytes() as sent``: the bytes that this rank sends in the body.
+
+        Read ``sent.by_axis`` after it: counts of the kernel, headers of gloo included, or None
+        where there are none. If each rank returns ``sent``,
+        :func:`course_lib.trace.traffic_matrices` of the results has the bytes by sender and
+        receiver.
+        """
+        return self.context.sockets.inside()
 
     @contextmanager
     def compute(self, op: str, *, stage: int | None = None, **what) -> Iterator[None]:

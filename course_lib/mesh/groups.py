@@ -53,6 +53,7 @@ def make_mesh(
     everyone = tuple(range(world))
     group = dist.group.WORLD if world > 1 else None
     whole = Axis("world", rank, world, everyone, group, context, [list(everyone)])
+    context.ledger.groups["world"] = everyone
     return Mesh(
         layout, rank, **axes, dp_cp=dp_cp, ep=ep_axis, edp=edp_axis, world=whole, context=context
     )
@@ -68,11 +69,14 @@ def _make_axis(name: str, groups: list[list[int]], rank: int, context: RankConte
     if context.conditions.checked and any(len(ranks) > 1 for ranks in groups):
         _compare_groups(name, groups, context)
     mine: Axis | None = None
-    for ranks in groups:
-        group = dist.new_group(ranks) if len(ranks) > 1 else None
-        if rank in ranks:
-            mine = Axis(name, ranks.index(rank), len(ranks), tuple(ranks), group, context, groups)
+    with context.sockets.opening(name, size=max(map(len, groups))):
+        for ranks in groups:
+            group = dist.new_group(ranks) if len(ranks) > 1 else None
+            if rank in ranks:
+                place = ranks.index(rank)
+                mine = Axis(name, place, len(ranks), tuple(ranks), group, context, groups)
     assert mine is not None, f"rank {rank} is in no group of axis {name}"
+    context.ledger.groups[name] = mine.ranks
     return mine
 
 

@@ -37,6 +37,7 @@ def run_tour(out: Path = DEFAULT_OUT, as_json: bool = False) -> int:
             *report.write_json(data, out),
             *report.write_overlays(paced, out),
             *report.write_pictures(pictures, out),
+            *report.write_traffic(rows, out),
         ]
         if as_json:
             print(json.dumps(data, indent=2))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from fractions import Fraction
 from typing import Any
@@ -11,6 +11,8 @@ from course_lib.launch import Results, available_ranks, run
 from course_lib.ledger import Ledger, wire_bytes_by_axis
 from course_lib.tour.technique import JOB, Job, Report, Technique
 from course_lib.tour.techniques import TECHNIQUES
+from course_lib.tour.traffic import Counted, counted_by_axis, kernel_json, number
+from course_lib.trace import Matrix
 
 LOSS_TOLERANCE = 1e-4
 Say = Callable[[str], None]
@@ -30,6 +32,12 @@ class Row:
     peak_activation_formula: int
     losses: list[float]
     ledgers: list[Ledger] = field(repr=False)
+    kernel: Mapping[str, Matrix] | None = field(default=None, repr=False)
+
+    @property
+    def kernel_by_axis(self) -> dict[str, Counted] | None:
+        """The kernel's count of each axis beside what is expected; None where it has none."""
+        return counted_by_axis(self.kernel, self.ledgers)
 
     @property
     def faults(self) -> list[str]:
@@ -47,6 +55,13 @@ class Row:
                 found.append(
                     f"{self.technique.name}: {float(counted):,.0f} bytes counted on axis {axis}, "
                     f"{float(formula):,.0f} by the formula"
+                )
+        for axis, kernel in (self.kernel_by_axis or {}).items():
+            if not 0 <= kernel.extra <= kernel.headers:
+                found.append(
+                    f"{self.technique.name}: the kernel counted {kernel.bytes:,} bytes on axis "
+                    f"{axis}; expected {float(kernel.expected):,.0f} by the formula, control "
+                    f"traffic included, and up to {float(kernel.headers):,.0f} of gloo's headers"
                 )
         for what, measured, expected in self.memory:
             if measured != expected:
@@ -71,9 +86,10 @@ class Row:
             "mesh": dict(self.technique.mesh),
             "max_loss_difference": self.max_loss_difference,
             "bytes": {
-                axis: {"counted": _number(self.counted[axis]), "formula": _number(formula)}
+                axis: {"counted": number(self.counted[axis]), "formula": number(formula)}
                 for axis, formula in self.formula.items()
             },
+            **kernel_json(self.kernel_by_axis, self.technique.ranks),
             "state_bytes": self.state_bytes,
             "state_formula": self.state_formula,
             "peak_activation_bytes": self.peak_activation_bytes,
@@ -99,10 +115,6 @@ class Skipped:
         """The entry of tour.json; ``needs`` is a number of ranks."""
         needs, name = self.technique.ranks, self.technique.name
         return {"technique": name, "needs": needs, "reason": self.reason}
-
-
-def _number(value: Fraction) -> int | float:
-    return int(value) if value.denominator == 1 else float(value)
 
 
 def measure(say: Say, techniques: Iterable[Technique] | None = None) -> tuple[list[Row], list]:
@@ -145,4 +157,5 @@ def make_row(technique: Technique, results: Results, serial: list[float], job: J
         peak_activation_formula=technique.peak_activation_formula(job),
         losses=reports[0].losses,
         ledgers=results.ledgers,
+        kernel=results.kernel_bytes,
     )

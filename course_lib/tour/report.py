@@ -18,8 +18,10 @@ from course_lib.pp import measured_rows
 from course_lib.tour.measure import Row, Skipped
 from course_lib.tour.pipelines import PacedPipeline
 from course_lib.tour.timelines import LINKS, PACE
+from course_lib.tour.traffic import Counted
 from course_lib.trace import TOO_BUSY
-from course_lib.view import perfetto, timeline
+from course_lib.trace.traffic import HEADER_BYTES
+from course_lib.view import perfetto, timeline, traffic_plot
 
 TITLES = {
     "overlapped": "Data parallelism with overlap: buckets travel while backward goes on",
@@ -28,8 +30,9 @@ TITLES = {
 HEADS = (
     "loss\noff by",
     "\naxis",
-    "kB sent\ncounted",
-    "a step\nformula",
+    "kB sent\nformula",
+    "per\nkernel",
+    "step\nextra",
     "state\nkB/rank",
     "activ.\nkB/rank",
 )
@@ -68,6 +71,17 @@ def write_pictures(measured: dict[str, Results], out: Path) -> list[str]:
         first = next(iter(measured))
         perfetto(measured[first].traces, out / "trace.json", title=TITLES[first])
     return [FILES[name] for name in measured] + ["trace.json"] * bool(measured)
+
+
+def write_traffic(rows: Sequence[Row], out: Path) -> list[str]:
+    """Draw the bytes by sender and receiver of the row with most axes, of 8 ranks at most."""
+    small = [row for row in rows if row.formula and row.technique.ranks <= 8]
+    if not small:
+        return []
+    row = max(small, key=lambda row: (len(row.formula), row.technique.ranks))
+    picture = traffic_plot(row.kernel, row.ledgers, note=f"Row {row.technique.name}, one step.")
+    picture.savefig(out / "traffic.png", dpi=150)
+    return ["traffic.png"]
 
 
 def write_overlays(pipelines: Sequence[PacedPipeline], out: Path) -> list[str]:
@@ -116,7 +130,7 @@ def print_table(rows: Sequence[Row], skipped: Sequence[Skipped], console: Consol
     """The table, then one sentence for each technique. State and activations are one number where
     they equal their formula.
 
-    80 columns hold names of 19 characters and seven axes: a mesh wraps, nothing else has to.
+    80 columns hold names of 19 characters: a mesh wraps, no other column has to.
     """
     table = Table(
         box=SIMPLE_HEAD, show_edge=False, pad_edge=False, padding=(0, 1, 0, 0), header_style="bold"
@@ -131,12 +145,31 @@ def print_table(rows: Sequence[Row], skipped: Sequence[Skipped], console: Consol
             " ".join(f"{axis}={size}" for axis, size in row.technique.mesh.items()) or "-",
             f"{row.max_loss_difference:.0e}",
             "\n".join(row.formula) or "-",
-            "\n".join(_kilobytes(counted) for counted in row.counted.values()) or "0",
-            "\n".join(_kilobytes(formula) for formula in row.formula.values()) or "0",
+            *_sent(row),
             *(_against(measured, formula) for _, measured, formula in row.memory),
         )
     console.print(table)
     _print_sentences(rows, skipped, console)
+
+
+def _sent(row: Row) -> tuple[str, str, str]:
+    """Return a line per axis: the formula (marked if the calls differ), the kernel's count, and by
+    how much the kernel's count exceeds the formula of all calls, control traffic included."""
+    differs = {axis: "≠" * (row.counted.get(axis) != sent) for axis, sent in row.formula.items()}
+    formula = [differs[axis] + _kilobytes(sent) for axis, sent in row.formula.items()]
+    by_axis = row.kernel_by_axis
+    if by_axis is None:
+        kernel, extra = ["formula"] * len(formula), []
+    else:
+        counted = [by_axis.get(axis, Counted([0])) for axis in row.formula]
+        kernel = [_kilobytes(one.bytes) for one in counted]
+        extra = [_percent(one.extra / (one.expected or 1)) for one in counted]
+    return "\n".join(formula) or "0", "\n".join(kernel) or "0", "\n".join(extra) or "-"
+
+
+def _percent(share: Fraction) -> str:
+    """Return five characters at most."""
+    return f"{float(share):.1%}" if share < 1 else f"{float(share):.0%}"
 
 
 def _against(measured: int, formula: int) -> str:
@@ -152,6 +185,19 @@ def _kilobytes(count: Fraction | int) -> str:
     return f"{kilobytes:,.1f}" if kilobytes < 1000 else f"{kilobytes:,.0f}"
 
 
+def _kernel_sentence(rows: Sequence[Row]) -> str:
+    """Say how the kernel's count compares with the formula, or that it has none here."""
+    if any(row.kernel is None for row in rows):
+        return "The kernel has no count of the bytes sent here: they are those of the formula."
+    parts = [one for row in rows for one in (row.kernel_by_axis or {}).values()]
+    exact = sum(one.extra == one.headers for one in parts)
+    return (
+        f"kernel: the bytes that TCP sent, counted by Linux on every rank. extra: gloo's headers, "
+        f"{HEADER_BYTES} bytes per message; with them {exact} of {len(parts)} counts equal the "
+        "formula (control traffic included) to the byte."
+    )
+
+
 def _print_sentences(rows: Sequence[Row], skipped: Sequence[Skipped], console: Console) -> None:
     for row in rows:
         name, lesson = row.technique.name, row.technique.lesson
@@ -164,6 +210,7 @@ def _print_sentences(rows: Sequence[Row], skipped: Sequence[Skipped], console: C
         "hold what their formulas say, to the byte (the exact numbers are in tour.json).",
         highlight=False,
     )
+    console.print(_kernel_sentence(rows), highlight=False)
     for twin in dict.fromkeys(row.technique.twin for row in rows):
         alike = [row.losses for row in rows if row.technique.twin == twin]
         if not any(alike[0]):  # nothing was trained

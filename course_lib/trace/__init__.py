@@ -1,4 +1,4 @@
-"""Measured spans on one clock, and the two memory meters."""
+"""Measured spans on one clock, the memory meters, and the bytes that the kernel counted."""
 
 from course_lib.trace.memory import (
     AllocatorPeak,
@@ -8,15 +8,27 @@ from course_lib.trace.memory import (
     state_bytes,
 )
 from course_lib.trace.spans import TOO_BUSY, Sleep, Trace, overshoot
+from course_lib.trace.traffic import (
+    Matrix,
+    SentBytes,
+    SocketMeter,
+    header_bytes,
+    traffic_matrices,
+)
 
 __all__ = [
     "TOO_BUSY",
     "AllocatorPeak",
+    "Matrix",
     "PeakLiveBytes",
     "SavedActivations",
+    "SentBytes",
     "Sleep",
+    "SocketMeter",
     "StateBytes",
     "Trace",
+    "header_bytes",
     "overshoot",
     "state_bytes",
+    "traffic_matrices",
 ]

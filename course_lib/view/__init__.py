@@ -13,7 +13,7 @@ from course_lib.view.schedules import schedule_picture
 from course_lib.view.serving import serving_plot
 from course_lib.view.style import Picture
 from course_lib.view.terminal import terminal_timeline
-from course_lib.view.traffic import ledger_plot
+from course_lib.view.traffic import ledger_plot, traffic_plot
 
 __all__ = [
     "Picture",
@@ -28,4 +28,5 @@ __all__ = [
     "show_source",
     "terminal_timeline",
     "timeline",
+    "traffic_plot",
 ]

@@ -108,7 +108,7 @@ def test_summary_is_over_ranks_and_control_comes_last():
 def test_table_says_it_in_columns():
     books = [ledger(0, record(payload=10**6, n=2), record("send", 5, peer=1, control=True))]
     head, first, second = table(books).splitlines()
-    assert head.split() == "axis op backend op calls payload bytes wire bytes".split()
+    assert head.split() == "axis op backend op calls payload bytes wire bytes (formula)".split()
     assert first.split() == ["dp", "all_reduce", "all_reduce_", "1", "1,000,000", "1,000,000"]
     assert second.split() == ["dp", "send", "(control)", "send_", "1", "5", "5"]
     assert len(head) == len(first) == len(second), "columns of numbers end at the same place"

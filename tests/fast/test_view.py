@@ -399,17 +399,18 @@ def test_ledger_plot_stacks_operations_and_leaves_control_out():
     assert texts(picture, "box") == ["2.4 MB", "600 kB"]  # one operation alone has its total
     assert texts(picture, "total") == ["3 MB", "800 kB"]
     assert picture.caption == (
-        "Bytes counted on 4 ranks: 3,000,000 on dp, 800,000 on tp; 32 of control traffic left out."
+        "Wire bytes (formula) of the calls of 4 ranks: 3,000,000 on dp, 800,000 on tp; 32 of "
+        "control traffic left out."
     )
 
 
 def test_ledger_plot_marks_the_formula_and_says_how_far_off():
     books = [ledger(0)]
     same = ledger_plot(books, formula={"dp": Fraction(750_000), "tp": 200_000})
-    assert "the formula (black line) says the same" in same.caption
+    assert "expected from shapes (black line) are the same" in same.caption
     assert texts(same, "total") == ["750 kB\nformula 750 kB", "200 kB\nformula 200 kB"]
     off = ledger_plot(books, formula={"dp": 750_000, "pp": 1_000})
-    assert "is off by up to 1,000 bytes" in off.caption
+    assert "differ by up to 1,000" in off.caption
     assert texts(off, "lane") == ["dp", "tp", "pp"]
 
 

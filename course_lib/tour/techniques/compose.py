@@ -49,7 +49,7 @@ def train_composed(job: Job, sizes: Sizes, plan: Plan) -> Report:
     losses = []
     for step in range(job.steps):
         tokens, targets = job.rows(step, mesh.dp)
-        mesh.ledger.clear()
+        mesh.count_from_here()
         with SavedActivations(*trainer.stages.values()) as saved:
             losses.append(float(trainer.step(tokens, targets).loss))
     return Report(losses, state_of(trainer), saved.peak)

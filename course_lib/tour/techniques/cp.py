@@ -42,7 +42,7 @@ def train_context_parallel(
         ) -> tuple[Tensor, Tensor]:
             return model.cross_entropy(model(tokens, positions), targets)
 
-        mesh.ledger.clear()
+        mesh.count_from_here()
         with SavedActivations(model) as saved:
             loss = dp.train_step(loss_sum, [(tokens, targets)], sync, optimizer)
         losses.append(float(loss))

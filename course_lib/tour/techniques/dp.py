@@ -33,7 +33,7 @@ def train_data_parallel(job: Job, make_sync: MakeSync, micro_batches: int = 1) -
     for step in range(job.steps):
         tokens, targets = job.rows(step, mesh.dp)
         cut = list(zip(tokens.chunk(micro_batches), targets.chunk(micro_batches), strict=True))
-        mesh.ledger.clear()
+        mesh.count_from_here()
         with SavedActivations(model) as saved:
             loss = dp.train_step(model.loss_sum, cut, sync, optimizer)
         losses.append(float(loss))

@@ -75,7 +75,7 @@ def train_expert_parallel(job: Job, ep_size: int) -> Report:
     sync = ep.ExpertSync(model, dp.Bucketed, ep=mesh.ep, edp=mesh.edp, data=mesh.dp_cp)
     losses = []
     for step in range(job.steps):
-        mesh.ledger.clear()
+        mesh.count_from_here()
         with SavedActivations(model) as saved:
             loss = dp.train_step(
                 ep.loss_sum(model, COEFFICIENT), [job.rows(step, mesh.dp)], sync, optimizer

@@ -26,7 +26,7 @@ def train_pipeline(job: Job, schedule: Schedule) -> Report:
         tokens, targets = job.rows(step, mesh.dp)
         m = schedule.microbatches
         cut = list(zip(tokens.chunk(m), targets.chunk(m), strict=True))
-        mesh.ledger.clear()
+        mesh.count_from_here()
         with SavedActivations(*stages.values()) as saved:
             loss = pp.train_step(schedule, stages, mesh, cut, optimizer)
         losses.append(float(loss))

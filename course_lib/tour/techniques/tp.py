@@ -33,7 +33,7 @@ def train_tensor_parallel(job: Job, region: Region, *changes: Change) -> Report:
     optimizer = adam(model.parameters())
     losses = []
     for step in range(job.steps):
-        mesh.ledger.clear()
+        mesh.count_from_here()
         optimizer.zero_grad()
         with SavedActivations(model) as saved:
             total, count = model.loss_sum(*job.rows(step, mesh.dp))

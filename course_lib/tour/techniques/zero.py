@@ -35,7 +35,7 @@ def train_zero(job: Job, make_zero: MakeZero, micro_batches: int) -> Report:
     for step in range(job.steps):
         tokens, targets = job.rows(step, mesh.dp)
         cut = list(zip(tokens.chunk(micro_batches), targets.chunk(micro_batches), strict=True))
-        mesh.ledger.clear()
+        mesh.count_from_here()
         with SavedActivations(model, buffers) as saved:
             loss = dp.train_step(model.loss_sum, cut, z, z)
         losses.append(float(loss))
