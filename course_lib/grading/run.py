@@ -134,7 +134,7 @@ def _running(merged: Merged, log: Path) -> str:
         cells = re.findall(rb"::Cell (\d+)", file.read())
     ex = merged.exercise_of_cell(int(cells[-1])) if cells else None
     if ex is None:
-        return f"lesson {merged.lesson}: starting"
+        return "starting a kernel"
     return f"exercise {ex}, {list(merged.points).index(ex) + 1} of {len(merged.points)}"
 
 
