@@ -31,7 +31,7 @@ BENCHES = {
 
 def _verb(name: str) -> Callable[..., int]:
     def bench(rounds: Rounds = 20, as_json: AsJson = False) -> int:
-        with Status("starting") as status:
+        with Status("importing torch") as status:
             benchmark = import_module(f"course_lib.bench.{name}")
             result = benchmark.measure(rounds, say=status.say)
         if as_json:

@@ -192,9 +192,9 @@ def _grade_each(files: list[Path], root: Path, seed: int | None) -> tuple[list[G
     with Status("starting") as status:
         for number, file in enumerate(files, 1):
             where = f"{file.name} ({number} of {len(files)})" if len(files) > 1 else file.name
-            said = "not graded"
+            say, said = _after(f"{where}: ", status.say), "not graded"
+            say("reading the notebook")
             try:
-                say = _after(f"{where}: ", status.say)
                 grades.append(run.grade(file, root, seed=seed, say=say))
                 said = f"{grades[-1].passed} of {grades[-1].total} points"
             except ValueError as error:  # the other files are still graded

@@ -10,6 +10,7 @@ import shutil
 from pathlib import Path
 from xml.etree import ElementTree
 
+import nbformat
 import pytest
 
 from course_lib import cli
@@ -18,6 +19,7 @@ from course_lib.grading import check as check_answer
 from course_lib.grading import run, syllabus
 from course_lib.grading.catalog import HINTS
 from course_lib.grading.check import _note
+from course_lib.grading.merge import Merged
 from course_lib.grading.progress import Progress
 from course_lib.grading.run import Grade, Score
 
@@ -243,6 +245,28 @@ def test_grade_as_csv_and_junit(root, capsys, graded):
     suite = ElementTree.fromstring(course(capsys, "grade", "half.ipynb", "--junit")[1])[0]
     assert (suite.get("tests"), suite.get("failures")) == ("2", "1")
     assert suite.find("testcase/failure").get("message") == "1 of 4. =1+1 went <wrong>?"
+
+
+@pytest.mark.parametrize(
+    ("log", "running"),
+    [
+        ("", "starting a kernel"),
+        ("merged.ipynb::ipynb::Cell 0 PASSED [ 20%]\n", "starting a kernel"),
+        ("merged.ipynb::ipynb::Cell 3 ", "exercise 00-2, 2 of 2"),
+        ("::Cell 1 PASSED\n" + "x" * 10_000 + "\n::Cell 2 ", "exercise 00-1, 1 of 2"),
+        ("::Cell 1 PASSED\nprinted by an answer: ::Cell 5", "starting a kernel"),
+        ("::Cell " + "9" * 5000, "starting a kernel"),
+    ],
+)
+def test_what_is_running_is_read_from_the_log(tmp_path, log, running):
+    cells = [{"cell_type": "code", "metadata": {"course": {"role": "given"}}}]
+    for ex in ("00-1", "00-2"):
+        for role in ("answer", "check"):
+            course = {"ex": ex, "role": role}
+            cells.append({"cell_type": "code", "metadata": {"course": course}})
+    merged = Merged("00", nbformat.from_dict({"cells": cells}), {"00-1": 4, "00-2": 4}, {})
+    (tmp_path / "pytest.log").write_text(log)
+    assert run._running(merged, tmp_path / "pytest.log") == running
 
 
 def test_only_work_changes_progress(root, capsys, graded):
