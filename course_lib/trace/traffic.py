@@ -199,7 +199,7 @@ def traffic_matrices(ranks: Iterable[SentBytes]) -> dict[str, Matrix] | None:
     for rank, counts in enumerate(known):
         for (axis, (near, far)), count in counts.items():
             peer = here.get((far, near))
-            if peer is None:
+            if peer is None or peer == rank:  # a store that a rank hosts, and uses
                 continue
             if axis not in matrices:
                 matrices[axis] = [[0] * len(known) for _ in known]

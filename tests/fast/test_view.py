@@ -23,6 +23,7 @@ from course_lib.view import (
     perfetto,
     terminal_timeline,
     timeline,
+    traffic_plot,
 )
 from course_lib.view.bars import size_text
 from course_lib.view.lanes import chunks, depths
@@ -311,8 +312,21 @@ def drawn_texts(picture: Picture) -> list[Text]:
         lambda: memory_plot({"serial": StateBytes(4, 4, 8), "a long name": StateBytes(1, 1, 2)}),
         lambda: live_plot({"a": [(0.0, 0), (0.1, 900), (0.2, 0)], "b": [(5.0, 100), (5.3, 0)]}),
         lambda: fit_plot({"ring": RING, "tree": RING}, {"ring": LINE}),
+        lambda: traffic_plot({"tp": [[99_999_000] * 16] * 16}, []),
+        lambda: traffic_plot({"tp": [[9_999_000] * 2] * 2, "dp": [[1e9, 500.0]] * 2}, []),
     ],
-    ids=["overlay", "8 ranks", "16 ranks", "crowded", "ledger", "memory", "live", "fit"],
+    ids=[
+        "overlay",
+        "8 ranks",
+        "16 ranks",
+        "crowded",
+        "ledger",
+        "memory",
+        "live",
+        "fit",
+        "traffic of 16 ranks",
+        "traffic of 2 ranks",
+    ],
 )
 def test_no_text_lies_on_another_or_outside(draw):
     picture = draw()
@@ -417,6 +431,58 @@ def test_ledger_plot_marks_the_formula_and_says_how_far_off():
 def test_ledger_plot_of_nothing_says_so():
     with pytest.raises(ValueError, match="no rank sent anything"):
         ledger_plot([Ledger(0)])
+
+
+KERNEL = {
+    "tp": [[0, 607_000, 0, 0], [607_000, 0, 0, 0], [0, 0, 0, 617_000], [0, 0, 617_000, 0]],
+    "dp": [[0, 96, 231_000, 0], [0, 0, 0, 231_000], [4_300, 0, 0, 0], [0, 1, 0, 0]],
+    "world": [[0, 10, 0, 0], [0] * 4, [0] * 4, [0] * 4],
+    "cp": [[0] * 4] * 4,
+}
+
+
+def test_traffic_plot_has_a_matrix_for_each_axis_with_numbers_in_its_cells():
+    picture = traffic_plot(KERNEL, [])
+    assert texts(picture, "title") == ["tp carries 84% of all bytes (counted by the kernel)"]
+    assert texts(picture, "lane") == ["tp: 2.45 MB", "dp: 466 kB"]
+    assert sorted(texts(picture, "box")) == sorted(
+        ["607"] * 2 + ["617"] * 2 + ["231"] * 2 + ["0.096", "4.3", "0.001"]
+    )
+    assert "Numbers in kB." in picture.caption
+    assert "144 bytes per message" in picture.caption
+    assert "Not drawn: world (10 B)." in picture.caption
+    chosen = traffic_plot(KERNEL, [], axes=["world", "cp"], title="Control")
+    assert texts(chosen, "lane") == ["world: 10 B", "cp: 0 B"]
+    assert texts(chosen, "title") == ["Control (counted by the kernel)"]
+
+
+def test_traffic_plot_says_formula_where_the_kernel_has_no_count():
+    books = [ledger(rank) for rank in range(4)]
+    for rank, book in enumerate(books):
+        book.groups = {"dp": (0, 1, 2, 3), "tp": (rank - rank % 2, rank - rank % 2 + 1)}
+    picture = traffic_plot(None, books)
+    assert texts(picture, "title") == ["dp carries 79% of all bytes (formula)"]
+    assert texts(picture, "box") == ["750"] * 4 + ["200"] * 4
+    assert "bytes of the formula: a ring sends to the next rank" in picture.caption
+    assert "144" not in picture.caption
+
+
+def test_traffic_plot_darkens_with_size_and_keeps_its_numbers_readable():
+    ax = traffic_plot(KERNEL, []).axes[0]
+    faces = {
+        (round(box.get_y()), round(box.get_x())): colors.to_hex(box.get_facecolor())
+        for box in ax.patches
+    }
+    assert luminance(faces[2, 3]) < luminance(faces[0, 1]) < luminance(faces[0, 2]) == 1
+    for text in ax.texts:
+        x, y = text.get_position()
+        assert contrast(colors.to_hex(text.get_color()), faces[int(y), int(x)]) > 4.5
+
+
+@pytest.mark.parametrize("axes", [["ep"], ["tp", "ep"], []])
+def test_traffic_plot_of_nothing_or_of_no_axis_says_so(axes):
+    with pytest.raises(ValueError, match="no traffic to draw"):
+        traffic_plot(KERNEL if axes else {}, [], axes=axes or None)
 
 
 def test_memory_plot_stacks_what_a_rank_keeps():

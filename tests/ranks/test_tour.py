@@ -15,10 +15,12 @@ import pytest
 import torch
 from rich.console import Console
 
+from course_lib.ledger import Ledger, Record
 from course_lib.model import ModelConfig
 from course_lib.tour import measure, pipelines, report, technique, techniques, timelines
 from course_lib.tour.job import main, run_tour
 from course_lib.tour.measure import Row, make_row
+from course_lib.trace.traffic import read_connections
 
 DP_NAMES = ["dp-naive", "dp-bucketed", "dp-overlapped", "dp-accumulated"]
 ZERO_NAMES = ["zero-1", "zero-2", "zero-3"]
@@ -77,6 +79,31 @@ def test_every_row_equals_serial_and_its_formulas(tour):
         else:
             axis = "dp" if name in ZERO_NAMES else "tp" if name in TP_NAMES else name[:2]
             assert row["mesh"] == ({} if name in TWINS else {axis: 2 if name in ON_TWO else 4})
+
+
+def test_the_kernel_counts_what_the_formulas_say(tour, need):
+    """With gloo's headers to the byte; these are less than 1 % where messages are large."""
+    need(read_connections() is not None, "the kernel does not count what TCP sends")
+    rows = {row["technique"]: row for row in json.loads(tour[0].stdout)["rows"]}
+    for name, row in rows.items():
+        axes = row["kernel_by_axis"]
+        assert set(row["bytes"]) <= set(axes), name
+        for axis, numbers in axes.items():
+            assert numbers["bytes"] == numbers["expected"] + numbers["headers"], f"{name}, {axis}"
+            assert numbers["bytes"] / max(sum(row["mesh"].values()), 1) <= numbers["bytes_max_rank"]
+        for axis, numbers in row["bytes"].items():
+            control = axes[axis]["expected"] - numbers["counted"]
+            assert 0 <= control < 0.004 * numbers["counted"] + 200, "but the counts of tokens"
+        for key in ("bytes", "expected", "headers"):
+            assert row[f"kernel_{key}"] == sum(numbers[key] for numbers in axes.values())
+        most = [numbers["bytes_max_rank"] for numbers in axes.values()]
+        assert max(most, default=0) <= row["kernel_bytes_max_rank"] <= sum(most)
+    for name in ("dp-overlapped", "zero-3", "sp", "pp-1f1b", "cp-ring", "ep-4"):
+        assert 0 < rows[name]["kernel_headers"] < 0.01 * rows[name]["kernel_bytes"]
+    assert {key: rows["serial"][f"kernel_{key}"] for key in ("bytes", "expected")} == {
+        "bytes": 0,
+        "expected": 0,
+    }
 
 
 def test_the_numbers_are_the_model_s(tour):
@@ -249,7 +276,7 @@ def test_losses_fall(tour):
 
 def test_files(tour):
     out = tour[1]
-    for name in ("timeline.png", "timeline-no-overlap.png"):
+    for name in ("timeline.png", "timeline-no-overlap.png", "traffic.png"):
         assert (out / name).read_bytes().startswith(b"\x89PNG")
         assert (out / name).stat().st_size > 20_000
     events = json.loads((out / "trace.json").read_text())["traceEvents"]
@@ -269,6 +296,7 @@ def test_the_table_names_every_technique_and_lesson(tmp_path, capfd, monkeypatch
     assert "predicted" in printed
     assert "4 3 2 1" in printed
     assert "tour.json, pipeline-1f1b.png, timeline.png" in " ".join(printed.split())
+    assert "trace.json, traffic.png" in " ".join(printed.split())
     assert "mine.txt" not in printed
     assert "…" not in printed, "at 80 columns nothing may be cut"
     assert "dp-naive: 8 steps on 4 ranks" in progress
@@ -280,11 +308,21 @@ def fake_row(**changes) -> Row:
     return replace(row, **changes)
 
 
+def calls_of(sizes) -> Ledger:
+    """A ledger of one send of that many bytes on each axis."""
+    ledger = Ledger(0)
+    for axis, size in sizes.items():
+        ledger.add(Record(axis, "send", "send", int(size), size, 2, peer=1))
+    return ledger
+
+
 def test_nothing_of_any_row_is_cut_at_80_columns():
     """Numbers as large as the tour's may become, and a mesh of all axes with a long name."""
     axes = ["pp", "tp", "tp_kv", "cp_heads", "dp_cp", "ep", "edp"]
     sizes = dict.fromkeys(axes, Fraction(43_249_900))
     large = {
+        "kernel": {axis: [[0, int(size)], [0, 0]] for axis, size in sizes.items()},
+        "ledgers": [calls_of(sizes), Ledger(1)],
         "counted": sizes,
         "formula": sizes,
         "state_bytes": 40_450_000,
@@ -302,8 +340,46 @@ def test_nothing_of_any_row_is_cut_at_80_columns():
     assert printed.count("43,250") == 15 * len(rows)
     assert printed.count("≠40,450") == len(rows), "a formula that is off is shown"
     assert printed.count("=16") == 5
-    for head in ("counted", "formula", "state", "activ.", "technique", "mesh", "axis", "off by"):
+    assert printed.count("0.0%") == 7 * len(rows)
+    for head in (
+        "kernel",
+        "extra",
+        "formula",
+        "state",
+        "activ.",
+        "technique",
+        "mesh",
+        "axis",
+        "off by",
+    ):
         assert head in printed[:320]
+
+
+def test_the_table_marks_calls_that_differ_and_says_formula_where_the_kernel_has_no_count():
+    page = io.StringIO()
+    sizes = {"dp": Fraction(43_249_900)}
+    rows = [fake_row(counted={"dp": Fraction(8)}, formula=sizes)]
+    report.print_table(rows, [], Console(file=page, width=80))
+    assert page.getvalue().split("dp=4")[1].split()[2:4] == ["≠43,250", "formula"]
+    assert "The kernel has no count" in page.getvalue()
+    keys = ("bytes", "expected", "headers", "bytes_max_rank", "by_axis")
+    assert {rows[0].as_json()[f"kernel_{key}"] for key in keys} == {None}
+
+
+def test_extra_bytes_that_are_no_headers_are_a_fault():
+    """One send of 1,000 bytes has 144 bytes of headers, 48 of them from the receiver."""
+    row = fake_row(
+        ledgers=[calls_of({"dp": Fraction(1000)}), Ledger(1)], kernel={"dp": [[0, 1096], [48, 0]]}
+    )
+    assert row.faults == []
+    assert row.as_json()["kernel_by_axis"]["dp"] == {
+        "bytes": 1144, "expected": 1000, "headers": 144, "bytes_max_rank": 1096,
+    }  # fmt: skip
+    for matrix in ([[0, 1097], [48, 0]], [[0, 999], [0, 0]], [[0, 2096], [48, 0]]):
+        (fault,) = replace(row, kernel={"dp": matrix}).faults
+        assert f"the kernel counted {sum(map(sum, matrix)):,} bytes on axis dp" in fault
+    (fault,) = replace(row, kernel={"dp": [[0, 1096], [48, 0]], "tp": [[0, 5], [0, 0]]}).faults
+    assert "5 bytes on axis tp; expected 0" in fault
 
 
 def test_a_loss_falls_where_something_was_trained():
@@ -362,6 +438,7 @@ def test_a_rank_that_differs_is_seen():
 
     class Fake(list):
         ledgers = ()
+        kernel_bytes = None
 
     good = technique.Report([5.0, 4.0], technique.StateBytes(1), 7)
     bad = technique.Report([5.0, 4.5], technique.StateBytes(2), 5)
