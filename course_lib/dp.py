@@ -36,7 +36,7 @@ LossSum = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]  # -> summed loss, n
 
 
 def wire_bytes(parameter_bytes: int, n: int) -> Fraction:
-    """Bytes a rank sends per optimizer step: 2(n-1)/n times the bytes of trainable parameters.
+    """Return the bytes a rank sends per optimizer step: 2(n-1)/n times the trainable parameters'.
 
     The same for all three ways and for any number of micro-batches. A tied weight counts once.
     """
@@ -59,7 +59,7 @@ def start_equal(model: nn.Module, axis: Axis) -> None:
 
 
 def global_tokens(targets: Iterable[Tensor], axis: Axis, ignore_index: int = -100) -> Tensor:
-    """Count the targets of this step's micro-batches on all ranks that are not ignored; int64.
+    """Count this step's targets that are not ignored, over all ranks; int64.
 
     One all-reduce of one number, tagged as control. Raises ValueError when there is none.
     """

@@ -454,17 +454,16 @@ show_source(cp.ulysses_attention)
 
 # %% [markdown]
 # ## Both: Ulysses x ring
-# More ranks than heads? A grid: a run of neighbours shares out heads (all-to-all wants the fast links), and a ring of such runs
-# passes K and V of these heads on. The layout is the ring's, cut once more.
+# Where there are more ranks than heads, USP (two-dimensional context parallelism) combines the two. Groups of neighbors split the
+# heads, because an all-to-all needs the fast links. A ring across the groups then sends K and V of these heads. The layout is the
+# ring's, split once more.
 
 # %%
-grid = cp.nested(cp.ZIGZAG, 2)
+usp = cp.nested(cp.ZIGZAG, 2)
 for rank in range(RANKS):
-    run_number, place = divmod(rank, 2)
-    chunks = grid.chunks(rank, RANKS)
-    print(
-        f"rank {rank}: chunks {chunks} of 8; in run {run_number} it takes half {place} of the heads"
-    )
+    group, place = divmod(rank, 2)
+    chunks = usp.chunks(rank, RANKS)
+    print(f"rank {rank}: chunks {chunks} of 8; in group {group} it has half {place} of the heads")
 
 # %% [markdown]
 # ## Measure all four
@@ -916,7 +915,7 @@ def cheat_sheet(n):
         "ring": "K, V n-1 turns; again, with dK, dV behind",
         "gather": "all-gather of K, V; reduce-scatter of dK, dV",
         "ulysses": "all-to-all of q, k, v and out; the same back",
-        "ulysses x ring": "both, in runs of 2",
+        "ulysses x ring": "USP, groups of 2",
     }
     for way, travels in words.items():
         sent = float(sent_formula(way, config, n, 1, seq)) / 1e9

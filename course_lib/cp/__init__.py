@@ -14,7 +14,7 @@ All layers but attention compute each position on its own and do not change. Att
     total, _ = model.cross_entropy(model(tokens, positions), targets)
 
 Where there are more ranks than heads, USP (two-dimensional context parallelism) uses Ulysses in
-groups of neighbours and a ring across the groups::
+groups of neighbors and a ring across the groups::
 
     heads, ring = cp.split_axis(mesh.cp, 2)
     both = partial(cp.ulysses_ring_attention, heads_axis=heads, ring_axis=ring)

@@ -54,7 +54,7 @@ ZIGZAG = SequenceLayout("zigzag", 2, lambda rank, n: (rank, 2 * n - 1 - rank))
 def nested(ring: SequenceLayout, heads: int) -> Nested:
     """Return the layout for USP, two-dimensional context parallelism.
 
-    ``ring`` splits the sequence over groups of ``heads`` neighbouring ranks. Each group splits its
+    ``ring`` splits the sequence over groups of ``heads`` neighboring ranks. Each group splits its
     shard again, contiguously: rank i ``heads`` + j has chunk j of group i's shard.
 
     With zig-zag and 4 ranks in groups of 2: of 8 chunks group 0 has 0 1 6 7 and group 1 has

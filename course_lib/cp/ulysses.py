@@ -102,7 +102,7 @@ def ulysses_attention(
 
 
 def split_axis(axis: Axis, heads: int) -> tuple[Axis, Axis]:
-    """Split ``axis`` in two for USP: groups of ``heads`` neighbours, and a ring across the groups.
+    """Split ``axis`` in two for USP: groups of ``heads`` neighbors, and a ring across the groups.
 
     Neighbours split the heads, because an all-to-all needs the fast links; the ring overlaps with
     arithmetic. It creates process groups, as ``make_mesh`` does: call it once, on every rank.
@@ -130,7 +130,7 @@ def ulysses_ring_attention(
     if not isinstance(layout, Nested) or layout.heads != heads_axis.size:
         raise ValueError(
             f"axis {axis.name}: expected the layout cp.nested(ring's layout, {heads_axis.size}) "
-            f"for a ring across groups of {heads_axis.size} neighbours, got {layout.name}"
+            f"for a ring across groups of {heads_axis.size} neighbors, got {layout.name}"
         )
     if axis.size != heads_axis.size * ring_axis.size:
         raise ValueError(

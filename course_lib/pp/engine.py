@@ -68,7 +68,7 @@ class Engine:
 
     def _do(self, action: Action, needed: Action | None, needed_next: Action | None) -> None:
         given = None if needed is None else self.exchange.take(needed)
-        self.exchange.post(needed_next)  # where it can be sent now, while this rank computes
+        self.exchange.post(needed_next)  # so that it can arrive while this rank computes
         work: dict[str, Work] = {"F": self._forward, "B": self._backward, "W": self._weights}
         with self.mesh.compute(action.op, stage=action.stage, mb=action.mb):
             result = work["B" if action.op == "I" else action.op](action.stage, action.mb, given)
@@ -79,7 +79,7 @@ class Engine:
         x = batch[0] if x is None else x.detach().requires_grad_()
         if Action("I", stage, mb) in self.row:
             self.deferred[stage, mb] = DeferredWeightGradients()
-        with self._split_backward(stage, mb):
+        with self._deferring(stage, mb):
             y = self.stages[stage](x, positions_of(batch))
         last = stage + 1 == self.schedule.stages
         if last:
@@ -94,14 +94,15 @@ class Engine:
         """Run B, or I where the backward is split."""
         x, output = self.saved.pop((stage, mb))
         if output is not None:  # None: all of the first stage is frozen
-            with self._split_backward(stage, mb):
+            with self._deferring(stage, mb):
                 torch.autograd.backward(output, gradient)
         return x.grad
 
     def _weights(self, stage: int, mb: int, _: Tensor | None) -> None:
         self.deferred.pop((stage, mb)).run()
 
-    def _split_backward(self, stage: int, mb: int) -> AbstractContextManager:
+    def _deferring(self, stage: int, mb: int) -> AbstractContextManager:
+        """Defer weight gradients inside, if this backward is split."""
         return self.deferred.get((stage, mb), nullcontext())
 
 

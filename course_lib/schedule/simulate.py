@@ -56,7 +56,7 @@ class Costs:
             b = 2 * f
         if b is None:
             if i is None or w is None:
-                raise ValueError("give the whole backward b, or both i and w")
+                raise ValueError("give the whole backward b, or both of its halves i and w")
             return cls(f, i, w, comm, per_stage)
         if i is None:
             i = b / 2 if w is None else b - w

@@ -69,7 +69,7 @@ def spoken(costs: Costs, ops: Collection[str] = "FB") -> str:
     text = f"F {_number(costs.f)}, B {_number(costs.i + costs.w)}"
     if {"I", "W"} & set(ops):
         text += f" (I {_number(costs.i)} + W {_number(costs.w)})"
-    return f"{text}, transfers take {_number(costs.comm) if costs.comm else 'no time'}"
+    return f"{text}, transfer {_number(costs.comm)}"
 
 
 def unequal(factors: Sequence[Factor]) -> str:

@@ -51,7 +51,9 @@ def schedule_sliders(
             ),
             "p": _whole("ranks p", ranks, 16),
             "m": _whole("micro-batches m", microbatches, 64),
-            "chunks": _whole("chunks a rank", CHUNKS.get(name, 1) if chunks is None else chunks, 4),
+            "chunks": _whole(
+                "chunks per rank", CHUNKS.get(name, 1) if chunks is None else chunks, 4
+            ),
             "comm": _cost("transfer", comm, 4.0),
             "split": Checkbox(value=False, description="give I and W", layout=LAYOUT),
             "f": _cost("F", f, 4.0),

@@ -119,9 +119,9 @@ def make_units(model: nn.Module, modules: Sequence[nn.Module], axis: Axis) -> li
 class Zero3(Sharded):
     """Every rank stores only its shards; all ranks run the same units in the same order.
 
-    ``reshard_after_forward`` has FSDP2's meaning: True frees every unit between forward and
-    backward, False none, and a collection of modules those (``model`` itself is the root). By
-    default all are freed but the root and the last unit, which backward uses first.
+    ``reshard_after_forward`` says which units are freed between forward and backward, as in FSDP2:
+    all (True), none (False), or those in a collection of modules, in which ``model`` is the root.
+    By default these are all but the root and the last unit, which backward uses first.
     A unit whose inputs are keywords, or need no gradient, is freed at the end of backward.
     Outside forward and backward the parameters have no memory, except inside :meth:`gathered`.
     """

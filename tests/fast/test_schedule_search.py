@@ -121,9 +121,12 @@ def test_one_greedy_rule_is_not_enough():
     ("wrong", "reason"),
     [
         ({"limit": 1}, "expected limit=2 or more, as a rank has 2 stages; got limit=1"),
-        ({"limit": 0}, "limit=0: a whole number, 1 or more"),
+        ({"limit": 0}, "expected a whole number, 1 or more, got limit=0"),
         ({"microbatches": 0}, "microbatches=0"),
-        ({"costs": Costs(per_stage=(1, 2))}, "per_stage has 2 factors, the schedule has 8"),
+        (
+            {"costs": Costs(per_stage=(1, 2))},
+            "each of the schedule's 8 stages, got per_stage with 2",
+        ),
     ],
 )
 def test_refused(wrong, reason):

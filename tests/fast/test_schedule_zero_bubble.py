@@ -266,10 +266,13 @@ def test_each_stage_has_its_own_cost_of_each_operation():
     assert [costs.at(stage) for stage in (0, 1)] == [(1, 2, 3), (1, 1, 6)]
     rows = from_rows([["0F0", "0I0", "0W0"], ["1F0", "1B0"]])
     assert simulate(rows, costs).makespan == 1 + 1 + 7 + 2 + 3
-    with pytest.raises(ValueError, match="one number, or three for F, I and W"):
+    with pytest.raises(ValueError, match="expected one factor, or three for F, I and W, got"):
         Costs(per_stage=((1.0, 2.0),))
     for name in SPLIT:
-        with pytest.raises(ValueError, match="per_stage has 2 factors, the schedule has"):
+        with pytest.raises(
+            ValueError,
+            match="expected one factor for each of the schedule's .* got per_stage with 2",
+        ):
             make(name, 4, 8, costs=costs)
 
 

@@ -55,7 +55,7 @@ def test_the_sentence_has_the_numbers():
     assert looped.caption.endswith("Paler boxes with ′ are a rank's second stage. So.")
     assert texts(looped, "title") == ["Mine"]
     assert texts(picture_of(comm=0.5), "title") == [
-        "1f1b, 4 ranks, 8 micro-batches; F 1, B 2, transfers take 0.5"
+        "1f1b, 4 ranks, 8 micro-batches; F 1, B 2, transfer 0.5"
     ]
 
 
@@ -163,7 +163,7 @@ def test_every_control_draws_anew():
 def test_what_is_impossible_is_told_in_place_of_the_picture():
     sliders = schedule_sliders()
     sliders.controls["chunks"].value = 2
-    assert "1f1b has one chunk a rank, got chunks=2" in sliders.message.value
+    assert "1f1b has one chunk per rank, got chunks=2" in sliders.message.value
     assert not shown(sliders)
     sliders.controls["schedule"].value = "naive"
     assert "Not possible" not in sliders.message.value
@@ -209,7 +209,7 @@ def test_first_values_that_cannot_be():
     for wrong, reason in [
         ({"name": "zb"}, "no schedule is called 'zb'"),
         ({"ranks": 0}, "ranks=0"),
-        ({"chunks": 2}, "one chunk a rank"),
+        ({"chunks": 2}, "one chunk per rank"),
         ({"b": -1.0}, "b=-1"),
     ]:
         with pytest.raises(ValueError, match=reason):

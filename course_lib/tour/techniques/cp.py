@@ -21,7 +21,7 @@ from course_lib.tour.technique import (
 )
 from course_lib.trace.memory import SavedActivations, state_bytes
 
-RANKS, HEADS = 4, 2  # of USP: groups of two neighbours split the heads
+RANKS, HEADS = 4, 2  # of USP: groups of two neighbors split the heads
 MakeAttention = Callable[[Axis], cp.ParallelAttention]
 
 
@@ -50,7 +50,7 @@ def train_context_parallel(
 
 
 def usp(axis: Axis) -> cp.ParallelAttention:
-    """Return the attention of USP: Ulysses in groups of neighbours, a ring across the groups."""
+    """Return the attention of USP: Ulysses in groups of neighbors, a ring across the groups."""
     heads_axis, ring_axis = cp.split_axis(axis, HEADS)
     return partial(cp.ulysses_ring_attention, heads_axis=heads_axis, ring_axis=ring_axis)
 
@@ -140,7 +140,7 @@ CONTEXT_PARALLEL = [
     ),
     context_parallel(
         "cp-ulysses-ring",
-        "Two neighbours exchange halves of the heads, and send the keys and values of their half "
+        "Two neighbors exchange halves of the heads, and send the keys and values of their half "
         "to the other pair.",
         usp,
         cp.nested(cp.ZIGZAG, HEADS),
