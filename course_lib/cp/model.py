@@ -13,7 +13,7 @@ from course_lib.cp.layout import SequenceLayout, positions
 from course_lib.cp.ring import ring_saved_bytes
 from course_lib.mesh import Axis
 from course_lib.model import Attention, Decoder, ModelConfig, causal_attention
-from course_lib.recompute import kept_by_block
+from course_lib.recompute import saved_by_block
 
 ParallelAttention = Callable[..., Tensor]  # (q, k, v, axis=, layout=)
 
@@ -106,7 +106,7 @@ def kept_per_block(
     As one process of a sequence of S/n, attention aside. What the next linear keeps is the output
     of attention, and in ``saved_bytes`` already, unless it was ``swapped`` back, as in Ulysses.
     """
-    block = kept_by_block(config, sequences, seq_len // n).total
+    block = saved_by_block(config, sequences, seq_len // n).total
     copy = sequences * seq_len * config.hidden * config.dtype.itemsize // n
     serial = ring_saved_bytes(config, sequences, seq_len, n)
     return block - serial + saved_bytes + (copy if swapped else 0)

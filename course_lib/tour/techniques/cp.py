@@ -10,7 +10,7 @@ from torch import Tensor
 
 from course_lib import cp, dp
 from course_lib.mesh import Axis, make_mesh
-from course_lib.recompute import ID_BYTES, kept_at_ends
+from course_lib.recompute import ID_BYTES, saved_at_ends
 from course_lib.tour.technique import (
     COUNT_BYTES,
     Job,
@@ -71,7 +71,7 @@ def kept(job: Job, saved_bytes: int, *, swapped: bool = False) -> int:
     """Of one rank whose attention keeps ``saved_bytes`` a layer: else, as of shorter sequences."""
     config, n = job.config, RANKS
     block = cp.kept_per_block(config, job.sequences, job.seq_len, n, saved_bytes, swapped=swapped)
-    ends = kept_at_ends(config, job.sequences, job.seq_len // n)
+    ends = saved_at_ends(config, job.sequences, job.seq_len // n)
     ids = 2 * ID_BYTES * job.sequences * job.seq_len // n
     return config.layers * block + ends.first + ends.last + ids + COUNT_BYTES
 
