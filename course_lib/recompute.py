@@ -1,9 +1,10 @@
-"""Recomputation: keep the input of a function for backward, and run the function again there.
+"""Recomputation: save the input of a function for backward, and run the function again there.
 
-Chen et al. 2016, arXiv:1604.06174. *Full*: each block keeps its input alone and runs forward twice.
-*Selective* (Korthikanti et al. 2022, arXiv:2205.05198): only the core of attention runs again; it
-keeps q, k and v instead of what grows with the square of the sequence, for little arithmetic. A
-fused kernel, as torch's, keeps no scores in the first place: there it spares a log-sum-exp a row.
+Chen et al. 2016, arXiv:1604.06174. *Full*: each block saves its input alone and runs forward twice.
+*Selective* (Korthikanti et al. 2022, arXiv:2205.05198): only the core of attention runs again. It
+saves q, k and v instead of scores, which grow with the square of the sequence, and costs little
+arithmetic. A fused kernel such as torch's saves no scores anyway: there it spares one log-sum-exp
+per row.
 """
 
 from __future__ import annotations
@@ -42,7 +43,7 @@ class _Recomputed(torch.autograd.Function):
 
 
 def recomputed(fn: Callable[..., Tensor], *tensors: Tensor) -> Tensor:
-    """``fn(*tensors)``, of which backward keeps only ``tensors``.
+    """Return ``fn(*tensors)`` and save only ``tensors`` for backward.
 
     One of them must require a gradient; the parameters that ``fn`` uses get theirs in backward.
     """
@@ -52,13 +53,13 @@ def recomputed(fn: Callable[..., Tensor], *tensors: Tensor) -> Tensor:
 
 
 def full(model: Decoder) -> None:
-    """Every block keeps its input alone."""
+    """Let every block save its input alone."""
     for block in _blocks(model):
         block.run = recomputed
 
 
 def selective(model: Decoder) -> None:
-    """The core of each attention keeps q, k and v alone."""
+    """Let the core of each attention save q, k and v alone."""
     for block in _blocks(model):
         block.attn.core = partial(recomputed, block.attn.core)
 
@@ -78,30 +79,30 @@ def _set_random_state(states: tuple[Tensor, ...]) -> None:
         torch.cuda.set_rng_state(states[1])
 
 
-# --- what is kept, from shapes alone -------------------------------------------------------------
+# --- saved activations, from shapes alone --------------------------------------------------------
 
 
 @dataclass(frozen=True)
-class Kept:
-    """Bytes that autograd keeps of one block, by where they lie under tensor parallelism.
+class SavedByBlock:
+    """Bytes that autograd saves for one block, by where tensor parallelism has the tensors.
 
-    ``outside``: inputs of the two norms and what they keep themselves.
-    ``masks``: those of the two dropouts, which lie outside too.
+    ``outside``: inputs of the two norms, and their normalized inputs and statistics.
+    ``masks``: masks of the two dropouts, which are outside the regions too.
     ``entered``: the inputs of the column linears, the outputs of the two norms.
     ``inside``: queries, the output of attention, log-sum-exp, inner features of the MLP.
-    ``keys_values``: keys and values. ``tables``: cosines and sines of RoPE.
+    ``keys_values``: keys and values. ``rope_cache``: cosines and sines of RoPE.
 
-    On one process a block keeps the sum. n ranks of tensor parallelism divide ``inside`` and
+    On one process a block saves the sum. n ranks of tensor parallelism divide ``inside`` and
     ``keys_values``; sequence parallelism divides ``outside`` too, and ``entered`` where it gathers
     again. Korthikanti et al. count 34 sbh + 5 a s^2 b bytes for a GPT block of 2-byte numbers with
     F = 4 D. Their 34: 4 norms' inputs, 2 + 2 entered, 6 q k v, 2 output of attention, 16 inner
     features, 2 masks of one byte. Ours with the same sizes has 36 (torch's CPU masks take two
-    bytes) and no s^2: the attention kernel keeps one log-sum-exp a row instead of the scores.
+    bytes) and no s^2: the attention kernel saves one log-sum-exp per row instead of the scores.
 
-    Each number is a storage, counted once: the input of q, k and v is one, and so are the output
-    of attention and the input of o. A residual sum keeps nothing of its own; it is the next norm's
-    input. SiLU and its product keep gate, silu(gate), up and what goes down; GELU its input and
-    output. What a linear keeps is its input, never its output.
+    Each number is a storage, counted once: q, k and v have one input, and the output of attention
+    is the input of o. A residual sum saves nothing itself; it is the next norm's input. SiLU and
+    its product save gate, silu(gate), up and the input of down; GELU its input and output. A linear
+    saves its input, never its output.
     """
 
     outside: int
@@ -109,21 +110,21 @@ class Kept:
     entered: int
     inside: int
     keys_values: int
-    tables: int
+    rope_cache: int
 
     @property
     def total(self) -> int:
         """On one process."""
         outside = self.outside + self.masks + self.entered
-        return outside + self.inside + self.keys_values + self.tables
+        return outside + self.inside + self.keys_values + self.rope_cache
 
 
-def kept_by_block(config: ModelConfig, sequences: int, seq_len: int) -> Kept:
-    """What backward needs of one block, from shapes alone; norms, RoPE as torch keeps them.
+def saved_by_block(config: ModelConfig, sequences: int, seq_len: int) -> SavedByBlock:
+    """Return the bytes saved for one block, from shapes alone; norms and RoPE as torch saves them.
 
     For each token, with numbers of b bytes, and w = 4 at least where torch computes in float32:
 
-        llama   w (4 D + 2 + H) + b (4 D + 2 D G/H + 4 F),   and 2 S K w of tables
+        llama   w (4 D + 2 + H) + b (4 D + 2 D G/H + 4 F),   and 2 S K w of RoPE cache
         gpt     w H + b (6 D + 4 + 2 D G/H + 2 F)
 
     and 2 b D of masks where there is dropout.
@@ -132,18 +133,18 @@ def kept_by_block(config: ModelConfig, sequences: int, seq_len: int) -> Kept:
     wide = max(width, 4)  # statistics and rotations are computed in float32 at least
     x_bytes, inner_bytes = rows * config.hidden * width, rows * config.ffn * width
     llama = config.family == "llama"
-    return Kept(
-        outside=2 * _kept_by_norm(config, rows),
+    return SavedByBlock(
+        outside=2 * _saved_by_norm(config, rows),
         masks=2 * x_bytes if config.dropout else 0,
         entered=2 * x_bytes,
         inside=2 * x_bytes + rows * config.heads * wide + (4 if llama else 2) * inner_bytes,
         keys_values=2 * x_bytes * config.kv_heads // config.heads,
-        tables=4 * seq_len * config.head_dim // 2 * wide if llama else 0,
+        rope_cache=4 * seq_len * config.head_dim // 2 * wide if llama else 0,
     )
 
 
-def _kept_by_norm(config: ModelConfig, rows: int) -> int:
-    """RMSNorm keeps its input, the normalized input and 1/rms; LayerNorm input, mean, 1/std."""
+def _saved_by_norm(config: ModelConfig, rows: int) -> int:
+    """RMSNorm saves its input, the normalized input and 1/rms; LayerNorm input, mean, 1/std."""
     width = config.dtype.itemsize
     if config.family == "llama":
         return rows * max(width, 4) * (2 * config.hidden + 1)
@@ -151,15 +152,15 @@ def _kept_by_norm(config: ModelConfig, rows: int) -> int:
 
 
 @dataclass(frozen=True)
-class KeptAtEnds:
-    """Bytes that autograd keeps before the first block and after the last one.
+class SavedAtEnds:
+    """Bytes that autograd saves for embedding, final norm and LM head.
 
     ``positions``: numbers of the rows that the embedding looked up (gpt). ``mask``: its dropout's.
-    ``norm``: what the final norm keeps. ``entered``: the head's input.
-    ``log_probabilities``: of every token and word, in float32 at least, and one scalar of theirs.
+    ``norm``: what the final norm saves. ``entered``: the head's input.
+    ``log_probabilities``: of every token and word, in float32 at least, and one scalar more.
 
-    Tokens and targets are kept too, 8 bytes each (:data:`ID_BYTES`): not a copy, but the batch
-    itself, which micro-batches share and of which any part keeps all.
+    Tokens and targets are saved too, 8 bytes each (:data:`ID_BYTES`): not a copy, but the batch
+    itself, which micro-batches share: any slice of it keeps the whole batch alive.
     """
 
     positions: int
@@ -182,31 +183,31 @@ class KeptAtEnds:
 ID_BYTES = 8
 
 
-def kept_at_ends(config: ModelConfig, sequences: int, seq_len: int) -> KeptAtEnds:
-    """What backward needs of embedding, final norm, head and loss of one process.
+def saved_at_ends(config: ModelConfig, sequences: int, seq_len: int) -> SavedAtEnds:
+    """Return the bytes saved for embedding, final norm, head and loss of one process.
 
-    For each token, b and w as in :func:`kept_by_block`: llama w (2 D + 1 + V) + b D,
+    For each token, b and w as in :func:`saved_by_block`: llama w (2 D + 1 + V) + b D,
     gpt w V + b (2 D + 2), and 8 S bytes of positions.
     """
     rows, width = sequences * seq_len, config.dtype.itemsize
     x_bytes = rows * config.hidden * width
-    return KeptAtEnds(
+    return SavedAtEnds(
         positions=seq_len * ID_BYTES if config.family == "gpt" else 0,
         mask=x_bytes if config.dropout else 0,
-        norm=_kept_by_norm(config, rows),
+        norm=_saved_by_norm(config, rows),
         entered=x_bytes,
         log_probabilities=(rows * config.vocab + 1) * max(width, 4),
     )
 
 
-def kept_by_stage(
+def saved_by_stage(
     config: ModelConfig, sequences: int, seq_len: int, first: int = 0, end: int | None = None
 ) -> int:
-    """Bytes kept of the whole model, or of its slice ``first``..``end - 1``, by one forward.
+    """Return the bytes that one forward saves of the model or of its slice ``first``..``end - 1``.
 
-    Tokens and targets are not in it: :class:`KeptAtEnds` says why.
+    Tokens and targets are not counted: :class:`SavedAtEnds` says why.
     """
     end = config.layers if end is None else end
-    ends = kept_at_ends(config, sequences, seq_len)
-    blocks = (end - first) * kept_by_block(config, sequences, seq_len).total
+    ends = saved_at_ends(config, sequences, seq_len)
+    blocks = (end - first) * saved_by_block(config, sequences, seq_len).total
     return blocks + (first == 0) * ends.first + (end == config.layers) * ends.last

@@ -1,8 +1,8 @@
 """Sequence parallelism (Megatron): outside the regions of tensor parallelism the ranks share rows.
 
-Korthikanti et al. 2022, arXiv:2205.05198. Tensor parallelism leaves norms, dropout and residuals
-whole on every rank. Here each rank holds S/t of the positions there, x_BScD. Where x enters a
-region it is gathered, where it leaves, the partial sums are scattered:
+Korthikanti et al. 2022, arXiv:2205.05198. Tensor parallelism replicates norms, dropout and
+residuals on every rank. Here each rank holds S/t of the positions there, x_BScD. Where x enters a
+region it is gathered, where it leaves, the partial sums are reduce-scattered:
 
 ========  ========================  ========================
           forward                   backward
@@ -12,12 +12,12 @@ leave     reduce-scatter over S     all-gather over S
 ========  ========================  ========================
 
 An all-reduce is a reduce-scatter and an all-gather, so the bytes are those of tensor parallelism.
-What is new: parameters that are used on rows (norms, biases after a sum, positions) have on each
-rank the gradient of its rows only: :func:`sum_gradients`.
+One sum is new: a replicated parameter (norm, bias after a sum, positions) has on each rank the
+gradient of its rows only: :func:`sum_gradients`.
 
-Two variants. With :data:`REGION` autograd keeps the gathered input of each region, whole on every
-rank. With :data:`GATHER_AGAIN` it keeps this rank's rows and gathers them once more in backward:
-less memory, 1.25 times the bytes.
+Two variants. With :data:`REGION` autograd saves the gathered input of each region, all of it on
+every rank. With :data:`GATHER_AGAIN` it saves this rank's rows and gathers them once more in
+backward: less memory, 1.25 times the bytes.
 """
 
 from __future__ import annotations
@@ -36,14 +36,14 @@ from course_lib.comm.operators import Region
 from course_lib.ledger import wire
 from course_lib.mesh import Axis
 from course_lib.model import ModelConfig
-from course_lib.recompute import kept_at_ends as kept_at_serial_ends
-from course_lib.recompute import kept_by_block
+from course_lib.recompute import saved_at_ends as saved_at_serial_ends
+from course_lib.recompute import saved_by_block
 
-S = 1  # the dim of x_BSD that is cut
+S = 1  # the dim of x_BSD that the ranks divide
 
 
 def enter(x_BScD: Tensor, axis: Axis) -> Tensor:
-    """All-gather; backward adds up what the ranks' different uses give, each rank for its rows."""
+    """All-gather. Backward sums the gradients of all ranks; each rank receives its rows."""
     return comm.unshard(x_BScD, axis, S)
 
 
@@ -59,7 +59,7 @@ def leave(x_BSD: Tensor, axis: Axis) -> Tensor:
 
 
 def own_rows(positions_S: Tensor, axis: Axis) -> Tensor:
-    """The positions of this rank's rows."""
+    """Return the positions of this rank's rows."""
     return comm.own_shard(positions_S, axis)
 
 
@@ -67,17 +67,17 @@ REGION = Region(enter, leave, own_rows)
 
 
 class _Again:
-    """The gather that backward makes, one for all the linears that read x (q, k and v)."""
+    """The gather in backward, one for all the linears that read x (q, k and v)."""
 
     def __init__(self, axis: Axis) -> None:
         self.axis = axis
-        self.travelling: comm.Handle | None = None
+        self.in_flight: comm.Handle | None = None
 
     def start(self, x_BScD: Tensor) -> comm.Handle:
-        """Begin it, unless another linear has."""
-        if self.travelling is None:
-            self.travelling = comm.start_all_gather(x_BScD, self.axis, S)
-        return self.travelling
+        """Start it, unless another linear has."""
+        if self.in_flight is None:
+            self.in_flight = comm.start_all_gather(x_BScD, self.axis, S)
+        return self.in_flight
 
 
 class _EnterAgain(torch.autograd.Function):
@@ -89,12 +89,12 @@ class _EnterAgain(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx, dx_BSD: Tensor):
-        ctx.again.travelling = None  # dx is complete: every linear has had x
+        ctx.again.in_flight = None  # dx is complete: every linear has used x
         return comm.reduce_scatter(dx_BSD, ctx.again.axis, S), None
 
 
 class _GatheringLinear(torch.autograd.Function):
-    """``x weight^T + bias``, of which backward keeps this rank's rows of x alone."""
+    """``x weight^T + bias``, which saves this rank's rows of x alone."""
 
     @staticmethod
     def forward(ctx, x_BSD: Tensor, weight: Tensor, bias: Tensor | None, x_BScD: Tensor, again):
@@ -107,10 +107,10 @@ class _GatheringLinear(torch.autograd.Function):
     def backward(ctx, dy_BSF: Tensor):
         weight_FD, x_BScD = ctx.saved_tensors
         wants_x, wants_weight, wants_bias, *_ = ctx.needs_input_grad
-        travelling = ctx.again.start(x_BScD) if wants_weight else None
-        dx_BSD = dy_BSF @ weight_FD if wants_x else None  # while the rows travel
+        gathered = ctx.again.start(x_BScD) if wants_weight else None
+        dx_BSD = dy_BSF @ weight_FD if wants_x else None  # during the gather
         dy_TF = dy_BSF.flatten(0, 1)
-        dw_FD = dy_TF.t() @ travelling.wait().flatten(0, 1) if travelling else None
+        dw_FD = dy_TF.t() @ gathered.wait().flatten(0, 1) if gathered else None
         return dx_BSD, dw_FD, dy_TF.sum(0) if wants_bias else None, None, None
 
 
@@ -136,11 +136,11 @@ GATHER_AGAIN = GatherAgain(enter, leave, own_rows)
 
 
 def sum_gradients(held: Iterable[Held], axis: Axis) -> None:
-    """Add up the gradients of what is not cut: each rank has them for its own rows only.
+    """Add up the gradients of replicated parameters: each rank has them for its own rows only.
 
-    One flat all-reduce; call it once a step, after the last backward and what sums or shards over
-    data parallelism. Forgetting it is the classic mistake: the ranks' norms drift apart and the
-    loss still falls.
+    One flat all-reduce. Call it once per step, after the last backward and the sum (or ZeRO's
+    reduce-scatter) over data parallelism. Forgetting it is the classic mistake: the norm weights
+    of the ranks drift apart and the loss still falls.
     """
     replicated = [one for one in held if not comm.is_sharded(one.parameter, axis)]
     comm.sum_gradients(replicated, axis)
@@ -160,17 +160,15 @@ def wire_bytes(
     shards: int = 1,
     regions: int = 2,
 ) -> Fraction:
-    """Bytes a rank sends for activations and for what is not cut, per optimizer step.
+    """Return the bytes per rank and optimizer step for activations and replicated parameters.
 
     A layer has 2 all-gathers and 2 reduce-scatters of x_BSD in every forward (``forwards=2`` with
     full recomputation) and in backward, 2 gathers more with ``again``; embedding and head have 2
     and 2, one gather more with ``again``. A layer has 2 ``regions``, attention and MLP; 1 where
-    something that is not cut, such as experts, is in the MLP's place.
-    Then one all-reduce of the gradients of what is not cut.
-    Under ZeRO over ``shards`` ranks each sums the runs that it holds: then it is the average over
-    these ranks. Loss and shared key and value heads are tensor parallelism's own.
-    All parameters are trained: what is frozen is not summed, and where early ones are frozen
-    backward ends sooner; so that less is sent.
+    experts replace the MLP. Then one all-reduce of the gradients of replicated parameters.
+    Under ZeRO over ``shards`` ranks each sums its shards: then it is the average over these ranks.
+    ``tp.formulas`` counts the loss and the key and value heads that several ranks hold.
+    All parameters are trained; with frozen ones fewer bytes are sent.
     """
     size = sequences * seq_len * config.hidden * config.dtype.itemsize
     scatters = regions * config.layers * (forwards + 1) + 2
@@ -178,37 +176,40 @@ def wire_bytes(
     return (
         gathers * wire("all_gather", size // n, n)
         + scatters * wire("reduce_scatter", size, n)
-        + wire("all_reduce", whole_parameters(config) * config.dtype.itemsize, n) / shards
+        + wire("all_reduce", replicated_parameters(config) * config.dtype.itemsize, n) / shards
     )
 
 
-def whole_parameters(config: ModelConfig) -> int:
-    """Parameters that every rank of the axis holds: norms; gpt: biases after a sum, positions."""
+def replicated_parameters(config: ModelConfig) -> int:
+    """Return how many parameters are replicated: norms; gpt: biases after a sum, positions."""
     if config.family == "llama":
         return (2 * config.layers + 1) * config.hidden
     norms, row_biases = 2 * (2 * config.layers + 1), 2 * config.layers
     return (norms + row_biases + config.max_seq_len) * config.hidden
 
 
-def kept_per_block(
+def saved_per_block(
     config: ModelConfig, sequences: int, seq_len: int, n: int, *, again: bool = False
 ) -> int:
-    """Bytes that a rank keeps of one block: a share of everything, what has entered whole.
+    """Return the bytes that a rank saves for one block: the gathered input, 1/n of all else.
 
-    With ``again`` a share of that too. A mask takes one byte here: see tp.RankDropout.
+    With ``again`` 1/n of the input too. A mask takes one byte here: see tp.RankDropout.
     """
-    kept = kept_by_block(config, sequences, seq_len)
-    keys_values = kept.keys_values // min(n, config.kv_heads)
-    entered = kept.entered // n if again else kept.entered
-    shared = kept.outside + kept.inside + kept.masks // config.dtype.itemsize
-    return shared // n + entered + keys_values + kept.tables
+    saved = saved_by_block(config, sequences, seq_len)
+    keys_values = saved.keys_values // min(n, config.kv_heads)
+    entered = saved.entered // n if again else saved.entered
+    divided = saved.outside + saved.inside + saved.masks // config.dtype.itemsize
+    return divided // n + entered + keys_values + saved.rope_cache
 
 
-def kept_at_ends(
+def saved_at_ends(
     config: ModelConfig, sequences: int, seq_len: int, n: int, *, again: bool = False
 ) -> int:
-    """Bytes that a rank keeps before the first block and after the last: a share of rows, and
-    whole what has entered the head. Tensor parallelism keeps its part of the vocabulary beside."""
-    ends = kept_at_serial_ends(config, sequences, seq_len)
-    shared = ends.positions + ends.norm + ends.mask // config.dtype.itemsize
-    return shared // n + (ends.entered // n if again else ends.entered)
+    """Return the bytes that a rank saves for embedding and LM head, without the vocabulary's.
+
+    1/n of the rows, and the gathered input of the head; with ``again`` 1/n of that too.
+    ``tp.formulas.saved_by_vocabulary`` counts the rest.
+    """
+    ends = saved_at_serial_ends(config, sequences, seq_len)
+    divided = ends.positions + ends.norm + ends.mask // config.dtype.itemsize
+    return divided // n + (ends.entered // n if again else ends.entered)

@@ -122,7 +122,7 @@ from torch import nn
 
 from course_lib.data import batch
 from course_lib.model import build_model, parameter_count, tiny_config
-from course_lib.recompute import kept_at_ends, kept_by_block, kept_by_stage
+from course_lib.recompute import saved_at_ends, saved_by_block, saved_by_stage
 from course_lib.trace import SavedActivations, state_bytes
 from course_lib.view import show_source
 
@@ -262,8 +262,8 @@ for n, printed in PRINTED.items():
 # %%
 from course_lib import recompute
 
-show_source(recompute.kept_by_block)
-formula = kept_by_stage(SMALL, BATCH, SEQ)
+show_source(recompute.saved_by_block)
+formula = saved_by_stage(SMALL, BATCH, SEQ)
 print(
     f"\nsmall model, {BATCH} sequences of {SEQ}: measured {activations:,} bytes, formula {formula:,}"
 )
@@ -282,10 +282,10 @@ print(
 for name, model in MODELS.items():
     c = model.config
     tokens = c.max_seq_len
-    whole = kept_by_stage(c, 1, tokens)
-    ends = kept_at_ends(c, 1, tokens)
+    whole = saved_by_stage(c, 1, tokens)
+    ends = saved_at_ends(c, 1, tokens)
     inputs = 2 * c.layers * tokens * c.hidden + ends.first + ends.last
-    inputs += kept_by_block(c, 1, tokens).total
+    inputs += saved_by_block(c, 1, tokens).total
     cache = cache_bytes(c, 1, tokens)
     print(
         f"{name:16}{tokens:10,}{whole / 1e9:13.1f}{inputs / 1e9:12.1f}{cache / 1e9:10.2f}{whole / tokens / 1e6:12.1f}"
@@ -524,7 +524,7 @@ def limits(model, gpus):
     size, config = MODELS[model].parameters, MODELS[model].config
     one = StateBytes(2 * size, 2 * size, 12 * size)
     share = StateBytes(*(-(-part // gpus) for part in (2 * size, 2 * size, 12 * size)))
-    kept = kept_by_stage(config, 1, config.max_seq_len)
+    kept = saved_by_stage(config, 1, config.max_seq_len)
     days = 6 * size * MODELS[model].tokens / (gpus * PEAK * MFU) / 86400
     whole, cut = share.total + kept <= GPU, share.total <= GPU
     says = "all fits" if whole else f"the state {'fits' if cut else 'does not fit'}"
@@ -712,7 +712,7 @@ def cheat_sheet(name, gpus):
         f"  state        16 P                  {16 * size / 1e9:12,.0f} GB = {16 * size / 2**30:,.0f} GiB"
     )
     print(
-        f"  activations  by shapes, 1 sequence {kept_by_stage(c, 1, c.max_seq_len) / 1e9:12,.1f} GB"
+        f"  activations  by shapes, 1 sequence {saved_by_stage(c, 1, c.max_seq_len) / 1e9:12,.1f} GB"
     )
     print(f"  KV cache     2 L G K b a token     {cache_bytes(c, 1, 1) / 1e3:12,.0f} kB")
     print(f"  compute      6 P T                 {flops:12.2g} FLOPs")

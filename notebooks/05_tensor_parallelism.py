@@ -330,7 +330,7 @@ print(
 # what norms and column linears need of it.
 
 # %%
-from course_lib.recompute import kept_by_block
+from course_lib.recompute import saved_by_block
 from course_lib.tp import formulas
 
 
@@ -344,7 +344,7 @@ def kept_of_a_block(n):
     return saved.peak
 
 
-kept = kept_by_block(CONFIG, BATCH, SEQ)
+kept = saved_by_block(CONFIG, BATCH, SEQ)
 print("one process, bytes of a block:")
 print(
     f"  whole on every rank: norms and residuals {kept.outside:,}, inputs of columns {kept.entered:,}"
@@ -353,7 +353,7 @@ print(f"  cut by n:            inside {kept.inside:,}, keys and values {kept.key
 print(f"{'ranks':5}{'measured':>12}{'formula':>12}{'share':>8}")
 for n in (1, 2, 4):
     measured = run(kept_of_a_block, n, n=n)[0]
-    formula = formulas.kept_per_block(CONFIG, BATCH, SEQ, n)
+    formula = formulas.saved_per_block(CONFIG, BATCH, SEQ, n)
     print(f"{n:5}{measured:12,}{formula:12,}{measured / kept.total:8.2f}")
     assert measured == formula
 limit = (kept.outside + kept.entered) / kept.total
@@ -870,10 +870,10 @@ def cheat_sheet():
     print(
         f"{'ranks':5}{'parameters, GB':>16}{'kept a block, MB':>18}{'of one':>8}{'sent a step, GB':>17}"
     )
-    one = formulas.kept_per_block(*shape, 1)
+    one = formulas.saved_per_block(*shape, 1)
     for n in (1, 2, 4, 8):
         held = 2 * formulas.parameters_per_rank(config, n) / 1e9
-        kept = formulas.kept_per_block(*shape, n)
+        kept = formulas.saved_per_block(*shape, n)
         sent = float(formulas.wire_bytes(*shape, n)) / 1e9
         print(f"{n:5}{held:16.1f}{kept / 1e6:18.0f}{kept / one:8.2f}{sent:17.1f}")
     print(f"\nDP sends more below about 3h = {3 * config.hidden:,} tokens a replica, less above")

@@ -141,7 +141,7 @@ for gather in (comm.unshard, comm.gather):
 from fractions import Fraction
 
 from course_lib import recompute, tp
-from course_lib.recompute import kept_by_block
+from course_lib.recompute import saved_by_block
 from course_lib.tp import formulas
 from course_lib.trace import SavedActivations
 
@@ -174,13 +174,13 @@ def by_blocks(config, x_BSD, dy_BSD, change=None):
 def kept_formula(config, way, sequences, seq_len, n):
     """Bytes that a rank keeps of one block."""
     if way == "tensor":
-        return formulas.kept_per_block(config, sequences, seq_len, n)
-    return sp.kept_per_block(config, sequences, seq_len, n, again=way == "rows, again")
+        return formulas.saved_per_block(config, sequences, seq_len, n)
+    return sp.saved_per_block(config, sequences, seq_len, n, again=way == "rows, again")
 
 
 MOVES = {"tensor": 8, "rows, kept": 8, "rows, again": 10}  # (n-1)/n x each, a layer
 
-one_block = kept_by_block(CONFIG, BATCH, SEQ).total
+one_block = saved_by_block(CONFIG, BATCH, SEQ).total
 print(
     f"{'':13}{'ranks':>5}{'sent':>12}{'formula':>12}{'kept a block':>14}{'formula':>10}{'share':>7}"
 )
@@ -821,7 +821,7 @@ def cheat_sheet(n=8):
     print("enter: all-gather | reduce-scatter      leave: reduce-scatter | all-gather")
     print("then one all-reduce of gradients of norms, biases after a sum, positions\n")
     print(f"{'':13}{'kept a block, MB':>18}{'of one':>8}{'sent a step, GB':>17}{'with full':>11}")
-    one = kept_by_block(*shape).total
+    one = saved_by_block(*shape).total
     for way in WAYS:
         kept = kept_formula(config, way, *shape[1:], n)
         sent = []

@@ -91,9 +91,9 @@ predicted_factor = (
 
 # %%
 logits_TE = torch.tensor([[2.0, 1.0, 0.0, 0.0], [0.0, 0.0, 3.0, 1.0], [2.0, 0.0, 2.5, 0.0]])
-routes = ep.route(logits_TE, choices=2)
+routes = ep.route(logits_TE, top_k=2)
 for token, p in enumerate(logits_TE.softmax(-1)):
-    chosen = zip(routes.experts_CT[:, token], routes.weights_CT[:, token], strict=True)
+    chosen = zip(routes.experts_KT[:, token], routes.weights_KT[:, token], strict=True)
     said = ", ".join(f"{weight:.2f} of expert {expert}" for expert, weight in chosen)
     print(f"token {token}: p = {[round(each, 2) for each in p.tolist()]}  ->  {said}")
 print("pairs by expert:", routes.chosen_E.tolist())
@@ -450,38 +450,38 @@ for coefficient in (0.0, 0.01, 0.1):
 
 
 # %%
-def routed(skew, capacity, choices):
+def routed(skew, capacity, top_k):
     """Four ranks of 64 tokens with random logits; the lower its number, the more wanted an expert."""
     generator = torch.Generator().manual_seed(0)
     room = None
     if capacity != "none":
-        room = -int(-capacity * choices * TOKENS // EXPERTS)
+        room = -int(-capacity * top_k * TOKENS // EXPERTS)
     chosen, kept = [], []
     for _ in range(RANKS):
         logits = torch.randn(TOKENS, EXPERTS, generator=generator)
-        routes = ep.route(logits + skew * torch.linspace(1, 0, EXPERTS), choices, room)
-        served = routes.experts_CT[routes.experts_CT >= 0]
+        routes = ep.route(logits + skew * torch.linspace(1, 0, EXPERTS), top_k, room)
+        served = routes.experts_KT[routes.experts_KT >= 0]
         chosen.append(tuple(routes.chosen_E.tolist()))
         kept.append(tuple(served.bincount(minlength=EXPERTS).tolist()))
     return ep.Load(tuple(chosen), tuple(kept))
 
 
-def moved(skew, capacity, choices):
-    load = routed(skew, capacity, choices)
-    title = f"Skew {skew}, capacity {capacity}, {choices} choice{'s' * (choices > 1)}: "
+def moved(skew, capacity, top_k):
+    load = routed(skew, capacity, top_k)
+    title = f"Skew {skew}, capacity {capacity}, top_k {top_k}: "
     title += f"{load.dropped:.0%} dropped, busiest {ep.imbalance(load.by_rank):.1f} times the mean"
     return load_plot(load, title=title)
 
 
 tight = routed(0, 1.0, CHOICES)
 print(f"no skew, room for an even load: {tight.dropped:.3f} dropped; you: {predicted_dropped}")
-moved(skew=2, capacity=1.25, choices=2)
+moved(skew=2, capacity=1.25, top_k=2)
 
 # %%
 from course_lib.view.moved import picture_sliders
 
 picture_sliders(
-    moved, skew=[2, 0, 1, 3, 4], capacity=[1.25, "none", 0.5, 1.0, 1.5, 2.0, 4.0], choices=[2, 1, 4]
+    moved, skew=[2, 0, 1, 3, 4], capacity=[1.25, "none", 0.5, 1.0, 1.5, 2.0, 4.0], top_k=[2, 1, 4]
 )
 
 # %% [markdown]

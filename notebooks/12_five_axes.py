@@ -159,7 +159,7 @@ CONFIG = tiny_config(
     layers=4, hidden=32, heads=4, kv_heads=4, ffn=96, max_seq_len=SEQ, tied=True,
     dtype=torch.float64,
 )  # fmt: skip
-EXPERTS = Experts(number=4, choices=2, coefficient=0.05)
+EXPERTS = Experts(number=4, top_k=2, coefficient=0.05)
 MESHES = {
     "3D": {"tp": 2, "dp": 2, "pp": 2},
     "4D": {"tp": 2, "cp": 2, "dp": 2, "pp": 2},
@@ -176,7 +176,7 @@ def fresh(plan):
     """The serial model, the same in every process."""
     model = build_model(CONFIG, seed=3)
     if plan.experts:
-        ep.add_experts(model, plan.experts.number, plan.experts.choices, seed=4)
+        ep.add_experts(model, plan.experts.number, plan.experts.top_k, seed=4)
     return model
 
 

@@ -391,7 +391,7 @@ from course_lib import ep
 
 def with_experts(n):
     mesh = make_mesh(dp=n, ep=n)
-    sparse = ep.add_experts(model, experts=8, choices=2, seed=1)
+    sparse = ep.add_experts(model, experts=8, top_k=2, seed=1)
     ep.parallelize(sparse, mesh.ep, mesh.dp_cp)
     mine = inference.share(REQUESTS, mesh.dp)
     served = serve(Replica(sparse, mesh, slots=2), Scheduler(mine, slots=2))

@@ -97,7 +97,7 @@ def _over_tp(
         moves = sp.wire_bytes(
             config, sequences, rows, t, again=again, forwards=forwards, regions=regions
         )
-        moves -= wire("all_reduce", sp.whole_parameters(config) * config.dtype.itemsize, t)
+        moves -= wire("all_reduce", sp.replicated_parameters(config) * config.dtype.itemsize, t)
         moves += tp_formulas.loss_bytes(config, sequences * rows, t) + _of_rows(config, mesh, plan)
     else:
         moves = tp_formulas.wire_bytes(config, sequences, rows, t, forwards=forwards)
@@ -110,7 +110,7 @@ def _over_tp(
 def _of_rows(config: ModelConfig, mesh: _Mesh, plan: Plan) -> Fraction:
     """The sum of gradients of what is not cut, where ranks share rows; under ZeRO of shards, the
     average over the ranks that hold them."""
-    whole, experts = sp.whole_parameters(config), 0
+    whole, experts = sp.replicated_parameters(config), 0
     if plan.experts is not None:
         router, experts = _experts_of_layer(config, plan.experts, mesh.e)
         bias = config.hidden if config.family == "gpt" else 0  # of the MLP that is not there
@@ -161,7 +161,7 @@ def _over_ep(
     if plan.experts is None:
         return Fraction(0)
     if leaving is None:
-        pairs = tokens * mesh.d * plan.experts.choices * config.layers
+        pairs = tokens * mesh.d * plan.experts.top_k * config.layers
         leaving = Fraction(mesh.e - 1, mesh.e) * pairs
     row = config.hidden * config.dtype.itemsize
     return Fraction(leaving) * row * 2 * (plan.block_forwards + 1)

@@ -71,7 +71,7 @@ class Experts:
     """
 
     number: int
-    choices: int
+    top_k: int
     capacity: float | None = None
     shared: bool = False
     coefficient: float = 0.01

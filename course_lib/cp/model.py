@@ -11,7 +11,7 @@ from course_lib.cp.layout import PositionsCheck, SequenceLayout
 from course_lib.cp.ring import ring_saved_bytes
 from course_lib.mesh import Axis
 from course_lib.model import Attention, Decoder, ModelConfig, causal_attention
-from course_lib.recompute import kept_by_block
+from course_lib.recompute import saved_by_block
 
 ParallelAttention = Callable[..., Tensor]  # (q, k, v, axis=, layout=)
 
@@ -53,7 +53,7 @@ def saved_per_block(
     saves the output of attention, which ``saved_bytes`` already counts. If attention sends its
     output back by all-to-all, as Ulysses does, that is another tensor: ``output_copied``.
     """
-    block = kept_by_block(config, sequences, seq_len // n).total
+    block = saved_by_block(config, sequences, seq_len // n).total
     copy = sequences * seq_len * config.hidden * config.dtype.itemsize // n
     reference = ring_saved_bytes(config, sequences, seq_len, n)
     return block - reference + saved_bytes + (copy if output_copied else 0)

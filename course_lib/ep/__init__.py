@@ -12,10 +12,10 @@ formulas       bytes sent, parameters held, activations kept
 from course_lib.ep.decoder import add_experts, auxiliary_loss, loss_sum, moe_layers
 from course_lib.ep.formulas import (
     even_wire_bytes,
-    kept_beside_experts,
-    kept_by_layer,
-    kept_by_serial_layer,
     parameters_per_rank,
+    saved_beside_experts,
+    saved_by_layer,
+    saved_by_serial_layer,
     wire_bytes,
 )
 from course_lib.ep.gradients import (
@@ -38,14 +38,14 @@ __all__ = [
     "even_wire_bytes",
     "expert_parameters",
     "imbalance",
-    "kept_beside_experts",
-    "kept_by_layer",
-    "kept_by_serial_layer",
     "loss_sum",
     "moe_layers",
     "parallelize",
     "parameters_per_rank",
     "route",
+    "saved_beside_experts",
+    "saved_by_layer",
+    "saved_by_serial_layer",
     "shared_parameters",
     "wire_bytes",
 ]

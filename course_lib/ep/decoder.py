@@ -15,7 +15,7 @@ from course_lib.model import Decoder
 def add_experts(
     model: Decoder,
     experts: int,
-    choices: int,
+    top_k: int,
     *,
     capacity: float | None = None,
     shared: bool = False,
@@ -27,7 +27,7 @@ def add_experts(
     anew, of the same spread; they follow from ``seed`` alone. Raises ValueError for sizes that do
     not fit.
     """
-    _check(experts, choices, capacity)
+    _check(experts, top_k, capacity)
     generator = torch.Generator().manual_seed(seed)
     for block in model.blocks:
         dense: nn.Module = block.ffn  # type: ignore[assignment]
@@ -37,18 +37,16 @@ def add_experts(
         block.ffn = MoE(
             _router(model.config.hidden, experts, next(dense.parameters()), generator),
             {str(number): expert for number, expert in enumerate(drawn)},
-            choices,
+            top_k,
             capacity,
             _another(dense, generator) if shared else None,
         )
     return model
 
 
-def _check(experts: int, choices: int, capacity: float | None) -> None:
-    if experts < 1 or not 1 <= choices <= experts:
-        raise ValueError(
-            f"choices={choices} of experts={experts}: a token goes to 1 up to all experts"
-        )
+def _check(experts: int, top_k: int, capacity: float | None) -> None:
+    if experts < 1 or not 1 <= top_k <= experts:
+        raise ValueError(f"expected top_k from 1 to experts={experts}, got top_k={top_k}")
     if capacity is not None and not capacity > 0:
         raise ValueError(
             f"capacity={capacity}: a factor above 0 is wanted (1 is room for an even load), or "

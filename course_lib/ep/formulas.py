@@ -6,7 +6,7 @@ from fractions import Fraction
 
 from course_lib.ep.moe import Load, MoE
 from course_lib.model import ModelConfig, parameter_count
-from course_lib.recompute import kept_by_block
+from course_lib.recompute import saved_by_block
 
 
 def wire_bytes(load: Load, rank: int, row_bytes: int) -> Fraction:
@@ -25,9 +25,9 @@ def wire_bytes(load: Load, rank: int, row_bytes: int) -> Fraction:
     return Fraction(2 * (leaving + arriving) * row_bytes)
 
 
-def even_wire_bytes(tokens: int, choices: int, row_bytes: int, n: int) -> Fraction:
+def even_wire_bytes(tokens: int, top_k: int, row_bytes: int, n: int) -> Fraction:
     """The same for one layer when every rank has ``tokens`` and its pairs go to all ranks alike."""
-    return 4 * Fraction(n - 1, n) * tokens * choices * row_bytes
+    return 4 * Fraction(n - 1, n) * tokens * top_k * row_bytes
 
 
 def mlp_parameters(config: ModelConfig) -> int:
@@ -48,36 +48,36 @@ def parameters_per_rank(
     return config.layers * experts // n * mlp, rest
 
 
-def kept_by_layer(config: ModelConfig, layer: MoE, tokens: int, load: Load, rank: int) -> int:
+def saved_by_layer(config: ModelConfig, layer: MoE, tokens: int, load: Load, rank: int) -> int:
     """Bytes that autograd keeps of one expert-parallel layer on ``rank``, without shared expert.
 
-    For each of its ``tokens`` the router's input and probabilities, and the rows that came back
-    for its C choices; for each row that its experts compute the input and the inner features. The
-    latter are other ranks' pairs too: the busiest rank needs the most memory.
+    For each of its ``tokens``: the router's input and probabilities, and the rows that its top_k
+    experts returned. For each row that its experts compute: the input and the inner features. These
+    rows come from other ranks too, so the busiest rank needs the most memory.
     """
-    b, index, pairs = config.dtype.itemsize, 8, tokens * layer.choices
+    b, index, pairs = config.dtype.itemsize, 8, tokens * layer.top_k
     order = (pairs + sum(load.kept[rank])) * index  # where rows come from, and go
     computed = load.by_rank[rank] * (config.hidden + _inner(config)) * b
     back = pairs * (config.hidden + 1) * b
-    return _kept_by_router(config, layer, tokens) + order + computed + back
+    return _saved_by_router(config, layer, tokens) + order + computed + back
 
 
-def kept_by_serial_layer(config: ModelConfig, layer: MoE, tokens: int) -> int:
+def saved_by_serial_layer(config: ModelConfig, layer: MoE, tokens: int) -> int:
     """The same of the layer of one process, which loops over its experts, without capacity.
 
-    For each pair of a token and a choice the two numbers of its place and its weight, the
+    For each pair of a token and an expert the two numbers of its place and its weight, the
     expert's input and inner features, its output, and that once more weighted.
     """
     b, index = config.dtype.itemsize, 8
     pair = 2 * index + (3 * config.hidden + _inner(config) + 1) * b
-    return _kept_by_router(config, layer, tokens) + tokens * layer.choices * pair
+    return _saved_by_router(config, layer, tokens) + tokens * layer.top_k * pair
 
 
-def kept_beside_experts(config: ModelConfig, sequences: int, seq_len: int) -> int:
+def saved_beside_experts(config: ModelConfig, sequences: int, seq_len: int) -> int:
     """Bytes kept of a block without its MLP, and without what enters that: the router keeps it."""
     tokens = sequences * seq_len
     mlp = tokens * (config.hidden + _inner(config)) * config.dtype.itemsize
-    return kept_by_block(config, sequences, seq_len).total - mlp
+    return saved_by_block(config, sequences, seq_len).total - mlp
 
 
 def _inner(config: ModelConfig) -> int:
@@ -85,13 +85,13 @@ def _inner(config: ModelConfig) -> int:
     return (4 if config.family == "llama" else 2) * config.ffn
 
 
-def _kept_by_router(config: ModelConfig, layer: MoE, tokens: int) -> int:
-    experts, choices = layer.router.out_features, layer.choices
+def _saved_by_router(config: ModelConfig, layer: MoE, tokens: int) -> int:
+    experts, top_k = layer.router.out_features, layer.top_k
     b = config.dtype.itemsize
     wide, index = max(b, 4), 8
-    kept = tokens * (config.hidden + experts) * wide + experts * wide + tokens * choices * index
+    kept = tokens * (config.hidden + experts) * wide + experts * wide + tokens * top_k * index
     if wide > b:
         kept += experts * config.hidden * wide  # its weight in float32
-    if choices > 1:
-        kept += tokens * (choices + 1) * wide  # the division by their sum
+    if top_k > 1:
+        kept += tokens * (top_k + 1) * wide  # the division by their sum
     return kept

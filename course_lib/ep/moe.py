@@ -1,21 +1,22 @@
-"""Mixture of experts: many MLPs in the place of one, of which each token uses a few. No network.
+"""Mixture of experts: many MLPs replace one MLP, and each token uses a few of them. No network.
 
-Shazeer et al. 2017, arXiv:1701.06538. For a token x with router logits W x, over its C choices c:
+Shazeer et al. 2017, arXiv:1701.06538. For a token x with router logits W x and K = top_k experts:
 
     p = softmax(W x)        over all E experts, in float32 at least
-    w_c = p_c / sum_c p_c   over the C largest alone: Mixtral's convention, arXiv:2401.04088
-    y = sum_c w_c expert_c(x)  [+ shared(x)]
+    w_k = p_k / sum_k p_k   over the K largest alone: Mixtral's convention, arXiv:2401.04088
+    y = sum_k w_k expert_k(x)  [+ shared(x)]
 
-W learns through w, which says how much of each expert is wanted; *which* experts are taken has no
-gradient. With one choice w would always be 1 and W would learn nothing: then w = p (Switch).
+W learns through the weights w; the choice of experts has no gradient. With K = 1 the weight would
+always be 1 and W would learn nothing, so w = p there (Switch Transformer).
 
-Without a capacity every pair (token, choice) is served (dropless). With capacity factor f an expert
-takes at most f T C / E pairs (rounded up) of T tokens: first come, first served, all first choices
-before any second one (GShard, arXiv:2006.16668). A pair that finds no room adds nothing: the token
-passes by on the residual. The T tokens are those of one rank, so that each rank decides alone.
+Without a capacity every pair of a token and an expert is computed (dropless). With capacity factor
+f an expert takes at most f T K / E pairs (rounded up) of T tokens: first come, first served, the
+first choices of all tokens before any second choice (GShard, arXiv:2006.16668). A pair that exceeds
+the capacity adds nothing: the token passes by on the residual. The T tokens are those of one rank,
+so that each rank decides alone.
 
-Letters beside those of :mod:`course_lib.model`: T tokens (B S), E experts, C choices of a token,
-P pairs of a token and a choice, first choices first: pair c T + t is choice c of token t.
+Letters: T tokens (B S), E experts, K experts of a token (top_k), P pairs of a token and an expert,
+first choices first: pair k T + t is choice k of token t. B, S, D as in :mod:`course_lib.model`.
 """
 
 from __future__ import annotations
@@ -33,46 +34,47 @@ Counts = tuple[tuple[int, ...], ...]
 
 @dataclass(frozen=True)
 class Routes:
-    """Where the pairs of T tokens go."""
+    """The experts of T tokens."""
 
-    experts_CT: Tensor  # int64, or NOWHERE
-    weights_CT: Tensor
+    experts_KT: Tensor  # int64, or NOWHERE
+    weights_KT: Tensor
     chosen_E: Tensor  # int64: pairs that chose each expert, dropped ones too
     probability_E: Tensor  # of each expert, summed over the tokens
 
 
-def route(logits_TE: Tensor, choices: int, room: int | None = None) -> Routes:
-    """Choose ``choices`` experts for each token; an expert takes ``room`` pairs, or all (None)."""
+def route(logits_TE: Tensor, top_k: int, room: int | None = None) -> Routes:
+    """Choose ``top_k`` experts for each token; an expert takes ``room`` pairs, or all (None)."""
     experts = logits_TE.shape[1]
     probabilities_TE = logits_TE.softmax(-1)
-    weights_TC, experts_TC = probabilities_TE.topk(choices)
-    if choices > 1:
-        weights_TC = weights_TC / weights_TC.sum(-1, keepdim=True)
-    experts_CT = experts_TC.t().contiguous()
-    chosen_PE = nn.functional.one_hot(experts_CT.flatten(), experts)
+    weights_TK, experts_TK = probabilities_TE.topk(top_k)
+    if top_k > 1:
+        weights_TK = weights_TK / weights_TK.sum(-1, keepdim=True)
+    experts_KT = experts_TK.t().contiguous()
+    chosen_PE = nn.functional.one_hot(experts_KT.flatten(), experts)
     if room is not None:
         before_P = (chosen_PE.cumsum(0) * chosen_PE).sum(-1) - 1  # how many came before this one
-        experts_CT = experts_CT.masked_fill((before_P >= room).view_as(experts_CT), NOWHERE)
-    return Routes(experts_CT, weights_TC.t(), chosen_PE.sum(0), probabilities_TE.sum(0))
+        experts_KT = experts_KT.masked_fill((before_P >= room).view_as(experts_KT), NOWHERE)
+    return Routes(experts_KT, weights_TK.t(), chosen_PE.sum(0), probabilities_TE.sum(0))
 
 
 def balance_loss(probability_E: Tensor, chosen_E: Tensor) -> Tensor:
-    """``E sum_e f_e p_e``: f_e is the share of all pairs that chose e, p_e is probability_E.
+    """Return ``E sum_e f_e p_e``: f_e is the fraction of all pairs that chose e.
 
-    Summed over tokens as the model's loss is. Divided by their number it is 1 when every expert
-    is chosen alike, and more when some are chosen with more probability. f_e has no gradient.
-    Sources: GShard; Fedus et al. 2021, Switch Transformer, arXiv:2101.03961, section 2.2, who have
-    one choice to count; all C are counted here, as Megatron-LM does.
+    p_e is probability_E, so that the loss is a sum over tokens as the model's is. Divided by their
+    number it is 1 when every expert
+    is chosen equally often, and more when some are chosen with more probability. f_e has no
+    gradient. Sources: GShard; Fedus et al. 2021, Switch Transformer, arXiv:2101.03961, section 2.2,
+    who count one choice; we count all K, as Megatron-LM does.
     """
-    share_E = chosen_E.to(probability_E.dtype) / chosen_E.sum().clamp(min=1)
-    return len(chosen_E) * (share_E * probability_E).sum()
+    fraction_E = chosen_E.to(probability_E.dtype) / chosen_E.sum().clamp(min=1)
+    return len(chosen_E) * (fraction_E * probability_E).sum()
 
 
 @dataclass(frozen=True)
 class Load:
     """How many pairs of each rank's tokens went to each expert in one forward, [rank][expert].
 
-    ``chosen`` is what the routers wanted, ``kept`` what capacity left of it. Rank r of n computes
+    ``chosen`` counts the routers' choices, ``kept`` those within capacity. Rank r of n computes
     experts r E/n up to (r+1) E/n. Without expert parallelism there is one rank.
     """
 
@@ -93,13 +95,13 @@ class Load:
 
     @property
     def dropped(self) -> float:
-        """Share of the pairs that found no room."""
+        """Fraction of the pairs that exceeded the capacity."""
         wanted = sum(map(sum, self.chosen))
         return 1 - sum(map(sum, self.kept)) / wanted if wanted else 0.0
 
 
 def imbalance(counts: Iterable[int]) -> float:
-    """Largest over mean: all wait for the busiest, so this is how much longer a layer takes."""
+    """Return largest over mean. All ranks wait for the busiest: a layer takes that much longer."""
     counts = list(counts)
     return max(counts) * len(counts) / sum(counts) if any(counts) else 1.0
 
@@ -107,22 +109,22 @@ def imbalance(counts: Iterable[int]) -> float:
 class MoE(nn.Module):
     """x (B, S, D) to (B, S, D) by the ``experts``, named by their number, and a ``shared`` one.
 
-    ``router`` is a linear D -> E without bias. After a forward ``load`` says who was busy, and
-    ``auxiliary`` is its :func:`balance_loss`, until auxiliary_loss takes it.
+    ``router`` is a linear D -> E without bias. After a forward, ``load`` has the pairs of each
+    expert and ``auxiliary`` is the :func:`balance_loss`, until auxiliary_loss takes it.
     """
 
     def __init__(
         self,
         router: nn.Linear,
         experts: Mapping[str, nn.Module],
-        choices: int,
+        top_k: int,
         capacity: float | None = None,
         shared: nn.Module | None = None,
     ) -> None:
         super().__init__()
         self.router = router
         self.experts = nn.ModuleDict(experts)
-        self.choices, self.capacity = choices, capacity
+        self.top_k, self.capacity = top_k, capacity
         self.shared = shared
         self.load: Load | None = None
         self.auxiliary: Tensor | None = None
@@ -139,38 +141,38 @@ class MoE(nn.Module):
         return y_TD.view_as(x_BSD)
 
     def route(self, x_TD: Tensor) -> Routes:
-        """The router's answer for this rank's tokens, in float32 at least."""
+        """Return the experts of this rank's tokens; the router computes in float32 at least."""
         wide = torch.promote_types(x_TD.dtype, torch.float32)
         logits_TE = nn.functional.linear(x_TD.to(wide), self.router.weight.to(wide))
         room = None
         if self.capacity is not None:
-            pairs = self.choices * len(x_TD)
+            pairs = self.top_k * len(x_TD)
             room = math.ceil(self.capacity * pairs / self.router.out_features)
-        return route(logits_TE, self.choices, room)
+        return route(logits_TE, self.top_k, room)
 
     def survey(self, routes: Routes) -> Load:
-        """The counts as numbers of Python: on a GPU this waits for the router."""
+        """Return the counts as Python numbers; on a GPU this waits for the router."""
         chosen, kept = self.of_every_rank(torch.stack([routes.chosen_E, _kept(routes)])).unbind(1)
         return Load(tuple(map(tuple, chosen.tolist())), tuple(map(tuple, kept.tolist())))
 
     def of_every_rank(self, counts_2E: Tensor) -> Tensor:
-        """[n, 2, E]: the counts of the ranks that share the experts."""
+        """Return the counts of the n ranks that divide the experts, [n, 2, E]."""
         return counts_2E[None]
 
     def over_all_tokens(self, chosen_E: Tensor) -> Tensor:
-        """The counts of the whole batch."""
+        """Return the counts of the whole batch."""
         return chosen_E
 
     def through_experts(self, x_TD: Tensor, routes: Routes, load: Load) -> Tensor:
-        """Each expert on the tokens that chose it: the definition, in a loop.
+        """Apply each expert to the tokens that chose it: the definition, in a loop.
 
-        An expert that nobody chose runs too, on no rows: its gradients are zeros, not missing.
+        An expert without tokens runs too, on no rows: its gradients are zeros, not missing.
         """
         y_TD = torch.zeros_like(x_TD)
-        weights_CT = routes.weights_CT.to(x_TD.dtype)
+        weights_KT = routes.weights_KT.to(x_TD.dtype)
         for number, expert in self.experts.items():
-            choice, token = (routes.experts_CT == int(number)).nonzero(as_tuple=True)
-            rows = expert(x_TD.index_select(0, token)) * weights_CT[choice, token, None]
+            choice, token = (routes.experts_KT == int(number)).nonzero(as_tuple=True)
+            rows = expert(x_TD.index_select(0, token)) * weights_KT[choice, token, None]
             y_TD = y_TD.index_add(0, token, rows)
         return y_TD
 
@@ -178,4 +180,4 @@ class MoE(nn.Module):
 def _kept(routes: Routes) -> Tensor:
     """Pairs that each expert takes, E."""
     experts = len(routes.chosen_E)
-    return (routes.experts_CT.flatten() - NOWHERE).bincount(minlength=experts + 1)[1:]
+    return (routes.experts_KT.flatten() - NOWHERE).bincount(minlength=experts + 1)[1:]

@@ -72,7 +72,7 @@ class ExpertParallelMoE(MoE):
         own = len(names) // ep.size
         mine = names[ep.rank * own : (ep.rank + 1) * own]
         experts = {name: moe.experts[name] for name in mine}
-        super().__init__(moe.router, experts, moe.choices, moe.capacity, moe.shared)
+        super().__init__(moe.router, experts, moe.top_k, moe.capacity, moe.shared)
         self.ep, self.data, self.rows = ep, data, rows
         for parameter in self.experts.parameters() if ep.size > 1 else ():
             comm.set_shard_spec(parameter, comm.ShardSpec(ep))
@@ -89,12 +89,12 @@ class ExpertParallelMoE(MoE):
     def through_experts(self, x_TD: Tensor, routes: Routes, load: Load) -> Tensor:
         """Dispatch, compute, combine."""
         sends, receives, blocks = splits(load, self.ep.rank)
-        pairs_P = sorted_by_expert(routes.experts_CT, sum(sends))
+        pairs_P = sorted_by_expert(routes.experts_KT, sum(sends))
         rows_PD = x_TD.index_select(0, pairs_P % max(len(x_TD), 1))
         arrived_AD = comm.swap_rows(rows_PD, self.ep, sends, receives)
         done_AD = self.own_experts(arrived_AD, blocks)
         returned_PD = comm.swap_rows(done_AD, self.ep, receives, sends)
-        return combine(returned_PD, pairs_P, routes.weights_CT)
+        return combine(returned_PD, pairs_P, routes.weights_KT)
 
     def own_experts(self, arrived_AD: Tensor, blocks: Sequence[int]) -> Tensor:
         """Each expert on one piece of memory with its rows of all ranks; order as they arrived.
@@ -119,19 +119,19 @@ def splits(load: Load, rank: int) -> tuple[list[int], list[int], list[int]]:
     return sends, [sum(row) for row in arriving], [count for row in arriving for count in row]
 
 
-def sorted_by_expert(experts_CT: Tensor, kept: int) -> Tensor:
+def sorted_by_expert(experts_KT: Tensor, kept: int) -> Tensor:
     """Numbers of the ``kept`` pairs, by expert, and so by rank too; dropped ones come first."""
-    order_P = experts_CT.flatten().argsort(stable=True)
+    order_P = experts_KT.flatten().argsort(stable=True)
     return order_P[len(order_P) - kept :]
 
 
-def combine(rows_PD: Tensor, pairs_P: Tensor, weights_CT: Tensor) -> Tensor:
-    """y (T, D): each row to its pair's place, weighted, summed over the choices of each token.
+def combine(rows_PD: Tensor, pairs_P: Tensor, weights_KT: Tensor) -> Tensor:
+    """y (T, D): each row to its pair's place, weighted, summed over the experts of each token.
 
     A place of its own for each pair: rows added straight into y would be added in an order that a
     GPU leaves to chance. A dropped pair's place stays 0.
     """
-    choices, tokens = weights_CT.shape
-    empty = rows_PD.new_zeros(choices * tokens, rows_PD.shape[1])
-    rows_CTD = empty.index_put((pairs_P,), rows_PD).unflatten(0, (choices, tokens))
-    return (rows_CTD * weights_CT.to(rows_PD.dtype)[..., None]).sum(0)
+    top_k, tokens = weights_KT.shape
+    empty = rows_PD.new_zeros(top_k * tokens, rows_PD.shape[1])
+    rows_KTD = empty.index_put((pairs_P,), rows_PD).unflatten(0, (top_k, tokens))
+    return (rows_KTD * weights_KT.to(rows_PD.dtype)[..., None]).sum(0)

@@ -1,4 +1,4 @@
-"""The serial twin: a small decoder in plain torch that every parallel version is compared with.
+"""The single-process reference: a small decoder in plain torch, which every technique must equal.
 
 Two families. ``llama``: RMSNorm, rotary positions (RoPE), grouped-query attention, SwiGLU, no
 biases. ``gpt``: LayerNorm, learned positions, an MLP of two matrices with GELU, biases. Both
@@ -9,11 +9,21 @@ Letters in names: ``x_BSD`` has the dimensions B, S, D in this order.
   H query heads         G key and value heads       K size of a head   F inner size of the MLP
   R = K/2 pairs of a head that RoPE rotates
 
-The parts are made to be cut: projections are separate ``nn.Linear``; attention and MLP read the
-number of heads off their input, so that a linear may return a share of them; a block runs alone
-on ``(x_BSD, positions_S)``; :meth:`Decoder.stage` is a slice for a pipeline; ``Attention.core``
-may be replaced. Positions are passed, never counted, because a rank may hold any part of a
-sequence.
+The model is made to be parallelized. Projections are separate ``nn.Linear``. Attention reads the
+number of heads from the outputs of its linears, so that a linear may return a shard of them. A
+block runs alone on ``(x_BSD, positions_S)``, and :meth:`Decoder.stage` is a slice for a pipeline.
+Positions are arguments, because a rank may hold any positions of a sequence. What a technique
+computes in another way is a field that it sets:
+
+=======================  ===============================================  ======================
+field                    computes                                         set by
+=======================  ===============================================  ======================
+Attention.core           softmax attention of q, k and v                  cp, inference, recompute
+Attention.columns        q, k and v of x; of an MLP its input linears     tp
+Block.run                the block                                        recompute
+Decoder.cross_entropy    the loss of logits and targets                   tp
+Decoder.own_rows         the positions that x has between blocks          tp (with sp)
+=======================  ===============================================  ======================
 """
 
 from course_lib.model.config import ModelConfig, tiny_config

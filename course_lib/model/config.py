@@ -16,7 +16,7 @@ class ModelConfig:
     """Sizes of a decoder. The default is small enough for one core and cuts by 2, 4 and 8.
 
     ``kv_heads`` < ``heads`` is grouped-query attention. ``ffn`` is the inner size of the MLP.
-    ``vocab`` is 256 for byte tokens; more is allowed for padding. ``dropout`` is the share of
+    ``vocab`` is 256 for byte tokens; more is allowed for padding. ``dropout`` is the fraction of
     elements dropped from the embedding and from what attention and MLP return.
     Raises ValueError that names the field when sizes do not fit.
     """
@@ -48,7 +48,7 @@ class ModelConfig:
         if self.vocab < 256:
             raise ValueError(f"vocab={self.vocab}: byte tokens need 256 or more")
         if not 0 <= self.dropout < 1:
-            raise ValueError(f"dropout={self.dropout}: a share from 0 up to, not including, 1")
+            raise ValueError(f"expected 0 <= dropout < 1, got dropout={self.dropout}")
         if self.rope_base <= 1 or self.norm_eps <= 0:
             raise ValueError(
                 f"rope_base={self.rope_base} must be above 1 and norm_eps={self.norm_eps} above 0"

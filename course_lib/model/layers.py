@@ -97,7 +97,7 @@ class Attention(nn.Module):
         self.columns: Columns = each_linear
 
     def forward(self, x_BSD: Tensor, positions_S: Tensor) -> Tensor:
-        # -1 heads: as many as the linear returned, which under tensor parallelism is a share
+        # -1 heads: as many as the linear returned; under tensor parallelism that is a shard
         head_dim = self.config.head_dim
         q_BSHK, k_BSGK, v_BSGK = (
             y.unflatten(-1, (-1, head_dim)) for y in self.columns(x_BSD, (self.q, self.k, self.v))

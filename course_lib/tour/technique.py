@@ -32,7 +32,7 @@ from torch import nn
 from course_lib.data import batch
 from course_lib.mesh import Axis
 from course_lib.model import Decoder, ModelConfig, build_model, parameter_sizes, tiny_config
-from course_lib.recompute import ID_BYTES, kept_by_stage
+from course_lib.recompute import ID_BYTES, saved_by_stage
 from course_lib.trace.memory import StateBytes
 
 CONFIG = tiny_config(max_seq_len=64)
@@ -139,5 +139,5 @@ def replica_peak_bytes(job: Job, replicas: int, micro_batches: int = 1) -> int:
     """Kept by one of ``replicas`` of the whole model that share the batch, micro-batch by
     micro-batch; tokens and targets of all of them stay as long as those of one."""
     sequences = job.sequences // replicas
-    kept = kept_by_stage(job.config, sequences // micro_batches, job.seq_len)
+    kept = saved_by_stage(job.config, sequences // micro_batches, job.seq_len)
     return kept + 2 * ID_BYTES * sequences * job.seq_len + COUNT_BYTES

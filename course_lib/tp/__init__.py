@@ -1,16 +1,16 @@
-"""Tensor parallelism: every rank holds a share of every layer (Megatron-LM).
+"""Tensor parallelism: every rank holds a shard of every layer (Megatron-LM).
 
 Shoeybi et al. 2019, arXiv:1909.08053. A *column* linear holds some output features, a *row* linear
-some input features. Column then row needs no communication between them: each rank computes its
-share of the inner features, and the partial sums are added once, at the end. So attention (q, k, v
-columns by heads, o row) and the MLP (up columns, down row) each cost one all-reduce forward, where
-they leave, and one backward, where they enter: four a layer.
+some input features. A column linear followed by a row linear needs no communication in between:
+each rank computes its shard of the inner features, and one all-reduce adds the partial sums. So
+attention (q, k, v columns by heads, o row) and the MLP (up columns, down row) each cost one
+all-reduce forward, where x leaves, and one backward, where it entered: four per layer.
 
 =============  ===========================================================
 layers         ColumnLinear, RowLinear, VocabEmbedding, VocabHead, loss_sum, RankDropout
 plan           parallelize: a plan as data, applied to the serial model
 overlap        the gather and the scatter as rings between matrix products
-formulas       bytes sent, parameters held, activations kept
+formulas       bytes sent, parameters held, saved activations
 =============  ===========================================================
 
 Letters: a lower-case letter after a capital one marks a dimension divided by the axis: ``W_FtD``

@@ -152,7 +152,7 @@ def _take_words(weight_VD: Tensor, axis: Axis) -> nn.Parameter:
 
 
 class VocabEmbedding(nn.Module):
-    """Rows of this rank's tokens, zeros for the others; ``leave`` adds the ranks' parts up."""
+    """Rows of this rank's tokens, zeros for the others; ``leave`` adds up what the ranks have."""
 
     def __init__(self, embedding: nn.Embedding, axis: Axis, leave: Move = comm.reduce) -> None:
         super().__init__()
@@ -286,11 +286,11 @@ class RankDropout(nn.Module):
     def __init__(self, p: float, axis: Axis) -> None:
         super().__init__()
         if not 0 <= p < 1:
-            raise ValueError(f"p={p}: a share from 0 up to, not including, 1")
+            raise ValueError(f"expected 0 <= p < 1, got p={p}")
         self.p, self.axis = p, axis
 
     def forward(self, x: Tensor) -> Tensor:
-        """``x`` with a share p of its elements dropped and the others scaled by 1/(1-p)."""
+        """Return ``x`` with a fraction p of its elements dropped, the others scaled by 1/(1-p)."""
         if not self.training or self.p == 0:
             return x
         seed = int(torch.randint(2**31, ())) * self.axis.size + self.axis.rank

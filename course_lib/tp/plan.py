@@ -1,4 +1,4 @@
-"""A plan as data: which module of the serial model becomes what. ``*`` stands for one name."""
+"""A plan as data: what replaces each module of the serial model. ``*`` matches one name."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ SHARDED = (ColumnLinear, RowLinear, VocabEmbedding, VocabHead)
 
 @dataclass(frozen=True)
 class Cut:
-    """All that an entry of a plan may use to make its module.
+    """What an entry of a plan may use to make its module.
 
     ``kv_group`` are the ranks that hold the same head of keys and values.
     """
@@ -45,17 +45,17 @@ Entry = Callable[[Any, Cut], nn.Module]  # the serial module, how to cut -> what
 
 
 def column(linear: nn.Linear, cut: Cut) -> nn.Module:
-    """Some output features; the input has entered at the module around it."""
+    """A shard of the output features; the input enters in the module around it."""
     return ColumnLinear(linear, cut.axis)
 
 
 def key_value(linear: nn.Linear, cut: Cut) -> nn.Module:
-    """Some heads of keys or values, or one that neighbours hold too."""
+    """A shard of the heads of keys or values, which neighbors may hold too."""
     return ColumnLinear(linear, cut.axis, kv_group=cut.kv_group)
 
 
 def row(linear: nn.Linear, cut: Cut) -> nn.Module:
-    """Some input features, and the way out of the region."""
+    """A shard of the input features; its output leaves the region."""
     return RowLinear(linear, cut.axis, cut.region.leave)
 
 
@@ -66,21 +66,21 @@ def enters(module: Attention | SwiGLU | MLP, cut: Cut) -> nn.Module:
 
 
 def embedding(module: nn.Embedding, cut: Cut) -> nn.Module:
-    """Some rows of the vocabulary, and the way out of the region."""
+    """A shard of the vocabulary; its output leaves the region."""
     return VocabEmbedding(module, cut.axis, cut.region.leave)
 
 
 def head(linear: nn.Linear, cut: Cut) -> nn.Module:
-    """Some rows of the vocabulary, and the way into the region."""
+    """A shard of the vocabulary; its input enters the region."""
     return VocabHead(linear, cut.axis, cut.region)
 
 
 def dropout(module: nn.Dropout, cut: Cut) -> nn.Module:
-    """Outside the region. Ranks that hold the same there drop the same; other rows, others."""
+    """Dropout outside the region: equal masks for equal activations, others for other rows."""
     return module if cut.region.rows is identity else RankDropout(module.p, cut.axis)
 
 
-ENDS: Mapping[str, Entry] = {
+VOCABULARY: Mapping[str, Entry] = {
     "embedding.token": embedding,
     "embedding.dropout": dropout,
     "head": head,
@@ -93,7 +93,7 @@ ATTENTION: Mapping[str, Entry] = {
     "blocks.*.attn.o": row,
 }
 LLAMA: Mapping[str, Entry] = {
-    **ENDS,
+    **VOCABULARY,
     **ATTENTION,
     "blocks.*.ffn": enters,
     "blocks.*.ffn.gate": column,
@@ -102,7 +102,7 @@ LLAMA: Mapping[str, Entry] = {
     "blocks.*.dropout": dropout,
 }
 GPT: Mapping[str, Entry] = {
-    **ENDS,
+    **VOCABULARY,
     **ATTENTION,
     "blocks.*.ffn": enters,
     "blocks.*.ffn.fc_in": column,
@@ -112,7 +112,7 @@ GPT: Mapping[str, Entry] = {
 
 
 def plan_for(model: Decoder) -> Mapping[str, Entry]:
-    """The plan of the model's family; of a stage of a pipeline, the part that it has."""
+    """Return the plan of the model's family, without what a pipeline stage does not have."""
     plan = LLAMA if model.config.family == "llama" else GPT
     ends = {"embedding": model.embedding, "head": model.head}
     absent = tuple(name for name, module in ends.items() if module is None)
@@ -122,7 +122,7 @@ def plan_for(model: Decoder) -> Mapping[str, Entry]:
 def parallelize(
     model: Decoder, axis: Axis, region: Region = REGION, plan: Mapping[str, Entry] | None = None
 ) -> Decoder:
-    """Cut the serial ``model`` in place: every rank keeps its share of the same weights.
+    """Shard the serial ``model`` in place: every rank keeps its shards of the same weights.
 
     ``plan`` left out is :func:`plan_for` of the model. Call it before an optimizer takes the
     parameters, and on every rank of the world (it makes groups, as ``make_mesh`` does).

@@ -23,8 +23,8 @@ F64 = ModelConfig(**SMALL, dtype=torch.float64)
 GPT = ModelConfig(**SMALL, family="gpt", dtype=torch.float64)
 
 
-def layer(config=F64, experts=4, choices=2, **options):
-    return ep.add_experts(build_model(config, seed=1), experts, choices, **options).blocks[0].ffn
+def layer(config=F64, experts=4, top_k=2, **options):
+    return ep.add_experts(build_model(config, seed=1), experts, top_k, **options).blocks[0].ffn
 
 
 def tokens(rows=6, config=F64, seed=0):
@@ -38,15 +38,15 @@ def by_hand(moe, x_TD):
     experts, rows = len(moe.experts), len(x_TD)
     room = math.inf
     if moe.capacity is not None:
-        room = math.ceil(moe.capacity * rows * moe.choices / experts)
+        room = math.ceil(moe.capacity * rows * moe.top_k / experts)
     p_TE = torch.exp(x_TD @ moe.router.weight.T)
     p_TE = p_TE / p_TE.sum(1, keepdim=True)
-    best = [sorted(range(experts), key=lambda e: -float(p_TE[t, e].detach()))[: moe.choices]
+    best = [sorted(range(experts), key=lambda e: -float(p_TE[t, e].detach()))[: moe.top_k]
             for t in range(rows)]  # fmt: skip
     y = [torch.zeros_like(x) for x in x_TD]
     taken = [0] * experts
     chosen = [0] * experts
-    for choice in range(moe.choices):
+    for choice in range(moe.top_k):
         for token in range(rows):
             expert = best[token][choice]
             chosen[expert] += 1
@@ -54,12 +54,12 @@ def by_hand(moe, x_TD):
                 continue
             taken[expert] += 1
             weight = p_TE[token, expert]
-            if moe.choices > 1:
+            if moe.top_k > 1:
                 weight = weight / sum(p_TE[token, e] for e in best[token])
             y[token] = y[token] + weight * moe.experts[str(expert)](x_TD[token])
     y_TD = torch.stack(y)
     balance = experts * sum(
-        chosen[e] / (rows * moe.choices) * p_TE[:, e].sum() for e in range(experts)
+        chosen[e] / (rows * moe.top_k) * p_TE[:, e].sum() for e in range(experts)
     )
     return y_TD if moe.shared is None else y_TD + moe.shared(x_TD), balance, chosen, taken
 
@@ -73,13 +73,13 @@ def gradients(moe, output):
 @given(
     config=st.sampled_from([F64, GPT]),
     experts=st.integers(1, 6),
-    choices=st.integers(1, 3),
+    top_k=st.integers(1, 3),
     capacity=st.sampled_from([None, 0.25, 0.6, 1.0, 9.0]),
     shared=st.booleans(),
     rows=st.integers(1, 9),
 )
-def test_equals_a_loop_over_tokens(config, experts, choices, capacity, shared, rows):
-    moe = layer(config, experts, min(choices, experts), capacity=capacity, shared=shared)
+def test_equals_a_loop_over_tokens(config, experts, top_k, capacity, shared, rows):
+    moe = layer(config, experts, min(top_k, experts), capacity=capacity, shared=shared)
     x = tokens(rows)
     y = moe(x)
     want, balance, chosen, taken = by_hand(moe, x)
@@ -104,33 +104,33 @@ def test_weights_are_mixtral_s():
     """Softmax over all, then the largest renormalised, is softmax over the largest logits."""
     logits_TE = torch.tensor([[1.0, 3.0, -2.0, 2.0], [0.0, 0.5, 4.0, 1.0]])
     routes = ep.route(logits_TE, 2)
-    assert routes.experts_CT.tolist() == [[1, 2], [3, 3]]
+    assert routes.experts_KT.tolist() == [[1, 2], [3, 3]]
     want_TC = torch.tensor([[3.0, 2.0], [4.0, 1.0]]).softmax(-1)
-    torch.testing.assert_close(routes.weights_CT.T, want_TC)
+    torch.testing.assert_close(routes.weights_KT.T, want_TC)
 
 
 def test_one_choice_weighs_with_its_probability_so_that_the_router_learns():
-    moe = layer(choices=1)
+    moe = layer(top_k=1)
     moe(tokens()).square().sum().backward()
     assert moe.router.weight.grad.abs().max() > 1e-3
     logits_TE = torch.tensor([[1.0, 3.0]])
     torch.testing.assert_close(
-        ep.route(logits_TE, 1).weights_CT, logits_TE.softmax(-1)[:, 1:].view(1, 1)
+        ep.route(logits_TE, 1).weights_KT, logits_TE.softmax(-1)[:, 1:].view(1, 1)
     )
 
 
 def test_first_choices_are_served_before_any_second_one():
     logits_TE = torch.tensor([[2.0, 1.0, 0.0], [2.0, 0.0, 1.0], [0.0, 2.0, 1.0]])
-    assert ep.route(logits_TE, 2).experts_CT.tolist() == [[0, 0, 1], [1, 2, 2]]
+    assert ep.route(logits_TE, 2).experts_KT.tolist() == [[0, 0, 1], [1, 2, 2]]
     routes = ep.route(logits_TE, 2, room=1)
-    assert routes.experts_CT.tolist() == [[0, NOWHERE, 1], [NOWHERE, 2, NOWHERE]]
+    assert routes.experts_KT.tolist() == [[0, NOWHERE, 1], [NOWHERE, 2, NOWHERE]]
     assert routes.chosen_E.tolist() == [2, 2, 2]
 
 
 def test_a_token_without_room_passes_by():
-    moe = layer(choices=1, capacity=1e-9)  # room for one pair an expert
+    moe = layer(top_k=1, capacity=1e-9)  # room for one pair an expert
     x = tokens(40)
-    dropped = (moe.route(x).experts_CT == NOWHERE)[0]
+    dropped = (moe.route(x).experts_KT == NOWHERE)[0]
     assert int(dropped.sum()) == 36
     assert not moe(x)[dropped].any()
     assert moe.load.dropped == 0.9
@@ -140,14 +140,14 @@ def test_the_router_decides_in_float32():
     config = ModelConfig(**SMALL, dtype=torch.bfloat16)
     moe, x = layer(config), tokens(config=config)
     routes = moe.route(x)
-    assert routes.weights_CT.dtype == torch.float32
+    assert routes.weights_KT.dtype == torch.float32
     logits_TE = x.float() @ moe.router.weight.float().T
     torch.testing.assert_close(routes.probability_E, logits_TE.softmax(-1).sum(0))
     assert moe(x).dtype == torch.bfloat16
 
 
 def test_the_balance_loss_is_1_a_token_when_all_are_chosen_alike():
-    even = torch.full((4,), 2.0), torch.tensor([4, 4, 4, 4])  # 8 tokens, two choices
+    even = torch.full((4,), 2.0), torch.tensor([4, 4, 4, 4])  # 8 tokens, top_k 2
     assert float(ep.balance_loss(*even)) / 8 == 1
     skewed = torch.tensor([8.0, 0, 0, 0]), torch.tensor([8, 0, 0, 0])
     assert float(ep.balance_loss(*skewed)) / 8 == 4
@@ -239,21 +239,21 @@ def test_parameters_are_counted_without_building(config, shared):
     )
 
 
-@pytest.mark.parametrize("choices", [1, 2, 3])
+@pytest.mark.parametrize("top_k", [1, 2, 3])
 @pytest.mark.parametrize("capacity", [None, 0.7])
 @pytest.mark.parametrize("family", ["llama", "gpt"])
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
-def test_activations_are_counted_without_running(choices, capacity, family, dtype):
+def test_activations_are_counted_without_running(top_k, capacity, family, dtype):
     """On one rank; tests of the ranks have the rest."""
     config = ModelConfig(**SMALL, family=family, dtype=dtype)
     mesh = make_mesh()
-    model = ep.add_experts(build_model(config), 4, choices, capacity=capacity)
+    model = ep.add_experts(build_model(config), 4, top_k, capacity=capacity)
     moe = ep.parallelize(model, mesh.ep, mesh.dp_cp).blocks[0].ffn
     x = tokens(12, config)
     with SavedActivations(moe) as saved:
         y = moe(x)
     assert y.grad_fn is not None
-    assert saved.now == ep.kept_by_layer(config, moe, 12, moe.load, 0)
+    assert saved.now == ep.saved_by_layer(config, moe, 12, moe.load, 0)
 
 
 def test_the_loss_takes_each_layer_s_auxiliary_loss_once():
@@ -285,16 +285,16 @@ def test_an_auxiliary_loss_without_a_graph_is_refused():
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        ({"experts": 0}, "choices=2 of experts=0"),
-        ({"choices": 5}, "choices=5 of experts=4: a token goes to 1 up to all"),
-        ({"choices": 0}, "choices=0"),
+        ({"experts": 0}, "expected top_k from 1 to experts=0, got top_k=2"),
+        ({"top_k": 5}, "expected top_k from 1 to experts=4, got top_k=5"),
+        ({"top_k": 0}, "got top_k=0"),
         ({"capacity": 0.0}, "capacity=0.0: a factor above 0"),
         ({"capacity": math.nan}, "capacity=nan"),
     ],
 )
 def test_sizes_that_do_not_fit_are_named(arguments, said):
     with pytest.raises(ValueError, match=said):
-        ep.add_experts(build_model(F64), **({"experts": 4, "choices": 2} | arguments))
+        ep.add_experts(build_model(F64), **({"experts": 4, "top_k": 2} | arguments))
 
 
 def test_a_model_without_or_with_experts_is_named():

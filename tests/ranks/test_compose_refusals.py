@@ -206,7 +206,7 @@ def test_experts_of_plan_and_model_must_agree(worlds):
     for plan, there, words in (
         (Plan(experts=MOE), None, "call ep.add_experts first"),
         (Plan(), MOE, "give Plan(experts=Experts(...))"),
-        (Plan(experts=replace(MOE, choices=1)), MOE, "(4, 2, None, False), and (4, 1,"),
+        (Plan(experts=replace(MOE, top_k=1)), MOE, "(4, 2, None, False), and (4, 1,"),
     ):
         heard = worlds(4).run(said, {"dp": 4}, plan, F64, there)
         assert all(words in text for text in heard), heard[0]

@@ -30,8 +30,8 @@ WORLDS = [(1, 1), (2, 2), (3, 3), (4, 4), (8, 8), (4, 2), (8, 2), (8, 4), (4, 1)
 UNEVEN = [1, 9, 5, 9]  # rows of the batch on each of four ranks
 
 
-def build(config=F64, experts=EXPERTS, choices=2, **options):
-    return ep.add_experts(build_model(config, seed=3), experts, choices, seed=4, **options)
+def build(config=F64, experts=EXPERTS, top_k=2, **options):
+    return ep.add_experts(build_model(config, seed=3), experts, top_k, seed=4, **options)
 
 
 def grads(model):
@@ -134,7 +134,7 @@ def test_equals_serial(worlds, n, ep_size, config):
 
 
 @pytest.mark.parametrize("make", [dp.Naive, dp.Bucketed])
-@pytest.mark.parametrize("options", [{"shared": True}, {"choices": 1}, {"choices": 3}])
+@pytest.mark.parametrize("options", [{"shared": True}, {"top_k": 1}, {"top_k": 3}])
 def test_equals_serial_with_ranks_of_unequal_tokens(worlds, make, options):
     results = worlds(4).run(lambda: parallel(2, UNEVEN, make=make, steps=2, **options))
     check(results, serial(steps=2, **options))
@@ -234,12 +234,12 @@ def check_layer(results, want):
     sizes=st.lists(st.integers(0, 9), min_size=4, max_size=4).filter(any),
     ep_size=st.sampled_from([1, 2, 4]),
     experts=st.sampled_from([4, 8, 12]),
-    choices=st.integers(1, 4),
+    top_k=st.integers(1, 4),
     config=st.sampled_from([F64, GPT]),
 )
-def test_any_shape(worlds, sizes, ep_size, experts, choices, config):
+def test_any_shape(worlds, sizes, ep_size, experts, top_k, config):
     """Ranks without any token included."""
-    options = {"config": config, "experts": experts, "choices": choices}
+    options = {"config": config, "experts": experts, "top_k": top_k}
     results = worlds(4).run(lambda: rank_layer(sizes, ep_size, **options))
     check_layer(results, serial_layer(sizes, **options))
 
@@ -307,13 +307,13 @@ def marked_pairs(sizes, ep_size, capacity=None):
     routes = layer.route(x)
     wanted = [
         (mesh.rank, token, int(expert))
-        for experts_T in routes.experts_CT
+        for experts_T in routes.experts_KT
         for token, expert in enumerate(experts_T)
         if expert != NOWHERE
     ]
     with torch.no_grad():
         y = layer(x)
-    served_T = (routes.weights_CT * (routes.experts_CT != NOWHERE)).sum(0)
+    served_T = (routes.weights_KT * (routes.experts_KT != NOWHERE)).sum(0)
     return wanted, seen, float((y - served_T[:, None] * x).detach().abs().sum())
 
 
@@ -374,7 +374,7 @@ def test_an_even_load_sends_what_shapes_say(worlds):
         return mesh.ledger.wire_bytes("ep"), ep.imbalance(layer.load.by_rank)
 
     for ep_size in (2, 4):
-        formula = ep.even_wire_bytes(tokens=16, choices=2, row_bytes=16 * 8, n=ep_size)
+        formula = ep.even_wire_bytes(tokens=16, top_k=2, row_bytes=16 * 8, n=ep_size)
         assert list(worlds(4).run(rank, ep_size)) == [(formula, 1.0)] * 4
 
 
@@ -407,7 +407,7 @@ def test_memory_equals_its_formulas(worlds):
         x = rows_of([40] * 4, mesh.rank).float().requires_grad_()
         with SavedActivations(layer) as saved:
             y = layer(x)
-        formula = ep.kept_by_layer(config, layer, 40, layer.load, mesh.ep.rank)
+        formula = ep.saved_by_layer(config, layer, 40, layer.load, mesh.ep.rank)
         kept, rows = saved.now, layer.load.by_rank
         assert y.grad_fn is not None
         adam = torch.optim.AdamW(model.parameters())
@@ -429,20 +429,20 @@ def test_memory_equals_its_formulas(worlds):
 # --- beside torch's own: it has no expert-parallel layer, so beside one written in its pieces -----
 
 
-def raw_torch_layer(x, router, gate, up, down, choices, group):
+def raw_torch_layer(x, router, gate, up, down, top_k, group):
     """x (T, D); router (E, D); gate, up (e, F, D) and down (e, D, F) of this rank's experts."""
     import torch.distributed as dist
     from torch.distributed._functional_collectives import all_to_all_single_autograd
 
     n, own = group.size(), len(gate)
-    weights, experts = torch.softmax(x @ router.T, -1).topk(choices)
+    weights, experts = torch.softmax(x @ router.T, -1).topk(top_k)
     weights = weights / weights.sum(-1, keepdim=True)
     order = experts.flatten().argsort(stable=True)  # pairs token by token
     counts = experts.flatten().bincount(minlength=n * own)
     incoming = torch.empty_like(counts)
     dist.all_to_all_single(incoming, counts, group=group)
     sends, receives = (c.view(n, own).sum(1).tolist() for c in (counts, incoming))
-    arrived = all_to_all_single_autograd(x[order // choices], receives, sends, group)
+    arrived = all_to_all_single_autograd(x[order // top_k], receives, sends, group)
     wanted = torch.arange(own).repeat(n).repeat_interleave(incoming)
     by_expert = wanted.argsort(stable=True)
     ends = incoming.view(n, own).sum(0).cumsum(0).to(torch.int32)
@@ -452,7 +452,7 @@ def raw_torch_layer(x, router, gate, up, down, choices, group):
     done = mm(inner * mm(rows, up.transpose(1, 2), offs=ends), down.transpose(1, 2), offs=ends)
     back = torch.empty_like(done).index_copy(0, by_expert, done)
     home = all_to_all_single_autograd(back, sends, receives, group)
-    pairs = torch.empty_like(home).index_copy(0, order, home).view(len(x), choices, -1)
+    pairs = torch.empty_like(home).index_copy(0, order, home).view(len(x), top_k, -1)
     return (pairs * weights[..., None]).sum(1)
 
 
@@ -600,31 +600,31 @@ def test_wrong_sums_are_caught(worlds, sync, part, factor):
         assert_equal(rest, {name: twin[1][name] for name in rest}, 1e-12, "all other gradients")
 
 
-def in_expert_order(rows_PD, pairs_P, weights_CT):
+def in_expert_order(rows_PD, pairs_P, weights_KT):
     """Rows as they came back, taken for rows in the order of tokens."""
-    return (rows_PD.unflatten(0, weights_CT.shape) * weights_CT[..., None]).sum(0)
+    return (rows_PD.unflatten(0, weights_KT.shape) * weights_KT[..., None]).sum(0)
 
 
 def weighted_twice(self, x_TD, routes, load):
     """On dispatch, and again where the rows come home."""
     sends, receives, blocks = parallel_moe.splits(load, self.ep.rank)
-    pairs_P = parallel_moe.sorted_by_expert(routes.experts_CT, sum(sends))
-    rows_PD = x_TD[pairs_P % len(x_TD)] * routes.weights_CT.flatten()[pairs_P, None]
+    pairs_P = parallel_moe.sorted_by_expert(routes.experts_KT, sum(sends))
+    rows_PD = x_TD[pairs_P % len(x_TD)] * routes.weights_KT.flatten()[pairs_P, None]
     done = self.own_experts(comm.swap_rows(rows_PD, self.ep, sends, receives), blocks)
     returned_PD = comm.swap_rows(done, self.ep, receives, sends)
-    return parallel_moe.combine(returned_PD, pairs_P, routes.weights_CT)
+    return parallel_moe.combine(returned_PD, pairs_P, routes.weights_KT)
 
 
 right_route = serial_moe.route
 
 
-def not_renormalised(logits_TE, choices, room=None):
+def not_renormalised(logits_TE, top_k, room=None):
     """The probabilities themselves, where serial has shared out what is left."""
-    routes = right_route(logits_TE, choices, room)
+    routes = right_route(logits_TE, top_k, room)
     probabilities_TE = logits_TE.softmax(-1)
     return serial_moe.Routes(
-        routes.experts_CT,
-        probabilities_TE.gather(1, routes.experts_CT.t()).t(),
+        routes.experts_KT,
+        probabilities_TE.gather(1, routes.experts_KT.t()).t(),
         routes.chosen_E,
         routes.probability_E,
     )

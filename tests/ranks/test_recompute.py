@@ -29,7 +29,7 @@ from tensor_parallel import (
 from course_lib import recompute
 from course_lib.mesh import make_mesh
 from course_lib.model import ModelConfig, build_model
-from course_lib.recompute import ID_BYTES, kept_by_block, kept_by_stage
+from course_lib.recompute import ID_BYTES, saved_by_block, saved_by_stage
 from course_lib.trace.memory import PeakLiveBytes, SavedActivations
 
 both = pytest.mark.parametrize("how", RECOMPUTE)
@@ -116,7 +116,7 @@ def blocks_only(config, how=None, core=None):
 @each_config
 def test_what_is_kept_is_its_formula(changes):
     config = sizes(layers=3, **changes)
-    block = kept_by_block(config, BATCH, SEQ)
+    block = saved_by_block(config, BATCH, SEQ)
     wide = max(4, config.dtype.itemsize)
     x_bytes = BATCH * SEQ * config.hidden * config.dtype.itemsize
     assert blocks_only(config) == (3 * block.total, 3 * block.total)
@@ -163,10 +163,10 @@ def test_what_a_whole_model_and_its_slices_keep_is_their_formula(shape, sequence
         return saved.peak
 
     ids = ID_BYTES * tokens.numel()  # one storage: here the targets are the tokens themselves
-    assert kept(0, config.layers) == kept_by_stage(config, sequences, seq_len) + ids
+    assert kept(0, config.layers) == saved_by_stage(config, sequences, seq_len) + ids
     if cut:
         for ends in ((0, cut), (cut, config.layers)):
-            assert kept(*ends) == kept_by_stage(config, sequences, seq_len, *ends) + ids
+            assert kept(*ends) == saved_by_stage(config, sequences, seq_len, *ends) + ids
 
 
 def plain_attention(q_BSHK, k_BSGK, v_BSGK):

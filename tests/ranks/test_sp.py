@@ -104,7 +104,7 @@ def test_the_two_variants_formulas_in_units_of_bsh():
     """4 + 4 a layer is tensor parallelism's bytes; 6 + 4 is 1.25 times as many."""
     n, config = 4, ModelConfig(layers=10, max_seq_len=SEQ)
     unit = BATCH * SEQ * config.hidden * 4 * (n - 1) / n
-    norms = 2 * (n - 1) / n * sp.whole_parameters(config) * 4
+    norms = 2 * (n - 1) / n * sp.replicated_parameters(config) * 4
     keep, again = (sp.wire_bytes(config, BATCH, SEQ, n, again=a) - norms for a in (False, True))
     assert keep == unit * (8 * 10 + 4)
     assert again == unit * (10 * 10 + 5)
@@ -144,7 +144,7 @@ def kept_of_a_block(config, way):
 def test_a_block_keeps_what_the_formula_says(worlds, n, changes, way):
     config = sizes(n, **changes)
     for kept, after in worlds(n).run(kept_of_a_block, config, way):
-        assert kept == way.kept_per_block(config, BATCH, n)
+        assert kept == way.saved_per_block(config, BATCH, n)
         assert after == 0
 
 
@@ -157,14 +157,14 @@ def test_a_layer_of_korthikanti():
     )  # fmt: skip
     sbh, rows = s * b * h, 4 * s * b
     statistics, log_sum_exp = 2 * rows, 8 * rows
-    assert formulas.kept_per_block(config, b, s, 1) == 36 * sbh + statistics + log_sum_exp
-    assert formulas.kept_per_block(config, b, s, n) == (
+    assert formulas.saved_per_block(config, b, s, 1) == 36 * sbh + statistics + log_sum_exp
+    assert formulas.saved_per_block(config, b, s, n) == (
         12 * sbh + 24 * sbh // n + statistics + log_sum_exp // n
     )
-    assert sp.kept_per_block(config, b, s, n) == (
+    assert sp.saved_per_block(config, b, s, n) == (
         4 * sbh + 30 * sbh // n + (statistics + log_sum_exp) // n
     )
-    assert sp.kept_per_block(config, b, s, n, again=True) == (
+    assert sp.saved_per_block(config, b, s, n, again=True) == (
         34 * sbh // n + (statistics + log_sum_exp) // n
     )
 

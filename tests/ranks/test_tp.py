@@ -533,7 +533,7 @@ def test_a_stage_of_a_pipeline_has_its_part_of_the_plan(family):
 
 
 def test_other_bad_input_is_named():
-    with pytest.raises(ValueError, match="p=1.5: a share"):
+    with pytest.raises(ValueError, match="expected 0 <= p < 1, got p=1.5"):
         RankDropout(1.5, axis_of(0, 2))
     with pytest.raises(ValueError, match="a head with a bias"):
         tp.VocabHead(nn.Linear(4, 8), axis_of(0, 2))

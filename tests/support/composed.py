@@ -25,7 +25,7 @@ SEQ, BATCH, STEPS = 16, 8, 5
 SMALL = {"layers": 4, "hidden": 16, "heads": 4, "kv_heads": 4, "ffn": 24, "max_seq_len": SEQ}
 F64 = ModelConfig(**SMALL, vocab=257, dtype=torch.float64)
 TIED = ModelConfig(**SMALL, family="gpt", tied=True, vocab=257, dtype=torch.float64)
-MOE = Experts(number=4, choices=2, coefficient=0.05)
+MOE = Experts(number=4, top_k=2, coefficient=0.05)
 
 
 def build(config: ModelConfig, experts: Experts | None = None) -> Decoder:
@@ -35,7 +35,7 @@ def build(config: ModelConfig, experts: Experts | None = None) -> Decoder:
         ep.add_experts(
             model,
             experts.number,
-            experts.choices,
+            experts.top_k,
             capacity=experts.capacity,
             shared=experts.shared,
             seed=4,

@@ -61,10 +61,10 @@ class Way:
         activations = sp.wire_bytes(config, sequences, SEQ, n, again=self.again, forwards=forwards)
         return activations + loss + formulas.shared_head_bytes(config, n)
 
-    def kept_per_block(self, config: ModelConfig, sequences: int, n: int) -> int:
+    def saved_per_block(self, config: ModelConfig, sequences: int, n: int) -> int:
         if not self.by_rows:
-            return formulas.kept_per_block(config, sequences, SEQ, n)
-        return sp.kept_per_block(config, sequences, SEQ, n, again=self.again)
+            return formulas.saved_per_block(config, sequences, SEQ, n)
+        return sp.saved_per_block(config, sequences, SEQ, n, again=self.again)
 
 
 TP = Way(tp.REGION)

@@ -10,7 +10,7 @@ from course_lib import compose, ep, sp, zero
 from course_lib.compose import Experts, Plan
 from course_lib.mesh import make_mesh
 from course_lib.model import parameter_sizes
-from course_lib.recompute import kept_at_ends
+from course_lib.recompute import saved_at_ends
 from course_lib.tour.technique import COUNT_BYTES, COUNTER_BYTES, Job, Report, Technique, adam
 from course_lib.tour.techniques.compose_twin import (
     EXPERTS_TWIN,
@@ -116,7 +116,7 @@ def peak(job: Job, sizes: Sizes, plan: Plan) -> int:
     job = exact(job) if plan.experts else job
     layers = [range(*ends) for ends in slices(job, schedule)]
     ends = kept_by_ends(job, sizes)
-    block = kept_by_block(job, sizes, plan)
+    block = saved_by_block(job, sizes, plan)
 
     def fullest(rank: int, place: Place) -> int:
         kept: dict[int, int] = {}  # by micro-batch: each rank has one stage
@@ -147,17 +147,17 @@ def kept_by_ends(job: Job, sizes: Sizes) -> dict[int, int]:
     """Of a micro-batch, before the first block and after the last one, by stage."""
     sequences, rows = micro_shape(job, sizes)
     tokens, t = sequences * rows, sizes["tp"]
-    both = sp.kept_at_ends(job.config, sequences, rows, t)
-    both += formulas.kept_by_vocabulary(job.config, tokens, t)
-    positions = kept_at_ends(job.config, sequences, rows).positions // t
-    first = formulas.kept_by_embedding(tokens) + positions
+    both = sp.saved_at_ends(job.config, sequences, rows, t)
+    both += formulas.saved_by_vocabulary(job.config, tokens, t)
+    positions = saved_at_ends(job.config, sequences, rows).positions // t
+    first = formulas.saved_by_embedding(tokens) + positions
     return {0: first, sizes["pp"] - 1: both - first}
 
 
-def kept_by_block(job: Job, sizes: Sizes, plan: Plan) -> int:
+def saved_by_block(job: Job, sizes: Sizes, plan: Plan) -> int:
     """Of a micro-batch; where there are experts, beside them."""
     sequences, rows = micro_shape(job, sizes)
-    kept = sp.kept_per_block(job.config, sequences, rows, sizes["tp"])
+    kept = sp.saved_per_block(job.config, sequences, rows, sizes["tp"])
     if plan.experts is None:
         return kept
     tokens, inner = sequences * rows, (4 if job.config.family == "llama" else 2) * job.config.ffn
@@ -170,7 +170,7 @@ def kept_by_experts(job: Job, sizes: Sizes, layer: int, mb: int, place: Place) -
     sequences, rows = micro_shape(job, sizes)
     tokens = sequences * rows // sizes["tp"]
     load = load_at(job, mb, layer, d, t)
-    return ep.kept_by_layer(job.config, some_layer(job), tokens, load, c)
+    return ep.saved_by_layer(job.config, some_layer(job), tokens, load, c)
 
 
 def composed(name: str, sentence: str, sizes: Sizes, plan: Plan, twin: str = "serial") -> Technique:

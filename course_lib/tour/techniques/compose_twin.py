@@ -19,7 +19,7 @@ from course_lib.tour.techniques.ep import (
     exact,
     experts_model,
     experts_state_bytes,
-    kept_beside_experts,
+    saved_beside_experts,
     train_serially,
 )
 
@@ -50,7 +50,7 @@ def choices(job: Job) -> list[list[torch.Tensor]]:
     for layer in ep.moe_layers(model):
         layer.register_forward_pre_hook(
             lambda layer, args: found[-1].append(
-                layer.route(args[0].flatten(0, 1)).experts_CT.unflatten(1, args[0].shape[:2])
+                layer.route(args[0].flatten(0, 1)).experts_KT.unflatten(1, args[0].shape[:2])
             )
         )
     for tokens, _ in micro_batches(job, job.steps - 1):
@@ -104,8 +104,8 @@ def some_layer(job: Job) -> ep.MoE:
 def twin_peak(job: Job) -> int:
     """Of one micro-batch."""
     config, tokens = exact(job).config, job.sequences // MICRO_BATCHES * job.seq_len
-    of_layers = config.layers * ep.kept_by_serial_layer(config, some_layer(job), tokens)
-    return kept_beside_experts(job, MICRO_BATCHES) + of_layers
+    of_layers = config.layers * ep.saved_by_serial_layer(config, some_layer(job), tokens)
+    return saved_beside_experts(job, MICRO_BATCHES) + of_layers
 
 
 EXPERTS_TWIN = Technique(

@@ -13,7 +13,7 @@ from torch import Tensor
 from course_lib import dp, ep
 from course_lib.mesh import make_mesh
 from course_lib.model import Decoder, parameter_sizes
-from course_lib.recompute import ID_BYTES, kept_at_ends
+from course_lib.recompute import ID_BYTES, saved_at_ends
 from course_lib.tour.technique import COUNT_BYTES, COUNTER_BYTES, Job, Report, Technique, adam
 from course_lib.trace.memory import SavedActivations, state_bytes
 
@@ -138,23 +138,23 @@ def experts_peak_bytes(job: Job, ep_size: int) -> int:
         of_layers = loads(job, ep_size, rank // ep_size * ep_size)
         place = rank % ep_size
         config = exact(job).config
-        return sum(ep.kept_by_layer(config, layer, tokens, load, place) for load in of_layers)
+        return sum(ep.saved_by_layer(config, layer, tokens, load, place) for load in of_layers)
 
-    return kept_beside_experts(job, RANKS) + max(map(by_experts, range(RANKS)))
+    return saved_beside_experts(job, RANKS) + max(map(by_experts, range(RANKS)))
 
 
 def twin_peak_bytes(job: Job) -> int:
     """Of the one process."""
     layer, tokens = ep.moe_layers(experts_model(job))[0], job.sequences * job.seq_len
-    by_experts = ep.kept_by_serial_layer(exact(job).config, layer, tokens)
-    return kept_beside_experts(job, 1) + job.config.layers * by_experts
+    by_experts = ep.saved_by_serial_layer(exact(job).config, layer, tokens)
+    return saved_beside_experts(job, 1) + job.config.layers * by_experts
 
 
-def kept_beside_experts(job: Job, replicas: int) -> int:
+def saved_beside_experts(job: Job, replicas: int) -> int:
     """By one of so many replicas of all else, that share the batch."""
     config, sequences = exact(job).config, job.sequences // replicas
-    blocks = config.layers * ep.kept_beside_experts(config, sequences, job.seq_len)
-    ends = kept_at_ends(config, sequences, job.seq_len)
+    blocks = config.layers * ep.saved_beside_experts(config, sequences, job.seq_len)
+    ends = saved_at_ends(config, sequences, job.seq_len)
     ids = 2 * ID_BYTES * sequences * job.seq_len
     return blocks + ends.first + ends.last + ids + COUNT_BYTES
 

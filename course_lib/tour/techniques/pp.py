@@ -8,7 +8,7 @@ from fractions import Fraction
 from course_lib import pp
 from course_lib.mesh import make_mesh
 from course_lib.model import parameter_sizes
-from course_lib.recompute import ID_BYTES, kept_by_stage
+from course_lib.recompute import ID_BYTES, saved_by_stage
 from course_lib.schedule import Schedule, make
 from course_lib.tour.technique import Job, Report, Technique, adam, adam_state_bytes
 from course_lib.trace.memory import SavedActivations, state_bytes
@@ -72,7 +72,7 @@ def pipeline_peak_bytes(job: Job, schedule: Schedule) -> int:
     """
     sequences = job.sequences // schedule.microbatches
     of_a_slice = (job.config, sequences, job.seq_len)
-    kept = [kept_by_stage(*of_a_slice, *ends) for ends in slices(job, schedule)]
+    kept = [saved_by_stage(*of_a_slice, *ends) for ends in slices(job, schedule)]
     halved = [pp.saved_for_wgrad(*of_a_slice, *ends) for ends in slices(job, schedule)]
     x_bytes = sequences * job.seq_len * job.config.hidden * job.width
     ids = ID_BYTES * job.sequences * job.seq_len

@@ -75,16 +75,16 @@ def state(job: Job) -> int:
 def kept_whole(job: Job) -> int:
     """All blocks, and the ends."""
     shape = job.config, job.sequences, job.seq_len, RANKS
-    blocks = job.config.layers * formulas.kept_per_block(*shape)
-    return blocks + formulas.kept_at_ends(*shape) + COUNT_BYTES
+    blocks = job.config.layers * formulas.saved_per_block(*shape)
+    return blocks + formulas.saved_at_ends(*shape) + COUNT_BYTES
 
 
 def kept_by_rows(job: Job, *, again: bool = False) -> int:
     """The same where ranks share rows."""
     config, shape = job.config, (job.config, job.sequences, job.seq_len, RANKS)
-    vocabulary = formulas.kept_by_vocabulary(config, job.sequences * job.seq_len, RANKS)
-    blocks = config.layers * sp.kept_per_block(*shape, again=again)
-    return blocks + sp.kept_at_ends(*shape, again=again) + vocabulary + COUNT_BYTES
+    vocabulary = formulas.saved_by_vocabulary(config, job.sequences * job.seq_len, RANKS)
+    blocks = config.layers * sp.saved_per_block(*shape, again=again)
+    return blocks + sp.saved_at_ends(*shape, again=again) + vocabulary + COUNT_BYTES
 
 
 def kept_recomputed(job: Job) -> int:
@@ -95,11 +95,11 @@ def kept_recomputed(job: Job) -> int:
     positions = job.seq_len * recompute.ID_BYTES
     inputs = config.layers * rows_bytes + positions
     shape = config, job.sequences, job.seq_len, RANKS
-    vocabulary = formulas.kept_by_vocabulary(config, job.sequences * job.seq_len, RANKS)
-    ends = sp.kept_at_ends(*shape) + vocabulary + COUNT_BYTES
-    first_end = formulas.kept_by_embedding(job.sequences * job.seq_len)
-    first_end += recompute.kept_at_ends(config, job.sequences, job.seq_len).positions // RANKS
-    return inputs + max(ends, first_end + sp.kept_per_block(*shape) - rows_bytes)
+    vocabulary = formulas.saved_by_vocabulary(config, job.sequences * job.seq_len, RANKS)
+    ends = sp.saved_at_ends(*shape) + vocabulary + COUNT_BYTES
+    first_end = formulas.saved_by_embedding(job.sequences * job.seq_len)
+    first_end += recompute.saved_at_ends(config, job.sequences, job.seq_len).positions // RANKS
+    return inputs + max(ends, first_end + sp.saved_per_block(*shape) - rows_bytes)
 
 
 def tensor_parallel(

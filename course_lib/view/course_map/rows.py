@@ -86,7 +86,7 @@ def _sent(sizes: Mapping[str, int], plan: compose.Plan) -> Fraction:
 
 def _data_rows() -> list[Row]:
     whole, n = parameter_count(MODEL), RANKS
-    kept = Fraction(recompute.kept_by_stage(MODEL, 1, SEQ_LEN))
+    kept = Fraction(recompute.saved_by_stage(MODEL, 1, SEQ_LEN))
     shard = Fraction(whole, n)
     micro_batches = SEQUENCES // n
 
@@ -152,9 +152,9 @@ def _data_rows() -> list[Row]:
 def _tensor_rows() -> list[Row]:
     n, shape = RANKS, (MODEL, 1, SEQ_LEN, RANKS)
     mine = tp_formulas.parameters_per_rank(MODEL, n)
-    whole = MODEL.layers * tp_formulas.kept_per_block(*shape) + tp_formulas.kept_at_ends(*shape)
-    vocabulary = tp_formulas.kept_by_vocabulary(MODEL, SEQ_LEN, n)
-    by_rows = MODEL.layers * sp.kept_per_block(*shape) + sp.kept_at_ends(*shape) + vocabulary
+    whole = MODEL.layers * tp_formulas.saved_per_block(*shape) + tp_formulas.saved_at_ends(*shape)
+    vocabulary = tp_formulas.saved_by_vocabulary(MODEL, SEQ_LEN, n)
+    by_rows = MODEL.layers * sp.saved_per_block(*shape) + sp.saved_at_ends(*shape) + vocabulary
     plans = {
         "TP": compose.Plan(micro_batches=SEQUENCES),
         "TP + SP": compose.Plan(region=sp.REGION, micro_batches=SEQUENCES),
@@ -202,7 +202,7 @@ def _pipeline_rows() -> list[Row]:
             for rank in range(n)
         ]
         kept = [
-            recompute.kept_by_stage(
+            recompute.saved_by_stage(
                 MODEL, 1, SEQ_LEN, sum(layers[:stage]), sum(layers[: stage + 1])
             )
             for stage in range(schedule.stages)
@@ -241,7 +241,7 @@ def _most_kept(row: Sequence[Action], kept: Sequence[int]) -> int:
 def _context_row() -> Row:
     n, whole = RANKS, parameter_count(MODEL)
     saved = cp.ring_saved_bytes(MODEL, 1, SEQ_LEN, n)
-    ends = recompute.kept_at_ends(MODEL, 1, SEQ_LEN // n)
+    ends = recompute.saved_at_ends(MODEL, 1, SEQ_LEN // n)
     kept = MODEL.layers * cp.saved_per_block(MODEL, 1, SEQ_LEN, n, saved) + ends.first + ends.last
     return Row(
         "CP, ring",
@@ -262,13 +262,13 @@ def _expert_row() -> Row:
     n = RANKS
     of_experts, rest = ep.parameters_per_rank(MODEL, EXPERTS.number, n)
     tokens = SEQ_LEN
-    even = tokens * EXPERTS.choices // EXPERTS.number  # pairs of one rank and one expert
+    even = tokens * EXPERTS.top_k // EXPERTS.number  # pairs of one rank and one expert
     counts = ((even,) * EXPERTS.number,) * n
     load = ep.Load(counts, counts)
     layer = _shape_of_experts()
-    kept = ep.kept_beside_experts(MODEL, 1, tokens)
-    kept += ep.kept_by_layer(MODEL, layer, tokens, load, 0)
-    ends = recompute.kept_at_ends(MODEL, 1, tokens)
+    kept = ep.saved_beside_experts(MODEL, 1, tokens)
+    kept += ep.saved_by_layer(MODEL, layer, tokens, load, 0)
+    ends = recompute.saved_at_ends(MODEL, 1, tokens)
     kept = MODEL.layers * kept + ends.first + ends.last
     plan = compose.Plan(experts=EXPERTS, zero=0, micro_batches=SEQUENCES // n)
     return Row(
@@ -278,7 +278,7 @@ def _expert_row() -> Row:
         _state(*[of_experts + rest] * 3),
         Fraction(kept),
         _sent({"dp": n, "ep": n}, plan),
-        f"tokens, {EXPERTS.choices} choices: 4 all-to-alls a layer",
+        f"tokens, {EXPERTS.top_k} choices: 4 all-to-alls a layer",
         "hardly",
         0.0,
         "more parameters at the same FLOPs",
@@ -289,4 +289,4 @@ def _expert_row() -> Row:
 def _shape_of_experts() -> ep.MoE:
     """A layer without memory, for the formula that asks how its router is made."""
     router = nn.Linear(MODEL.hidden, EXPERTS.number, bias=False, device="meta")
-    return ep.MoE(router, {}, EXPERTS.choices)
+    return ep.MoE(router, {}, EXPERTS.top_k)

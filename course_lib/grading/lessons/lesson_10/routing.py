@@ -115,7 +115,7 @@ def _by_torch(logits: list[list[float]], choices: int, room: int) -> Routes:
 def _by_library(logits: list[list[float]], choices: int, room: int) -> Routes:
     routes = ep.route(torch.tensor(logits, dtype=torch.float64), choices, room)
     served: Routes = [{} for _ in logits]
-    for experts_T, weights_T in zip(routes.experts_CT, routes.weights_CT, strict=True):
+    for experts_T, weights_T in zip(routes.experts_KT, routes.weights_KT, strict=True):
         for token, expert in enumerate(experts_T.tolist()):
             if expert >= 0:
                 served[token][expert] = float(weights_T[token])
