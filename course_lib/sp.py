@@ -51,7 +51,7 @@ def leave(x_BSD: Tensor, axis: Axis) -> Tensor:
     """Reduce-scatter of partial sums; backward gathers."""
     if x_BSD.shape[S] % axis.size:
         raise ValueError(
-            f"a sequence of {x_BSD.shape[S]} positions cannot be cut into {axis.size} equal parts "
+            f"a sequence of {x_BSD.shape[S]} positions cannot be cut into {axis.size} equal shards "
             f"for the ranks of axis {axis.name}: pad or shorten the sequence, or choose another "
             "number of ranks"
         )

@@ -298,7 +298,7 @@ for name, result in runs.items():
 from course_lib.compose.gradients import Gradients
 
 show_source(
-    Gradients.complete, Gradients.sum_ends, Gradients.norm, Gradients.counted, comm.grad_norm
+    Gradients.complete, Gradients.sum_tied, Gradients.norm, Gradients.counted, comm.grad_norm
 )
 
 # %% [markdown]
@@ -789,7 +789,7 @@ def add_fault(trainer, lab_run):
     if lab_run.has("own norm"):
         gradients.norm = own_norm
     if lab_run.has("tied"):
-        gradients.sum_ends = lambda held: None
+        gradients.sum_tied = lambda held: None
     if lab_run.has("experts", trainer.mesh.rank):
         for part in gradients.parts:
             if kind_of(part) == "experts":

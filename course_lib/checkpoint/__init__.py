@@ -1,17 +1,16 @@
 """Sharded checkpoints: saved under one mesh, loaded under another, not one bit changed.
 
-A checkpoint knows no ranks. Each weight is one tensor of its full shape under its name in the
-whole model, and so is each tensor of its optimizer state (``name:exp_avg``); what a rank holds are
-boxes in these tensors. Saving, every rank writes its boxes, what several hold once; loading, it
-reads the parts of the saved boxes that lie in its own. So what matters is only where a rank's
-values belong:
+A checkpoint does not depend on ranks. Each weight is one tensor of its full shape under its name in
+the whole model, and so is each tensor of its optimizer state (``name:exp_avg``). A rank holds boxes
+in these tensors. On save, every rank writes its boxes, and a box that several ranks hold is written
+once. On load, it reads where the saved boxes overlap with its own. The boxes of a rank are:
 
 =====================  ==================================================================
 held under             is, of the whole tensor
 =====================  ==================================================================
 dp, cp, one process    all of it
 pp, ep                 all of it, of some blocks or experts; a tied pair is one tensor
-tp                     a box cut along one dim; the padding of a vocabulary is in no box
+tp                     the box of its ShardSpec; the padding of a vocabulary is in no box
 ZeRO                   a run of the flattened tensor (or of tp's box), which is a few boxes
 =====================  ==================================================================
 
@@ -19,9 +18,9 @@ A weight is saved in the precision it is updated in: ZeRO's float32 master, not 
 Numbers of the training, such as its count of steps, are saved beside them if the caller gives them;
 hyperparameters, learning-rate schedules and random states are the caller's.
 
-names says what the whole model calls a rank's weights, boxes where their values lie, and files has
-torch.distributed.checkpoint write and read them: it drops what several ranks hold, checks that the
-boxes fill their tensor, and plans who reads which file.
+names finds a weight's name in the whole model, boxes finds the place of its values, and files has
+torch.distributed.checkpoint write and read them: it drops duplicates, checks that the boxes fill
+their tensor, and plans which rank reads which file.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""Held gradients: which part of a parameter's gradient this rank holds.
+"""Held gradients: the shard of each gradient that this rank holds; their sums and global norm.
 
-After the last backward and the sums over data parallelism a rank holds all of a plain parameter's
-gradient; under ZeRO it holds runs of it, its shard. Sums and norms over the other axes need not
-know which: they take a list of :class:`Held`, and write to the tensors in place.
+After the last backward and the sums over data parallelism a rank holds all of a parameter's
+gradient; under ZeRO it holds a shard. Sums and norms over the other axes treat both alike: they
+take a list of :class:`Held`, and write to the tensors in place.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from course_lib.mesh import Axis
 
 
 class Held(NamedTuple):
-    """``gradient`` is a view of what this rank holds of ``parameter``'s: all of it, or a run.
+    """``gradient`` is a view of what this rank holds of ``parameter``'s: all of it, or a shard.
 
     ``axes`` are those whose ranks hold other gradients, besides the axis of the parameter's
     ShardSpec: the data axis under ZeRO, and pp.
@@ -33,7 +33,7 @@ class Held(NamedTuple):
 
 
 def held_gradients(parameters: Iterable[nn.Parameter]) -> list[Held]:
-    """All of each trained parameter's gradient, each parameter once, in order.
+    """Return the ``.grad`` of each trained parameter, each parameter once, in order.
 
     Raises ValueError where one has no gradient: it was not used, or is held elsewhere.
     """
@@ -42,16 +42,16 @@ def held_gradients(parameters: Iterable[nn.Parameter]) -> list[Held]:
     if missing:
         raise ValueError(
             f"{len(missing)} of {len(trained)} trained parameters have no gradient (the first is "
-            f"of shape {missing[0]}): ask after the last backward; under ZeRO ask "
+            f"of shape {missing[0]}): call it after the last backward; under ZeRO ask "
             "z.held_gradients(); freeze what no rank uses"
         )
     return [Held(p, p.grad) for p in trained if p.grad is not None]
 
 
 def sum_gradients(held: Sequence[Held], axis: Axis) -> None:
-    """Add up gradients of which every rank of the axis has a part, in place.
+    """Add up gradients over the axis, in place.
 
-    One flat all-reduce for each dtype. The ranks must hold the same runs of the same parameters.
+    One flat all-reduce per dtype. The ranks must hold the same shards of the same parameters.
     """
     gradients = [one.gradient for one in held]
     if axis.size == 1 or not gradients:

@@ -1,19 +1,19 @@
 """Which gradients are summed over which ranks, in what order, and their norm.
 
-A gradient is complete when all that used the weight have added their part. In this order:
+A gradient is fully reduced after these sums, in this order:
 
 ==================  ==============================  ==================================
-what                over                            whose gradients
+missing             summed over                     gradients of
 ==================  ==============================  ==================================
-other tokens        dp_cp; experts: edp             all
-other rows          tp, if rows are shared there    what is not cut (norms, experts)
-other queries       ranks that share a head         key and value heads fewer than tp
-the other end       first and last stage            a tied embedding
+other tokens        dp_cp; experts: edp             all parameters
+other rows          tp, in sequence parallelism     replicated parameters, experts
+other queries       the KV replication group        key and value heads fewer than tp
+the other stage     first and last stage            a tied embedding
 ==================  ==============================  ==================================
 
-The first sum is data parallelism's or ZeRO's, which leaves a shard; the others then send the shard
-alone. All are sums: the loss was divided by the tokens of all ranks. Only then is there a norm, in
-which every element counts once, wherever it is held, and only then are gradients clipped.
+Data parallelism or ZeRO makes the first sum. ZeRO leaves a shard, and the other sums then send the
+shard alone. No sum is divided: the loss was divided by the tokens of all ranks. The norm comes
+last, because it needs fully reduced gradients; every element counts once, wherever it is held.
 """
 
 from __future__ import annotations
@@ -103,7 +103,7 @@ def _part(
 
 
 class Gradients:
-    """All gradients of this rank: complete them, take their norm, update with them."""
+    """All gradients of this rank: reduce them, compute their norm, update with them."""
 
     def __init__(
         self,
@@ -116,7 +116,7 @@ class Gradients:
         self.parts, self.mesh, self.plan = list(parts), mesh, plan
         ends = {schedule.placement[0], schedule.placement[-1]} if schedule else set()
         apart = tied is not None and tied.requires_grad and len(ends) == 2
-        self._other_end = sum(ends - {mesh.pp.rank}) if apart else None
+        self._other_stage = sum(ends - {mesh.pp.rank}) if apart else None
         self._tied = tied
 
     @contextmanager
@@ -128,7 +128,7 @@ class Gradients:
             yield
 
     def stage_done(self, stage: int) -> None:
-        """The stage has had its last backward: what may leave, leaves, while other stages go on."""
+        """Start the sums of a stage after its last backward, while other stages go on."""
         for part in self.parts:
             if part.stage == stage and isinstance(part.sync, dp.Overlapped):
                 part.sync.send_all()
@@ -140,24 +140,24 @@ class Gradients:
         held = [one for part in self.parts for one in part.held]
         self.sum_rows(held)
         self.sum_heads(held)
-        self.sum_ends(held)
+        self.sum_tied(held)
         return held
 
     def sum_rows(self, held: Sequence[Held]) -> None:
-        """Where the ranks of tp share rows, each has its rows' part of what is not cut."""
+        """Sum replicated parameters over tp where its ranks hold different rows."""
         if self.plan.by_rows:
             sp.sum_gradients(held, self.mesh.tp)
 
     def sum_heads(self, held: Sequence[Held]) -> None:
-        """Ranks that share a key and value head have their queries' part of it."""
+        """Sum key and value heads that several ranks hold: each used its own queries."""
         tp.sum_shared_gradients(held)
 
-    def sum_ends(self, held: Sequence[Held]) -> None:
-        """First and last stage each have a part of the tied embedding's gradient."""
+    def sum_tied(self, held: Sequence[Held]) -> None:
+        """Sum the tied embedding over the first and the last stage, which both used it."""
         gradients = [one.gradient for one in held if one.parameter is self._tied]
-        if self._other_end is None or not gradients:
+        if self._other_stage is None or not gradients:
             return
-        other, mine = self._other_end, comm.flatten(gradients)
+        other, mine = self._other_stage, comm.flatten(gradients)
         theirs = comm.exchange(mine, self.mesh.pp, to=other, source=other)
         for gradient, part in zip(gradients, comm.unflatten(theirs, gradients), strict=True):
             gradient += part
@@ -169,12 +169,13 @@ class Gradients:
     def counted(self, held: Sequence[Held]) -> list[Held]:
         """Return what this rank counts in the norm: gradients that no other stage counts."""
         pp = self.mesh.pp
-        skipped = self._tied if self._other_end is not None and self._other_end < pp.rank else None
+        skipped = (
+            self._tied if self._other_stage is not None and self._other_stage < pp.rank else None
+        )
         return [one._replace(axes=(*one.axes, pp)) for one in held if one.parameter is not skipped]
 
     def zero_grad(self) -> None:
-        """Forget the gradients of the step before, and what one that broke off has left in ZeRO's
-        flat ones."""
+        """Clear the gradients of the last step, and ZeRO's flat gradients of an aborted one."""
         for part in self.parts:
             if isinstance(part.optimizer, zero.Sharded):
                 part.optimizer.reset()

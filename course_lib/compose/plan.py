@@ -21,12 +21,12 @@ BUCKET_BYTES = 12 * 2**20
 
 @dataclass(frozen=True)
 class Core:
-    """A way to compute attention whose rows lie on several ranks.
+    """A way to compute attention over rows that several ranks hold.
 
     ``attention`` as ``cp.parallelize`` takes it; ``wire_bytes(config, sequences, seq_len, n,
     forwards=...)`` is what a rank sends. ``whole_heads``: each rank gets whole sequences of some
     heads, so that shards must join in order and there must be as many heads as ranks. ``run``: of
-    a grid (:func:`grid`) the ranks that share out heads, else 1.
+    a grid (:func:`grid`) the ranks that divide heads, else 1.
     """
 
     name: str
@@ -43,7 +43,7 @@ class Core:
         return partial(self.attention, heads_axis=heads, ring_axis=ring)
 
     def sharing_heads(self, ranks: int) -> int:
-        """How many of cp's ``ranks`` share the heads of one sequence out."""
+        """Return how many of cp's ``ranks`` divide the heads of one sequence."""
         return ranks if self.whole_heads else self.run
 
 
@@ -53,12 +53,12 @@ ULYSSES = Core("ulysses", cp.ulysses_attention, cp.ulysses_wire_bytes, whole_hea
 
 
 def grid(run: int) -> Core:
-    """Ulysses among ``run`` neighbours, and a ring through all runs: for more ranks than heads.
+    """Ulysses among ``run`` neighbors, and a ring through all runs: for more ranks than heads.
 
     The layout is ``cp.nested(cp.ZIGZAG, run)``; the ledger has axes cp_heads and cp_ring.
     """
     if run < 2:
-        raise ValueError(f"a grid of runs of {run}: 2 ranks or more share heads out; or take RING")
+        raise ValueError(f"a grid of runs of {run}: at least 2 ranks divide heads; or use RING")
     name = f"grid in runs of {run}"
     return Core(name, cp.ulysses_ring_attention, cp.ulysses_ring_wire_bytes, run=run)
 

@@ -54,14 +54,14 @@ def _numbers(plan: Plan) -> Iterator[str]:
     if plan.zero not in (0, 1, 2, 3):
         yield f"zero={plan.zero}: 0 is no ZeRO, and there are stages 1, 2 and 3"
     if plan.micro_batches < 1:
-        yield f"micro_batches={plan.micro_batches}: a step has one at least"
+        yield f"expected micro_batches of 1 or more, got micro_batches={plan.micro_batches}"
     if plan.bucket_bytes < 1:
-        yield f"bucket_bytes={plan.bucket_bytes}: a bucket holds one byte at least"
+        yield f"expected bucket_bytes of 1 or more, got bucket_bytes={plan.bucket_bytes}"
     if plan.max_norm is not None and not plan.max_norm > 0:
-        yield f"max_norm={plan.max_norm}: a norm above 0 is wanted, or None"
+        yield f"expected max_norm above 0 or None, got max_norm={plan.max_norm}"
     scale = plan.loss_scale
     if scale is not None and not 0 < scale.initial < inf:
-        yield f"a loss scale of {scale.initial}: a finite number above 0 is wanted"
+        yield f"expected a finite loss scale above 0, got a loss scale of {scale.initial}"
     if scale is not None and scale.growth_interval is not None and scale.growth_interval < 1:
         yield f"growth_interval={scale.growth_interval}: one good step at least, or None for static"
 
@@ -93,14 +93,14 @@ def _cores(heads: int, c: int, plan: Plan) -> Iterator[str]:
     if core.run > 1 and not (isinstance(layout, Nested) and layout.heads == core.run):
         yield (
             f"core {core.name} with the {layout.name} layout: the ring goes through runs of "
-            f"{core.run} neighbours; take cp.nested(cp.ZIGZAG, {core.run})"
+            f"{core.run} neighbors; take cp.nested(cp.ZIGZAG, {core.run})"
         )
     if c % core.run:
         yield f"core {core.name}: cp={c} is no multiple of {core.run}; choose a divisor of {c}"
     if heads % core.sharing_heads(c):
         yield (
             f"core {core.name}: a rank of tp has {heads} heads, which {core.sharing_heads(c)} "
-            "ranks of cp cannot share out equally; take a ring, a gather, or a grid in runs of a "
+            "ranks of cp cannot divide equally; take a ring, a gather, or a grid in runs of a "
             f"divisor of {heads}"
         )
 
@@ -120,7 +120,7 @@ def _zero(sizes: Sizes, plan: Plan) -> Iterator[str]:
     if plan.zero == 3 and plan.experts:
         yield (
             "zero=3 with experts: a block's parameters are gathered as one, but its experts are "
-            "shared out over ep and sharded over edp, the rest over all data ranks; take zero=2"
+            "divided over ep and sharded over edp, the rest over all data ranks; take zero=2"
         )
     if plan.zero and plan.overlap:
         yield (
@@ -133,13 +133,13 @@ def _experts(sizes: Sizes, plan: Plan) -> Iterator[str]:
     t, e = _size(sizes, "tp"), _size(sizes, "ep")
     data = _size(sizes, "dp") * _size(sizes, "cp")
     if data % e:
-        yield f"ep={e} does not divide dp x cp = {data}: experts are shared by ranks of other data"
+        yield f"ep={e} does not divide dp x cp = {data}: the ranks of ep must hold different data"
     if plan.experts is None:
         if e > 1:
-            yield f"ep={e} without experts in the plan: there is nothing to share out"
+            yield f"ep={e} without experts in the plan: there is nothing to divide"
         return
     if plan.experts.number % e:
-        yield f"{plan.experts.number} experts cannot be shared equally by ep={e} ranks"
+        yield f"{plan.experts.number} experts cannot be divided equally by ep={e} ranks"
     if t > 1 and not plan.by_rows:
         yield (
             f"experts with tp={t} but whole sequences between the regions: all ranks of tp would "
@@ -179,7 +179,7 @@ def _sequence(config: ModelConfig, sizes: Sizes, plan: Plan, seq_len: int) -> It
     rows = t if plan.by_rows else 1
     if seq_len % lcm(pieces, c * rows):
         yield (
-            f"{seq_len} positions: cp={c} wants {pieces} equal chunks"
+            f"{seq_len} positions: cp={c} needs {pieces} equal chunks"
             + (f", and tp={t} equal rows of each rank's" if rows > 1 else "")
             + f"; pad the sequence to a multiple of {lcm(pieces, c * rows)} (targets of the "
             "padding: IGNORE_INDEX)"
@@ -192,8 +192,8 @@ def _costly(config: ModelConfig, sizes: Sizes, plan: Plan) -> Iterator[str]:
     sharing = plan.core.sharing_heads(c)
     if c > 1 and kv % sharing:
         yield (
-            f"core {plan.core.name}: {sharing} ranks of cp share {kv} key and value heads out, so "
-            f"that each travels in {lcm(kv, sharing) // kv} copies; a gather would send them once"
+            f"core {plan.core.name}: {sharing} ranks of cp divide {kv} key and value heads, so "
+            f"that each is sent in {lcm(kv, sharing) // kv} copies; a gather would send them once"
         )
     if c > 1 and not plan.core.whole_heads and plan.layout.per_rank == 1:
         yield (
@@ -204,7 +204,7 @@ def _costly(config: ModelConfig, sizes: Sizes, plan: Plan) -> Iterator[str]:
         what = "a reduce-scatter" if plan.zero == 2 else "gathers and a reduce-scatter"
         yield (
             f"zero={plan.zero} with {plan.micro_batches} micro-batches: {what} of everything for "
-            "each, where zero=1 has one of each a step"
+            "each, where zero=1 has one of each per step"
         )
     if p > 1 and plan.micro_batches < p:
         yield (

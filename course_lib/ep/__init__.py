@@ -1,11 +1,11 @@
-"""Expert parallelism: a mixture of experts in the place of each MLP, shared out among the ranks.
+"""Expert parallelism: a mixture of experts replaces each MLP; each rank holds some experts.
 
 =============  ===========================================================
 moe            the layer of one process: router, capacity, balance loss
 decoder        a model with such layers, and its loss
-parallel       parallelize: the experts shared out, tokens travel to them
+parallel       parallelize: experts divided among ranks, tokens sent to their experts
 gradients      which gradients are summed over which ranks
-formulas       bytes sent, parameters held, activations kept
+formulas       bytes sent, parameters held, saved activations
 =============  ===========================================================
 """
 

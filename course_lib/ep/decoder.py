@@ -1,4 +1,4 @@
-"""A decoder with experts in the place of its MLPs, and the loss that keeps them busy alike."""
+"""A decoder with experts instead of MLPs, and the loss that balances their load."""
 
 from __future__ import annotations
 
@@ -49,14 +49,14 @@ def _check(experts: int, top_k: int, capacity: float | None) -> None:
         raise ValueError(f"expected top_k from 1 to experts={experts}, got top_k={top_k}")
     if capacity is not None and not capacity > 0:
         raise ValueError(
-            f"capacity={capacity}: a factor above 0 is wanted (1 is room for an even load), or "
-            "None, which drops nothing"
+            f"expected a capacity factor above 0 (1 fits an even load) or None (nothing is "
+            f"dropped), got capacity={capacity}"
         )
 
 
 @torch.no_grad()
 def _another(dense: nn.Module, generator: torch.Generator) -> nn.Module:
-    """A copy whose matrices are drawn anew, in float32 on the CPU as build_model does."""
+    """Return a copy with new random matrices, drawn in float32 on the CPU as build_model does."""
     other = deepcopy(dense)
     for parameter in other.parameters():
         if parameter.dim() > 1:

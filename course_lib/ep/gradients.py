@@ -28,7 +28,7 @@ class Sync(Protocol):
     """What sums gradients over one axis, as those of data parallelism do."""
 
     def accumulate(self) -> AbstractContextManager[None]:
-        """Around every backward but the last of a step."""
+        """Wrap every backward but the last of a step."""
 
     def finish(self) -> None:
         """Once, after the last backward."""
@@ -54,14 +54,14 @@ class ExpertSync:
 
     @contextmanager
     def accumulate(self) -> Iterator[None]:
-        """A backward in here sends no gradients of parameters (tokens travel all the same)."""
+        """A backward inside sends tokens, but no gradients of parameters."""
         with ExitStack() as both:
             for sync in self.syncs:
                 both.enter_context(sync.accumulate())
             yield
 
     def finish(self) -> None:
-        """Call it once after the last backward of a step."""
+        """Call it once per step, after the last backward."""
         for sync in self.syncs:
             sync.finish()
 

@@ -1,21 +1,20 @@
-"""Expert parallelism: the ranks share the experts out, and tokens travel to them and back.
+"""Expert parallelism: each rank holds some of the experts, and tokens are sent to their experts.
 
-Lepikhin et al. 2020, GShard, arXiv:2006.16668. Rank r of n holds experts r E/n up to (r+1) E/n, and
-everything else whole. The ranks hold different tokens: expert parallelism lives inside data
-parallelism and takes no rank of its own. A layer is
+Lepikhin et al. 2020, GShard, arXiv:2006.16668. Rank r of n holds experts r E/n up to (r+1) E/n; all
+other parameters are replicated. The ranks hold different tokens: expert parallelism uses the ranks
+of data parallelism. A layer has four steps:
 
-    route     on this rank's tokens, the router being replicated
-    dispatch  the row of each pair goes to the rank of its expert       all-to-all, uneven
-    experts   each on its rows from all ranks
-    combine   the result goes back, is weighted there and added up      all-to-all, uneven
+    route     this rank's tokens, with the replicated router
+    dispatch  send the row of each pair to the rank of its expert        all-to-all, uneven
+    experts   apply each expert to its rows from all ranks
+    combine   send the results back, weight them there and add them up   all-to-all, uneven
 
-and backward makes the same journeys the other way round: four times the pairs whose expert is
-elsewhere. Weights stay at home: only rows of D travel, and the gradient of a weight is made where
-its token is.
+Backward makes the same two exchanges in reverse, so that each row with an expert on another rank is
+sent four times. Router weights are never sent: they are applied on the rank of the token.
 
-Gradients. Through dispatch's backward an expert has the sum over all tokens of its n ranks already:
-what is missing is the sum over the ranks that hold the same experts (``mesh.edp``). All else is
-summed over all data (``mesh.dp_cp``). No sum is divided: every rank has divided its loss by the
+Gradients. After dispatch's backward an expert has the sum over all tokens of its n ranks. Missing
+is only the sum over the ranks that hold the same experts (``mesh.edp``). Other gradients are summed
+over all data ranks (``mesh.dp_cp``). No sum is divided: every rank has divided its loss by the
 tokens of all ranks. Averaging expert gradients over ``edp`` while the rest is averaged over ``dp``
 makes them n times too large, the classic mistake (DeepSpeed #5259, pytorch #160285).
 
@@ -63,7 +62,9 @@ class ExpertParallelMoE(MoE):
     def __init__(self, moe: MoE, ep: Axis, data: Axis, rows: Axis | None = None) -> None:
         names = list(moe.experts)
         if len(names) != moe.router.out_features:
-            raise ValueError("the experts are shared out already: parallelize a serial model once")
+            raise ValueError(
+                "the experts are divided among ranks already: parallelize a serial model once"
+            )
         if len(names) % ep.size:
             raise ValueError(
                 f"{len(names)} experts cannot be shared by the {ep.size} ranks of axis {ep.name}: "
@@ -78,7 +79,7 @@ class ExpertParallelMoE(MoE):
             comm.set_shard_spec(parameter, comm.ShardSpec(ep))
 
     def of_every_rank(self, counts_2E: Tensor) -> Tensor:
-        """Who sends how much to whom: every rank must know before rows can travel."""
+        """Gather how many rows each rank sends to each other: receivers must know it first."""
         return comm.all_gather(counts_2E[None], self.ep, control=True)
 
     def over_all_tokens(self, chosen_E: Tensor) -> Tensor:
@@ -97,7 +98,7 @@ class ExpertParallelMoE(MoE):
         return combine(returned_PD, pairs_P, routes.weights_KT)
 
     def own_experts(self, arrived_AD: Tensor, blocks: Sequence[int]) -> Tensor:
-        """Each expert on one piece of memory with its rows of all ranks; order as they arrived.
+        """Apply each expert to one tensor with its rows of all ranks; return them as they arrived.
 
         Rows arrive by rank, and within a rank by expert: ``blocks`` are the sizes in that order.
         """
@@ -110,7 +111,7 @@ class ExpertParallelMoE(MoE):
 
 
 def splits(load: Load, rank: int) -> tuple[list[int], list[int], list[int]]:
-    """Rows that ``rank`` sends to each, receives from each, and those by rank and own expert."""
+    """Return the rows that ``rank`` sends to each rank, receives from each, and by own expert."""
     ranks = len(load.kept)
     own = len(load.kept[0]) // ranks
     held = [slice(owner * own, (owner + 1) * own) for owner in range(ranks)]
@@ -120,7 +121,7 @@ def splits(load: Load, rank: int) -> tuple[list[int], list[int], list[int]]:
 
 
 def sorted_by_expert(experts_KT: Tensor, kept: int) -> Tensor:
-    """Numbers of the ``kept`` pairs, by expert, and so by rank too; dropped ones come first."""
+    """Return the numbers of the ``kept`` pairs, sorted by expert and so by rank."""
     order_P = experts_KT.flatten().argsort(stable=True)
     return order_P[len(order_P) - kept :]
 

@@ -43,7 +43,7 @@ class ModelConfig:
         for name in ("layers", "hidden", "heads", "kv_heads", "ffn", "max_seq_len", "vocab"):
             size = getattr(self, name)
             if type(size) is not int or size < 1:
-                raise ValueError(f"{name}={size!r}: a whole number, 1 or more, is wanted")
+                raise ValueError(f"expected a whole number of 1 or more, got {name}={size!r}")
         self._check_heads()
         if self.vocab < 256:
             raise ValueError(f"vocab={self.vocab}: byte tokens need 256 or more")
@@ -68,7 +68,7 @@ class ModelConfig:
         if self.family == "llama" and self.head_dim % 2:
             raise ValueError(
                 f"hidden={self.hidden} / heads={self.heads} gives heads of {self.head_dim} "
-                "features: RoPE rotates pairs, so that an even number is wanted"
+                "features: RoPE rotates pairs; choose an even number"
             )
 
     @property

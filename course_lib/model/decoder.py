@@ -77,7 +77,7 @@ class Decoder(nn.Module):
         layers = len(self.blocks)
         if not 0 <= first < end <= layers:
             raise ValueError(
-                f"stage of blocks {first} up to {end}: 0 <= first < end <= {layers} is wanted; a "
+                f"stage of blocks {first} up to {end}: expected 0 <= first < end <= {layers}; a "
                 "stage has at least one block, and end is the first block after it"
             )
         last = end == layers
@@ -117,7 +117,7 @@ def build_model(config: ModelConfig, seed: int = 0, device: torch.device | str =
     Raises ValueError for a seed outside 0..2**32 - 1.
     """
     if not 0 <= seed < 2**32:  # torch silently drops the bits above
-        raise ValueError(f"seed={seed}: a whole number from 0 to 2**32 - 1 is wanted")
+        raise ValueError(f"expected a seed from 0 to 2**32 - 1, got seed={seed}")
     with torch.random.fork_rng(devices=[]):  # torch's own initialisation draws numbers too
         embedding = Embedding(config)
         blocks = [Block(config, layer) for layer in range(config.layers)]

@@ -120,8 +120,9 @@ def key_value_group(axis: Axis, kv_heads: int) -> Axis:
 def sum_shared_gradients(held: Iterable[Held]) -> None:
     """Add up the gradients of key and value weights over the ranks that share a head.
 
-    Each of them used the head for its own queries only. Call it once a step, after the last
-    backward and what sums or shards over data parallelism. Without such ranks it does nothing.
+    Each of them used the head for its own queries only. Call it once per step, after the
+    last backward and the sum (or ZeRO's reduce-scatter) over data parallelism. Without such ranks
+    it does nothing.
     """
     by_group: dict[Axis, list[Held]] = {}
     for one in held:
@@ -209,7 +210,7 @@ def loss_sum(
     """Cross-entropy summed over tokens, and how many count: as :func:`course_lib.model.loss_sum`.
 
     A token's loss is log(sum_v exp(z_v - max)) + max - z_target. Three all-reduces of one number
-    a token (max, sum, the target's logit), in float32 at least. Backward needs none:
+    per token (max, sum, the target's logit), in float32 at least. Backward needs none:
     dz = softmax - onehot, each rank for its own columns. Raises IndexError for a target outside
     the ``vocab`` words, those of the padding among them.
     """

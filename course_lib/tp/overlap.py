@@ -1,20 +1,19 @@
 """Gather and scatter of sequence parallelism as rings between matrix products.
 
-A gather must end before the product that reads it begins, and a product must end before its
-scatter: arithmetic and network take turns. Cut into blocks of S/t rows they need not. Where rows
-enter, each block is multiplied while the next one travels; where partial sums leave, each block's
-product is made while the sum of the block before it travels:
+A gather must end before the product that reads it starts, and a product must end before its
+scatter: arithmetic and network take turns. Split into blocks of S/t rows they overlap. Where rows
+enter, each block is multiplied while the next one is sent. Where partial sums leave, each block is
+multiplied while the sum of the previous block is sent:
 
 ========  ===========================================  ======================================
           forward                                      backward
 ========  ===========================================  ======================================
-columns   y[r] = x[r] W^T as block r comes by          dx[r] = ring sum of dy[r] W
-row       y[r] = ring sum of x[r] W^T                  dx[r] = dy[r] W as block r comes by
+columns   y[r] = x[r] W^T when block r arrives         dx[r] = ring sum of dy[r] W
+row       y[r] = ring sum of x[r] W^T                  dx[r] = dy[r] W when block r arrives
 ========  ===========================================  ======================================
 
-dW = dy^T x is one product, of what has been gathered by then.
-The bytes are those of the two collectives; a sum goes round in another order, so that results
-equal the plain form up to rounding. It is switched on by a plan:
+dW = dy^T x is one product of the gathered tensors. The bytes are those of the two collectives. The
+ring adds in another order, so that results equal the plain form up to rounding. Use it in a plan:
 ``parallelize(model, axis, sp.REGION, overlapped(LLAMA))``.
 Source: Wang et al. 2023, doi:10.1145/3567955.3567959.
 """
@@ -35,35 +34,35 @@ from course_lib.model.layers import MLP, SwiGLU
 from course_lib.tp.layers import ColumnLinear, RowLinear, identity
 from course_lib.tp.plan import Cut, Entry, enters, row
 
-S = 1  # the dim of x_BSD that is cut
+S = 1  # the dim of x_BSD that the ranks divide
 
 
 def ring_gather(x_BScD: Tensor, weights: Sequence[Tensor], axis: Axis) -> list[Tensor]:
-    """Gathered x_BSD, and its product with each weight, made as the blocks come by."""
+    """Return the gathered x_BSD and its product with each weight, block by block as they arrive."""
     blocks = {}
-    for whose, block in comm.ring(x_BScD, axis):
-        blocks[whose] = [block, *(block @ weight for weight in weights)]
+    for owner, block in comm.ring(x_BScD, axis):
+        blocks[owner] = [block, *(block @ weight for weight in weights)]
     in_order = (blocks[rank] for rank in range(axis.size))
-    return [torch.cat(parts, S) for parts in zip(*in_order, strict=True)]
+    return [torch.cat(shards, S) for shards in zip(*in_order, strict=True)]
 
 
 def ring_scatter(xs_BSF: Sequence[Tensor], weights: Sequence[Tensor], axis: Axis) -> Tensor:
-    """This rank's rows of the sum over the ranks, and over pairs, of x weight.
+    """Return this rank's rows of the sum, over ranks and over pairs, of x weight.
 
-    A sum starts at the rank after its owner and goes once round. Each rank makes its own part of
-    it while the sum is on its way there.
+    A sum starts at the rank after its owner and is sent once around the ring. Each rank computes
+    its own summand while it receives the sum.
     """
 
-    def part(number: int) -> Tensor:
+    def summand(number: int) -> Tensor:
         blocks = (x.chunk(axis.size, S)[number] for x in xs_BSF)
         first, *others = (block @ weight for block, weight in zip(blocks, weights, strict=True))
         return sum(others, start=first)
 
-    total = part((axis.rank - 1) % axis.size)
+    total = summand((axis.rank - 1) % axis.size)
     for turn in range(2, axis.size + 1):
-        travelling = comm.start_exchange(axis, [(total, axis.next)], [(total, axis.previous)])
-        own = part((axis.rank - turn) % axis.size)
-        total = own + travelling.wait()[0]
+        arriving = comm.start_exchange(axis, [(total, axis.next)], [(total, axis.previous)])
+        own = summand((axis.rank - turn) % axis.size)
+        total = own + arriving.wait()[0]
     return total
 
 

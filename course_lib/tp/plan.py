@@ -41,7 +41,7 @@ class Cut:
     kv_group: Axis
 
 
-Entry = Callable[[Any, Cut], nn.Module]  # the serial module, how to cut -> what takes its place
+Entry = Callable[[Any, Cut], nn.Module]  # serial module, how to shard it -> its replacement
 
 
 def column(linear: nn.Linear, cut: Cut) -> nn.Module:
@@ -127,7 +127,7 @@ def parallelize(
     ``plan`` left out is :func:`plan_for` of the model. Call it before an optimizer takes the
     parameters, and on every rank of the world (it makes groups, as ``make_mesh`` does).
     Raises ValueError for sizes that the axis does not divide, for a key that matches nothing, and
-    for modules that are cut already.
+    for modules that are sharded already.
     """
     plan = plan_for(model) if plan is None else plan
     check(model.config, axis, plan)
@@ -135,12 +135,12 @@ def parallelize(
         model.embedding and model.head and model.head.weight is model.embedding.token.weight
     )
     if tied and ("head" in plan) != ("embedding.token" in plan):
-        raise ValueError("plan: embedding.token and head share one weight; cut both or neither")
+        raise ValueError("plan: embedding.token and head share one weight; shard both or neither")
     places = [(name, entry) for key, entry in plan.items() for name in _matches(key, model)]
     if done := [name for name, _ in places if isinstance(model.get_submodule(name), SHARDED)]:
         raise ValueError(
-            f"{len(done)} modules of the model, the first of them {done[0]}, are cut over tensor "
-            "parallel ranks already: parallelize a serial model, once"
+            f"{len(done)} modules of the model, the first of them {done[0]}, are sharded over "
+            "tensor parallel ranks already: parallelize a serial model, once"
         )
     cut = Cut(axis, region, key_value_group(axis, model.config.kv_heads))
     for name, entry in places:
@@ -156,7 +156,7 @@ def parallelize(
 
 
 def check(config: ModelConfig, axis: Axis, plan: Mapping[str, Entry]) -> None:
-    """Raises ValueError where ``config`` cannot be cut by the axis as ``plan`` says."""
+    """Raise ValueError where the axis cannot divide ``config`` as ``plan`` says."""
     n, cuts_ffn = axis.size, any(".ffn" in key for key in plan)
     for name, size in (("heads", config.heads), ("ffn", config.ffn if cuts_ffn else 0)):
         if size % n:
@@ -167,7 +167,7 @@ def check(config: ModelConfig, axis: Axis, plan: Mapping[str, Entry]) -> None:
 
 
 def _matches(key: str, model: nn.Module) -> list[str]:
-    """Names of the modules that ``key`` stands for; ValueError when there is none."""
+    """Return the names of the modules that ``key`` matches; ValueError when there is none."""
     parts = key.split(".")
     names = [name for name, _ in model.named_modules() if name]
     found = [name for name in names if _fits(parts, name.split("."))]

@@ -221,7 +221,7 @@ def no_sum_of_heads(trainer):
 
 
 def no_sum_of_ends(trainer):
-    trainer.gradients.sum_ends = lambda held: None
+    trainer.gradients.sum_tied = lambda held: None
 
 
 def own_tokens(trainer):

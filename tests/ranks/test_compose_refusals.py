@@ -92,8 +92,8 @@ FOUR = {"tp": 2, "cp": 2, "dp": 2, "pp": 2}
         ({"dp": 2}, Plan(zero=4), F64, "stages 1, 2 and 3"),
         ({"dp": 2}, Plan(zero=1, overlap=True), F64, "overlap is for zero=0"),
         ({"dp": 2}, Plan(zero=3, experts=MOE), F64, "take zero=2"),
-        ({"dp": 2, "ep": 2}, Plan(), F64, "nothing to share out"),
-        ({"dp": 3, "ep": 3}, Plan(experts=MOE), F64, "4 experts cannot be shared equally"),
+        ({"dp": 2, "ep": 2}, Plan(), F64, "nothing to divide"),
+        ({"dp": 3, "ep": 3}, Plan(experts=MOE), F64, "4 experts cannot be divided equally"),
         ({"dp": 2, "ep": 4}, Plan(experts=MOE), F64, "ep=4 does not divide dp x cp = 2"),
         ({"tp": 2}, Plan(experts=MOE), F64, "the same tokens; take sp.REGION"),
         ({"tp": 3}, Plan(), F64, "heads=4 is not divisible by tp=3"),
@@ -104,7 +104,7 @@ FOUR = {"tp": 2, "cp": 2, "dp": 2, "pp": 2}
             {"tp": 4, "cp": 2},
             Plan(core=compose.ULYSSES, layout=cp.CONTIGUOUS),
             F64,
-            "has 1 heads, which 2 ranks of cp cannot share",
+            "has 1 heads, which 2 ranks of cp cannot divide",
         ),
         ({"cp": 4}, Plan(core=compose.grid(2)), F64, "take cp.nested(cp.ZIGZAG, 2)"),
         (
@@ -123,17 +123,17 @@ FOUR = {"tp": 2, "cp": 2, "dp": 2, "pp": 2}
             {"tp": 4, "cp": 4},
             Plan(core=compose.grid(2), layout=cp.nested(cp.ZIGZAG, 2)),
             F64,
-            "has 1 heads, which 2 ranks of cp cannot share",
+            "has 1 heads, which 2 ranks of cp cannot divide",
         ),
         ({"pp": 8}, Plan(micro_batches=8), F64, "4 layers cannot be cut into the 8 stages"),
         ({"pp": 2}, Plan(schedule="no such"), F64, "no schedule is called 'no such'"),
         ({"pp": 2}, Plan(schedule=make("1f1b", 4, 1)), F64, "is for 4 ranks, and pp=2"),
         ({"pp": 2}, Plan(schedule=make("1f1b", 2, 8)), F64, "8 micro-batches, the plan 1"),
-        ({"dp": 2}, Plan(max_norm=0.0), F64, "a norm above 0"),
-        ({"dp": 2}, Plan(max_norm=float("nan")), F64, "a norm above 0"),
+        ({"dp": 2}, Plan(max_norm=0.0), F64, "expected max_norm above 0"),
+        ({"dp": 2}, Plan(max_norm=float("nan")), F64, "expected max_norm above 0"),
         ({"dp": 2}, Plan(loss_scale=LossScale(float("inf"))), F64, "a loss scale of inf"),
         ({"dp": 2}, Plan(loss_scale=LossScale(8.0, 0)), F64, "growth_interval=0"),
-        ({"dp": 2}, Plan(micro_batches=0), F64, "a step has one at least"),
+        ({"dp": 2}, Plan(micro_batches=0), F64, "expected micro_batches of 1 or more, got"),
     ],
 )
 def test_reasons(sizes, plan, config, words):
@@ -163,7 +163,7 @@ def test_batches_that_cannot_be_cut(sizes, plan, sequences, seq_len, words):
             {"cp": 4},
             Plan(core=compose.ULYSSES, layout=cp.CONTIGUOUS),
             replace(F64, kv_heads=2),
-            "travels in 2 copies",
+            "is sent in 2 copies",
         ),
         ({"cp": 2}, Plan(layout=cp.CONTIGUOUS), F64, "zig-zag is even"),
         ({"dp": 2}, Plan(zero=2, micro_batches=4), F64, "a reduce-scatter of everything for each"),
@@ -199,7 +199,7 @@ def test_parallelize_and_step_raise_with_every_reason(worlds):
     both = worlds(4).run(said, {"dp": 2, "pp": 2}, Plan(zero=3, overlap=True), F64)
     assert all("for every micro-batch" in text and "overlap is for" in text for text in both)
     short = worlds(4).run(said, {"dp": 2, "cp": 2}, Plan(), F64)
-    assert all("14 positions: cp=2 wants 4 equal chunks" in text for text in short)
+    assert all("14 positions: cp=2 needs 4 equal chunks" in text for text in short)
 
 
 def test_experts_of_plan_and_model_must_agree(worlds):

@@ -537,7 +537,7 @@ def test_what_does_not_fit_is_named(worlds):
         assert "3 experts cannot be shared by the 2 ranks of axis ep" in said[0]
         assert "of axis dp are not all among" in said[1]
         assert "no experts: call add_experts" in said[2]
-        assert "shared out already" in said[3]
+        assert "divided among ranks already" in said[3]
         assert "max_norm=0" in said[4]
 
 

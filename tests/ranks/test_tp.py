@@ -489,7 +489,7 @@ def test_a_model_is_cut_once():
     model = tp.parallelize(build_model(sizes(tied=True)), axis_of(0, 1))
     attention = {key: entry for key, entry in tp.LLAMA.items() if ".attn" in key}
     for plan in (None, attention):
-        with pytest.raises(ValueError, match="are cut over tensor parallel ranks already"):
+        with pytest.raises(ValueError, match="are sharded over tensor parallel ranks already"):
             tp.parallelize(model, axis_of(0, 1), plan=plan)
 
 
@@ -497,7 +497,7 @@ def test_a_plan_is_data_and_its_mistakes_are_named():
     one = axis_of(0, 1)
     with pytest.raises(ValueError, match=r"'blocks.\*.attn.query' matches no module.*attn"):
         tp.parallelize(build_model(sizes()), one, plan={"blocks.*.attn.query": tp.LLAMA["head"]})
-    with pytest.raises(ValueError, match="cut both or neither"):
+    with pytest.raises(ValueError, match="shard both or neither"):
         tp.parallelize(build_model(sizes(tied=True)), one, plan={"head": tp.LLAMA["head"]})
     with pytest.raises(ValueError, match="give it the region sp.REGION"):
         tp.parallelize(build_model(sizes()), one, plan=tp.overlapped(tp.LLAMA))
@@ -542,7 +542,7 @@ def test_other_bad_input_is_named():
     with pytest.raises(ValueError, match="a shard of axis tp needs a dimension"):
         comm.take_shard(torch.ones(2), comm.ShardSpec(axis_of(0, 2)))
     sequence = torch.zeros(1, 10, 4)
-    with pytest.raises(ValueError, match="a sequence of 10 positions .* 4 equal parts .* axis tp"):
+    with pytest.raises(ValueError, match="a sequence of 10 positions .* 4 equal shards .* axis tp"):
         sp.leave(sequence, axis_of(0, 4))
 
 

@@ -81,7 +81,7 @@ def train(stage, config, way, t, *, steps=STEPS, sums=sum_over_tp, over_dp=True)
             unit.gather()
     result.weights = joined(model, mesh.tp, lambda p: p)
     result.alike = held_alike(model, mesh.tp)
-    result.sharers = max(1, t // config.kv_heads)
+    result.copies = max(1, t // config.kv_heads)
     return result
 
 

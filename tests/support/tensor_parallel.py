@@ -144,7 +144,7 @@ class Trained:
     sent: list[Fraction] = field(default_factory=list)
     parameters: int = 0
     alike: dict[str, Tensor] = field(default_factory=dict)
-    sharers: int = 1
+    copies: int = 1
 
 
 def adam(model: torch.nn.Module) -> torch.optim.Optimizer:
@@ -226,7 +226,7 @@ def parallel(
         result.losses.append(float(total.detach() / count))
     result.weights = joined(model, mesh.tp, lambda p: p)
     result.alike = held_alike(model, mesh.tp)
-    result.sharers = max(1, mesh.tp.size // config.kv_heads)
+    result.copies = max(1, mesh.tp.size // config.kv_heads)
     result.parameters = sum(p.numel() for p in model.parameters())
     return result
 
@@ -250,7 +250,7 @@ def check(
 def check_copies(results: list[Trained]) -> None:
     """What several ranks hold is the same on each, bit for bit."""
     for rank, got in enumerate(results):
-        first = rank // got.sharers * got.sharers
+        first = rank // got.copies * got.copies
         for name, weight in got.alike.items():
             shared = ".attn.k." in name or ".attn.v." in name
             other = first if shared else 0

@@ -115,7 +115,7 @@ def peak(job: Job, sizes: Sizes, plan: Plan) -> int:
     schedule = plan.schedule_for(sizes["pp"])
     job = exact(job) if plan.experts else job
     layers = [range(*ends) for ends in slices(job, schedule)]
-    ends = kept_by_ends(job, sizes)
+    ends = saved_outside_blocks(job, sizes)
     block = saved_by_block(job, sizes, plan)
 
     def fullest(rank: int, place: Place) -> int:
@@ -128,7 +128,7 @@ def peak(job: Job, sizes: Sizes, plan: Plan) -> int:
                 for layer in layers[rank]:
                     kept[mb] += block
                     if plan.experts:
-                        kept[mb] += kept_by_experts(job, sizes, layer, mb, place)
+                        kept[mb] += saved_by_experts(job, sizes, layer, mb, place)
             most = max(most, sum(kept.values()))
             if action.op == "B":
                 del kept[action.mb]
@@ -143,7 +143,7 @@ def micro_shape(job: Job, sizes: Sizes) -> tuple[int, int]:
     return job.sequences // sizes["dp"] // MICRO_BATCHES, job.seq_len // sizes.get("cp", 1)
 
 
-def kept_by_ends(job: Job, sizes: Sizes) -> dict[int, int]:
+def saved_outside_blocks(job: Job, sizes: Sizes) -> dict[int, int]:
     """Of a micro-batch, before the first block and after the last one, by stage."""
     sequences, rows = micro_shape(job, sizes)
     tokens, t = sequences * rows, sizes["tp"]
@@ -164,7 +164,7 @@ def saved_by_block(job: Job, sizes: Sizes, plan: Plan) -> int:
     return kept - tokens * (job.config.hidden + inner // sizes["tp"]) * job.width
 
 
-def kept_by_experts(job: Job, sizes: Sizes, layer: int, mb: int, place: Place) -> int:
+def saved_by_experts(job: Job, sizes: Sizes, layer: int, mb: int, place: Place) -> int:
     """Of a layer's router and experts."""
     d, c, t = place
     sequences, rows = micro_shape(job, sizes)

@@ -79,7 +79,7 @@ def kept_whole(job: Job) -> int:
     return blocks + formulas.saved_at_ends(*shape) + COUNT_BYTES
 
 
-def kept_by_rows(job: Job, *, again: bool = False) -> int:
+def saved_by_rows(job: Job, *, again: bool = False) -> int:
     """The same where ranks share rows."""
     config, shape = job.config, (job.config, job.sequences, job.seq_len, RANKS)
     vocabulary = formulas.saved_by_vocabulary(config, job.sequences * job.seq_len, RANKS)
@@ -141,7 +141,7 @@ TENSOR_PARALLEL = [
         "what the all-reduces did, and norms keep a quarter.",
         sp.REGION,
         sent_by_rows,
-        kept_by_rows,
+        saved_by_rows,
     ),
     tensor_parallel(
         "sp-again",
@@ -150,7 +150,7 @@ TENSOR_PARALLEL = [
         "more bytes, and nothing kept whole.",
         sp.GATHER_AGAIN,
         lambda job: sent_by_rows(job, again=True),
-        lambda job: kept_by_rows(job, again=True),
+        lambda job: saved_by_rows(job, again=True),
     ),
     tensor_parallel(
         "sp-recomputed",
