@@ -1,11 +1,23 @@
-"""The one door to the network. Every function takes ``(x, axis)`` and leaves ``x`` as it is."""
+"""The one door to the network. Every function takes ``(x, axis)`` and leaves ``x`` as it is.
 
+=============  ====================================================================
+transfer       the path to torch.distributed: a call, one record, one handle
+collectives    all_reduce, all_gather, reduce_scatter, broadcast
+operators      their autograd pairs (copy_to, reduce_from, ...); all_to_all
+p2p            send, recv, exchange, ring
+from_messages  the same collectives built from send and recv, for study
+flat           many tensors sent as one
+held           gradients of which a rank holds a part: sums and norms
+alpha_beta     the cost model of a message
+instruments/   checks, deadlock watch, emulated links, priorities: absent otherwise
+=============  ====================================================================
+"""
+
+from course_lib.aliases import aliases
 from course_lib.comm.collectives import (
     all_gather,
     all_reduce,
     all_reduce_max,
-    all_to_all,
-    all_to_all_uneven,
     barrier,
     broadcast,
     reduce_scatter,
@@ -13,7 +25,6 @@ from course_lib.comm.collectives import (
     start_all_reduce,
     start_reduce_scatter,
 )
-from course_lib.comm.door import Handle
 from course_lib.comm.flat import (
     by_dtype_and_size,
     flatten,
@@ -38,17 +49,19 @@ from course_lib.comm.held import (
     squared_norm,
     sum_gradients,
 )
+from course_lib.comm.instruments.priorities import Priorities
+from course_lib.comm.instruments.watch import DeadlockError
 from course_lib.comm.operators import (
     Region,
-    copy,
-    gather,
+    all_to_all,
+    all_to_all_v,
+    copy_to,
+    gather_from,
+    gather_from_sequence,
     own_shard,
-    reduce,
-    reshard,
-    shard,
-    swap,
-    swap_rows,
-    unshard,
+    reduce_from,
+    reduce_scatter_to,
+    scatter_to,
 )
 from course_lib.comm.p2p import (
     Exchange,
@@ -60,8 +73,9 @@ from course_lib.comm.p2p import (
     start_recv,
     start_send,
 )
-from course_lib.comm.priorities import Priorities
-from course_lib.mesh.watch import DeadlockError
+from course_lib.comm.transfer import Handle
+
+__getattr__ = aliases("course_lib.comm")
 
 __all__ = [
     "DeadlockError",
@@ -74,29 +88,30 @@ __all__ = [
     "all_reduce",
     "all_reduce_max",
     "all_to_all",
-    "all_to_all_uneven",
+    "all_to_all_v",
     "barrier",
     "broadcast",
     "by_dtype_and_size",
     "clip_gradients",
-    "copy",
+    "copy_to",
     "exchange",
     "flatten",
-    "gather",
+    "gather_from",
+    "gather_from_sequence",
     "held_gradients",
     "on_gradient",
     "own_shard",
     "recv",
-    "reduce",
+    "reduce_from",
     "reduce_scatter",
+    "reduce_scatter_to",
     "refuse_cut",
-    "reshard",
     "ring",
     "ring_all_gather",
     "ring_all_reduce",
     "ring_reduce_scatter",
+    "scatter_to",
     "send",
-    "shard",
     "squared_norm",
     "start_all_gather",
     "start_all_gather_flat",
@@ -107,11 +122,8 @@ __all__ = [
     "start_reduce_scatter",
     "start_send",
     "sum_gradients",
-    "swap",
-    "swap_rows",
     "tree_all_reduce",
     "tree_broadcast",
     "tree_reduce",
     "unflatten",
-    "unshard",
 ]
