@@ -22,7 +22,7 @@ from dataclasses import dataclass
 from fractions import Fraction
 
 from course_lib import comm, inference, tp
-from course_lib.comm.links import STEPS
+from course_lib.comm.instruments.links import STEPS
 from course_lib.inference import Book, Replica, Served, Stage, StaticBook
 from course_lib.launch import World
 from course_lib.ledger import wire, wire_bytes_by_axis

@@ -74,7 +74,7 @@ class RowLinear(nn.Module):
     The bias is added after the sum: before it, every rank would add it, t times in all.
     """
 
-    def __init__(self, linear: nn.Linear, axis: Axis, leave: Move = comm.reduce) -> None:
+    def __init__(self, linear: nn.Linear, axis: Axis, leave: Move = comm.reduce_from) -> None:
         super().__init__()
         _check_cut(linear, "in_features", axis, axis.size)
         self.axis, self.leave = axis, leave

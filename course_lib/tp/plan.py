@@ -19,7 +19,7 @@ from course_lib.tp.linear import ColumnLinear, RowLinear, as_it_is, key_value_sh
 from course_lib.tp.vocabulary import VocabEmbedding, VocabHead, loss_sum
 
 CUT_MODULES = (ColumnLinear, RowLinear, VocabEmbedding, VocabHead)
-REGION = Region(enter=comm.copy, leave=comm.reduce, rows=as_it_is)
+REGION = Region(enter=comm.copy_to, leave=comm.reduce_from, rows=as_it_is)
 
 
 @dataclass(frozen=True)

@@ -40,7 +40,7 @@ def _own_rows(weight_VD: Tensor, axis: Axis) -> nn.Parameter:
 class VocabEmbedding(nn.Module):
     """Rows of this rank's tokens, zeros for the others; ``leave`` adds the ranks' parts up."""
 
-    def __init__(self, embedding: nn.Embedding, axis: Axis, leave: Move = comm.reduce) -> None:
+    def __init__(self, embedding: nn.Embedding, axis: Axis, leave: Move = comm.reduce_from) -> None:
         super().__init__()
         self.axis, self.leave = axis, leave
         self.vocab = embedding.num_embeddings
@@ -62,7 +62,7 @@ class VocabEmbedding(nn.Module):
 class VocabHead(nn.Module):
     """Logits of this rank's tokens, (B, S, V'/t), in which padding is minus infinity."""
 
-    def __init__(self, linear: nn.Linear, axis: Axis, enter: Move = comm.copy) -> None:
+    def __init__(self, linear: nn.Linear, axis: Axis, enter: Move = comm.copy_to) -> None:
         super().__init__()
         if linear.bias is not None:
             raise ValueError("a head with a bias has no vocabulary-parallel form here: drop it")
