@@ -120,7 +120,7 @@ def entered(gather):
 
 print()
 for gather in (comm.gather_from_sequence, comm.gather_from):
-    print(f"comm.{gather.__name__:8}", *run(entered, gather, n=2))
+    print(f"comm.{gather.__name__:20}", *run(entered, gather, n=2))
 
 # %% [markdown]
 # Both rows were multiplied by 2 and by 3: their gradient is 5. The second line has a perfect forward, too.

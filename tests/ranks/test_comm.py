@@ -78,8 +78,8 @@ def every_collective(sizes, dim, other, dtype, strided):
         "all_reduce_max": comm.all_reduce_max(x, axis),
         "all_gather": comm.all_gather(x, axis, dim),
         "reduce_scatter": comm.reduce_scatter(x, axis, dim),
-        "all_to_all": comm.all_to_all(x, axis, dim, other),
-        "all_to_all_v": comm.all_to_all_v(rows, axis, counts[axis.rank], incoming),
+        "all_to_all": comm.all_to_all(x.detach(), axis, dim, other),
+        "all_to_all_v": comm.all_to_all_v(rows.detach(), axis, counts[axis.rank], incoming),
         "own_shard": comm.own_shard(x, axis, dim),
     }
     got |= {f"broadcast {source}": comm.broadcast(x, axis, source) for source in range(n)}
