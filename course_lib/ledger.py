@@ -42,24 +42,29 @@ def wire(op: str, payload: int, n: int) -> Fraction:
     return Fraction(0) if n == 1 else WIRE_FACTORS[op](n) * payload
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Record:
     """One call of one rank: ``op`` is what was asked for, ``backend_op`` what torch was told.
 
     ``backend_op`` is the name of a ``torch.ops.c10d`` operation, which is what torch's own
-    counters see. ``peer`` is the other global rank of a message, ``itemsize`` the bytes of an
-    element.
+    counters see. ``peer`` is the other global rank of a message. ``sent`` are the bytes that left
+    the rank where no formula gives them (all_to_all_v). ``itemsize`` is in bytes per element.
     """
 
     axis: str
     op: str
     backend_op: str
     payload: int
-    wire: Fraction
     n: int
     control: bool = False
     peer: int | None = None
+    sent: int | None = None
     itemsize: int = 4
+
+    @property
+    def wire(self) -> Fraction:
+        """Bytes that the rank sent, by the formula."""
+        return wire(self.op, self.payload, self.n) if self.sent is None else Fraction(self.sent)
 
 
 class Ledger:

@@ -44,7 +44,7 @@ S = 1  # the dim of x_BSD that the ranks divide
 
 def enter(x_BScD: Tensor, axis: Axis) -> Tensor:
     """All-gather. Backward sums the gradients of all ranks; each rank receives its rows."""
-    return comm.unshard(x_BScD, axis, S)
+    return comm.gather_from_sequence(x_BScD, axis, S)
 
 
 def leave(x_BSD: Tensor, axis: Axis) -> Tensor:
@@ -55,7 +55,7 @@ def leave(x_BSD: Tensor, axis: Axis) -> Tensor:
             f"for the ranks of axis {axis.name}: pad or shorten the sequence, or choose another "
             "number of ranks"
         )
-    return comm.reshard(x_BSD, axis, S)
+    return comm.reduce_scatter_to(x_BSD, axis, S)
 
 
 def own_rows(positions_S: Tensor, axis: Axis) -> Tensor:

@@ -109,23 +109,23 @@ for rank, told in enumerate(run(by_hand, n=2)):
 #
 # | | forward | backward | where |
 # |---|---|---|---|
-# | f, `comm.copy` | identity | all-reduce | x enters the region in which ranks divide the work |
-# | g, `comm.reduce` | all-reduce | identity | partial sums leave it |
+# | f, `comm.copy_to` | identity | all-reduce | x enters the region in which ranks divide the work |
+# | g, `comm.reduce_from` | all-reduce | identity | partial sums leave it |
 #
 # g's backward sends nothing: y is the sum of the parts, so dy is the gradient of *each* part. f is the transpose of g.
 
 # %%
 from course_lib.view import show_source
 
-show_source(comm.copy, comm.reduce)
+show_source(comm.copy_to, comm.reduce_from)
 
 
 def by_autograd(enters):
     axis = make_mesh(tp=2).tp
     x = torch.tensor([[1.0, 2.0]], requires_grad=True)
-    entered = comm.copy(x, axis) if enters else x
+    entered = comm.copy_to(x, axis) if enters else x
     h = entered @ A[:, [axis.rank]]
-    y = comm.reduce(h @ B[[axis.rank]], axis)
+    y = comm.reduce_from(h @ B[[axis.rank]], axis)
     y.sum().backward()
     return {"y": y.flatten().tolist(), "dx": x.grad.flatten().tolist()}
 
@@ -182,7 +182,7 @@ x_BSD, dy_BSD = torch.randn(2, BATCH, SEQ, CONFIG.hidden)
 
 def mlp_on_ranks():
     mesh = make_mesh(tp=RANKS)
-    up = tp.ColumnLinear(serial_mlp.fc_in, mesh.tp, enter=comm.copy)
+    up = tp.ColumnLinear(serial_mlp.fc_in, mesh.tp, enter=comm.copy_to)
     down = tp.RowLinear(serial_mlp.fc_out, mesh.tp)
     x = x_BSD.clone().requires_grad_()
     y = down(F.gelu(up(x)))
@@ -444,14 +444,14 @@ def timed_region(mesh):
         return half
 
     def enter(x, axis):
-        x = comm.copy(x, axis)
+        x = comm.copy_to(x, axis)
         x.register_hook(lambda gradient: end() and None)  # before f's all-reduce
         begin("F", next(halves))
         return x
 
     def leave(part, axis):
         half = end()
-        y = comm.reduce(part, axis)
+        y = comm.reduce_from(part, axis)
         y.register_hook(lambda gradient: begin("B", half))
         return y
 
@@ -727,7 +727,7 @@ def faulty_plan(lab_run, own_rank):
         del plan["blocks.*.attn.o"]
         for layer in range(CONFIG.layers):
             here = layer == lab_run.pick(range(CONFIG.layers))
-            leave = tp.REGION.rows if here else comm.reduce
+            leave = tp.REGION.rows if here else comm.reduce_from
             plan[f"blocks.{layer}.attn.o"] = lambda linear, cut, leave=leave: tp.RowLinear(
                 linear, cut.axis, leave
             )
@@ -961,7 +961,7 @@ check("05-1", pair)
 # of h, weight and bias on every rank.
 #
 # Checked are outputs and these gradients on two and four ranks, outputs on one, and that one all-reduce is made.
-# `comm.copy` and `comm.reduce` are yours to use.
+# `comm.copy_to` and `comm.reduce_from` are yours to use.
 
 
 # %% course={"ex": "05-2", "role": "answer"}
@@ -972,7 +972,7 @@ def row_linear(h_TFt, weight_DFt, bias_D, axis):
     weight, as nn.Linear keeps it; ``bias_D`` (D) is the same on all ranks.
     """
     # BEGIN SOLUTION
-    return comm.reduce(F.linear(h_TFt, weight_DFt), axis) + bias_D
+    return comm.reduce_from(F.linear(h_TFt, weight_DFt), axis) + bias_D
     # END SOLUTION
 
 
@@ -990,7 +990,7 @@ check("05-2", row_linear)
 #
 # Checked are all four directions on two and four ranks, two of them on three and one; that neither x nor the gradient is
 # written into; and that each operator makes one all-reduce, in the right direction. `comm.all_reduce(x, axis)` returns the
-# sum and leaves x alone; `comm.copy` and `comm.reduce` refuse.
+# sum and leaves x alone; `comm.copy_to` and `comm.reduce_from` refuse.
 
 
 # %% course={"ex": "05-3", "role": "answer"}
@@ -1046,7 +1046,7 @@ check("05-3", Copy, Reduce)
 #
 # Checked on two and four ranks: outputs, gradients of x and of the parameters, weights after three steps of SGD; outputs on
 # one rank; that a rank keeps no more than its share alive and leaves `mlp` as it is; and one all-reduce forward, one
-# backward, each as large as x. `comm.copy` and `comm.reduce` are yours; the library's linears refuse.
+# backward, each as large as x. `comm.copy_to` and `comm.reduce_from` are yours; the library's linears refuse.
 
 
 # %% course={"ex": "05-4", "role": "answer"}
@@ -1069,9 +1069,9 @@ class ParallelMLP(nn.Module):
     def forward(self, x_BSD):
         """x_BSD, the same on every rank, to y_BSD, the same on every rank."""
         # BEGIN SOLUTION
-        x_BSD = comm.copy(x_BSD, self.axis)
+        x_BSD = comm.copy_to(x_BSD, self.axis)
         h_BSFt = F.gelu(F.linear(x_BSD, self.weight_in, self.bias_in))
-        return comm.reduce(F.linear(h_BSFt, self.weight_out), self.axis) + self.bias_out
+        return comm.reduce_from(F.linear(h_BSFt, self.weight_out), self.axis) + self.bias_out
         # END SOLUTION
 
 

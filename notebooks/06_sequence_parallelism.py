@@ -99,7 +99,7 @@ for rank, told in enumerate(run(in_two_halves, n=RANKS)):
 # | leave | reduce-scatter over S | all-gather over S |
 #
 # Why does the gather have a reduce-scatter behind it? Every rank uses *all* rows, each for its own features. So each has a
-# part of the gradient of every row, and a row's owner needs the sum: `comm.unshard`. `comm.gather` has the same forward
+# part of the gradient of every row, and a row's owner needs the sum: `comm.gather_from_sequence`. `comm.gather_from` has the same forward
 # and takes its own rows of its own gradient instead: right where all ranks do the same with x, wrong here.
 
 # %%
@@ -119,8 +119,8 @@ def entered(gather):
 
 
 print()
-for gather in (comm.unshard, comm.gather):
-    print(f"comm.{gather.__name__:8}", *run(entered, gather, n=2))
+for gather in (comm.gather_from_sequence, comm.gather_from):
+    print(f"comm.{gather.__name__:20}", *run(entered, gather, n=2))
 
 # %% [markdown]
 # Both rows were multiplied by 2 and by 3: their gradient is 5. The second line has a perfect forward, too.
@@ -699,7 +699,7 @@ def trained(n, fault):
     mesh = make_mesh(tp=n)
     plan, region = dict(tp.LLAMA), sp.REGION
     if fault == "gather":
-        region = Region(lambda x, axis: comm.gather(x, axis, 1), sp.leave, sp.own_rows)
+        region = Region(lambda x, axis: comm.gather_from(x, axis, 1), sp.leave, sp.own_rows)
     if fault == "padding":
         plan["head"] = lambda linear, cut: Unmasked(linear, cut.axis, cut.region)
     model = tp.parallelize(build_model(LAB_CONFIG, seed=0), mesh.tp, region, plan)
@@ -945,7 +945,7 @@ def column_on_rows(x_BScD, weight_FtD, axis):
     ``x_BScD`` (B, S/n, D) are this rank's rows, ``weight_FtD`` (F/n, D) its part of the weight.
     """
     # BEGIN SOLUTION
-    return F.linear(comm.unshard(x_BScD, axis, 1), weight_FtD)
+    return F.linear(comm.gather_from_sequence(x_BScD, axis, 1), weight_FtD)
     # END SOLUTION
 
 

@@ -131,8 +131,8 @@ def travel():
     counts = wants.bincount(minlength=RANKS)
     table = comm.all_gather(counts[None], axis, control=True)  # [from, to]
     sends, receives = counts.tolist(), table[:, axis.rank].tolist()
-    arrived = comm.all_to_all_uneven(tokens[order], axis, sends, receives)
-    returned = comm.all_to_all_uneven(arrived + 0.5, axis, receives, sends)
+    arrived = comm.all_to_all_v(tokens[order], axis, sends, receives)
+    returned = comm.all_to_all_v(arrived + 0.5, axis, receives, sends)
     home = torch.empty_like(returned)
     home[order] = returned
     return sends, arrived.tolist(), returned.tolist(), home.tolist()
@@ -148,7 +148,7 @@ for rank, (sends, *rows) in enumerate(run(travel, n=RANKS)):
 # Look at `arrived`: rank 2 has four rows, rank 1 one. Nothing makes it even.
 #
 # ## Build it
-# The layer on ranks: dispatch, compute, combine. `comm.swap_rows` is the uneven all-to-all as an operator; its backward is
+# The layer on ranks: dispatch, compute, combine. `comm.all_to_all_v` is the uneven all-to-all as an operator; its backward is
 # the same journey the other way round.
 
 # %%
@@ -946,7 +946,7 @@ check("10-3", route)
 # The layer on real ranks, without its router: dispatch, experts, combine. Rank r of n holds e = `len(experts)` experts, with
 # the numbers r e to (r + 1) e. Ranks may hold different numbers of tokens, and an expert may be wanted by all or by nobody.
 #
-# `comm.all_gather(x, axis)` joins tensors of all ranks, without gradient; `comm.swap_rows(x, axis, sends, receives)` is the
+# `comm.all_gather(x, axis)` joins tensors of all ranks, without gradient; `comm.all_to_all_v(x, axis, sends, receives)` is the
 # uneven all-to-all with one. `torch.empty_like(rows).index_copy(0, places, rows)` puts rows into places, for autograd too.
 #
 # Checked are outputs, and gradients of x, of the weights and of the experts, on two, three and four ranks, outputs on one;
@@ -970,11 +970,11 @@ def moe_layer(x_TD, experts_TC, weights_TC, experts, axis):
     everyone = comm.all_gather(counts_E[None], axis).unflatten(1, (n, own))
     blocks = everyone[:, axis.rank]  # [from, own expert]
     sends, receives = counts_E.view(n, own).sum(1).tolist(), blocks.sum(1).tolist()
-    arrived = comm.swap_rows(x_TD[order_P // choices], axis, sends, receives)
+    arrived = comm.all_to_all_v(x_TD[order_P // choices], axis, sends, receives)
     parts = list(arrived.split(blocks.flatten().tolist()))
     for place, part in enumerate(parts):
         parts[place] = experts[place % own](part)
-    returned = comm.swap_rows(torch.cat(parts), axis, receives, sends)
+    returned = comm.all_to_all_v(torch.cat(parts), axis, receives, sends)
     rows_PD = torch.empty_like(returned).index_copy(0, order_P, returned)
     return (rows_PD.unflatten(0, (-1, choices)) * weights_TC[..., None]).sum(1)
     # END SOLUTION

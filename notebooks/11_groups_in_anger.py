@@ -323,7 +323,7 @@ report(by_what_is_ready, n=4, timeout=2)
 report(by_what_is_ready, n=4, checked=True)
 
 # %%
-from course_lib.mesh import watch
+from course_lib.comm.instruments import watch
 
 show_source(watch.stuck, watch.awaited)
 

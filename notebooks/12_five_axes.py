@@ -355,7 +355,7 @@ assert abs(norms[0]["each once"] / truth - 1) < 1e-12
 # beta. The ranks fill two nodes, and between these a link is 50 times slower in alpha, 20 times in bytes.
 
 # %%
-from course_lib.comm.links import STEPS as MESSAGES
+from course_lib.comm.instruments.links import STEPS as MESSAGES
 from course_lib.ledger import summarize, wire_bytes_by_axis
 from course_lib.mesh import Link, Links
 

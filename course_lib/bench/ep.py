@@ -114,11 +114,11 @@ class Gathered(ep.ExpertParallelMoE):
     """The same experts on the same ranks; all tokens come here instead of those that want to."""
 
     def forward(self, x_TD: Tensor) -> Tensor:
-        everyone = comm.unshard(x_TD, self.ep)
+        everyone = comm.gather_from_sequence(x_TD, self.ep)
         routes = self.route(everyone)  # of all tokens, by every rank: nobody need ask
         # MoE's own loop: each of the experts that are held here, on the tokens that chose it
         share = ep.MoE.through_experts(self, everyone, routes, ep.Load((), ()))
-        return comm.reshard(share, self.ep)
+        return comm.reduce_scatter_to(share, self.ep)
 
 
 def _parallel(mesh: Mesh) -> ep.MoE:

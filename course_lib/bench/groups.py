@@ -5,7 +5,8 @@ ranks do not compete for cores, and all axes of a rank share one emulated link. 
 of two layers leaves when backward has filled it, and the next all-reduces of tp stand behind it.
 *whole*: it waits for a gap, and is as long as before. *in pieces*: each piece fits into a gap.
 ``at once again`` is a second *at once*: its ratio to the first is the noise. Pace and links are
-emulated, and a shared link is harsher than a network card (see :mod:`course_lib.comm.links`).
+emulated, and a shared link is harsher than a network card: see
+:mod:`course_lib.comm.instruments.links`.
 """
 
 from __future__ import annotations

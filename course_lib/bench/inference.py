@@ -24,7 +24,7 @@ from itertools import product
 
 from course_lib import comm, inference, tp
 from course_lib.bench.rounds import Say, quiet
-from course_lib.comm.links import STEPS
+from course_lib.comm.instruments.links import STEPS
 from course_lib.inference import Replica, Scheduler, Served, Stage, StaticScheduler
 from course_lib.launch import World
 from course_lib.ledger import wire, wire_bytes_by_axis

@@ -1,11 +1,25 @@
-"""The one door to the network. Every function takes ``(x, axis)`` and leaves ``x`` as it is."""
+"""The one door to the network. Every function takes ``(x, axis)`` and leaves ``x`` as it is.
 
+=============  ====================================================================
+transfer       the path to torch.distributed: a call, one record, one handle
+collectives    all_reduce, all_gather, reduce_scatter, broadcast
+operators      their autograd pairs (copy_to, reduce_from, ...); all_to_all
+p2p            send, recv, exchange, ring
+from_messages  the same collectives built from send and recv, for study
+flat           many tensors sent as one
+held           gradients of which a rank holds a part: sums and norms
+alpha_beta     the cost model of a message
+instruments/   checks, deadlock watch, emulated links, priorities: absent otherwise
+=============  ====================================================================
+"""
+
+from typing import TYPE_CHECKING
+
+from course_lib.aliases import aliases
 from course_lib.comm.collectives import (
     all_gather,
     all_reduce,
     all_reduce_max,
-    all_to_all,
-    all_to_all_uneven,
     barrier,
     broadcast,
     reduce_scatter,
@@ -13,7 +27,6 @@ from course_lib.comm.collectives import (
     start_all_reduce,
     start_reduce_scatter,
 )
-from course_lib.comm.door import Handle
 from course_lib.comm.flat import (
     by_dtype_and_size,
     flatten,
@@ -38,17 +51,19 @@ from course_lib.comm.held import (
     held_gradients,
     sum_gradients,
 )
+from course_lib.comm.instruments.priorities import Priorities
+from course_lib.comm.instruments.watch import DeadlockError
 from course_lib.comm.operators import (
     Region,
-    copy,
-    gather,
+    all_to_all,
+    all_to_all_v,
+    copy_to,
+    gather_from,
+    gather_from_sequence,
     own_shard,
-    reduce,
-    reshard,
-    shard,
-    swap,
-    swap_rows,
-    unshard,
+    reduce_from,
+    reduce_scatter_to,
+    scatter_to,
 )
 from course_lib.comm.p2p import (
     Exchange,
@@ -60,7 +75,6 @@ from course_lib.comm.p2p import (
     start_recv,
     start_send,
 )
-from course_lib.comm.priorities import Priorities
 from course_lib.comm.sharding import (
     ShardSpec,
     is_sharded,
@@ -68,7 +82,10 @@ from course_lib.comm.sharding import (
     shard_spec,
     take_shard,
 )
-from course_lib.mesh.watch import DeadlockError
+from course_lib.comm.transfer import Handle
+
+if not TYPE_CHECKING:  # mypy would take every name for an alias
+    __getattr__ = aliases("course_lib.comm")
 
 __all__ = [
     "DeadlockError",
@@ -82,32 +99,33 @@ __all__ = [
     "all_reduce",
     "all_reduce_max",
     "all_to_all",
-    "all_to_all_uneven",
+    "all_to_all_v",
     "barrier",
     "broadcast",
     "by_dtype_and_size",
     "clip_grad_norm",
     "clip_grads_with_norm",
-    "copy",
+    "copy_to",
     "exchange",
     "flatten",
-    "gather",
+    "gather_from",
+    "gather_from_sequence",
     "grad_norm",
     "held_gradients",
     "is_sharded",
     "on_gradient",
     "own_shard",
     "recv",
-    "reduce",
+    "reduce_from",
     "reduce_scatter",
-    "reshard",
+    "reduce_scatter_to",
     "ring",
     "ring_all_gather",
     "ring_all_reduce",
     "ring_reduce_scatter",
+    "scatter_to",
     "send",
     "set_shard_spec",
-    "shard",
     "shard_spec",
     "start_all_gather",
     "start_all_gather_flat",
@@ -118,12 +136,9 @@ __all__ = [
     "start_reduce_scatter",
     "start_send",
     "sum_gradients",
-    "swap",
-    "swap_rows",
     "take_shard",
     "tree_all_reduce",
     "tree_broadcast",
     "tree_reduce",
     "unflatten",
-    "unshard",
 ]

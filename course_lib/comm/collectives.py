@@ -1,12 +1,12 @@
 """Collectives as pure functions of a tensor and an axis: the caller's tensor is never written.
 
-``start_*`` returns a :class:`~course_lib.comm.door.Handle` at once, so that the caller computes
-while the bytes travel; the plain name waits. n is the size of the axis, S the payload in bytes
-(the input); the wire bytes are those of :func:`course_lib.ledger.wire`. With n = 1 the result is
-the input, memory shared, and nothing is recorded. Results carry no gradient, whatever n is:
-:mod:`course_lib.comm.operators` has those that do. ``control=True`` tags traffic that steers and
-carries no model data (token counts, norms): the ledger keeps it on its own line. A shape that
-does not fit raises ValueError before anything is sent.
+``start_*`` returns a :class:`~course_lib.comm.transfer.Handle` at once, so that the caller computes
+during the transfer; the plain name waits. n is the size of the axis, S the payload in bytes (the
+input); the wire bytes are those of :func:`course_lib.ledger.wire`. With n = 1 the result is the
+input, memory shared, and nothing is recorded. Results carry no gradient, whatever n is:
+:mod:`course_lib.comm.operators` has the functions that do. ``control=True`` tags control traffic
+(token counts, norms), which the ledger lists on a line of its own. A shape that does not fit raises
+ValueError before anything is sent.
 """
 
 from __future__ import annotations
@@ -18,8 +18,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from course_lib.comm.call import Call, checked_coordinate, checked_dim, checked_piece
-from course_lib.comm.door import Done, Handle, Together, issue
+from course_lib.comm.transfer import Call, Completed, Handle, issue
 from course_lib.mesh import Axis
 
 # torch 2.13 renamed two collectives; the older names still exist and warn.
@@ -28,14 +27,16 @@ _REDUCE_SCATTER = getattr(dist, "reduce_scatter_single", None) or dist.reduce_sc
 
 
 def all_reduce(x: Tensor, axis: Axis, *, control: bool = False) -> Tensor:
-    """Sum of every rank's ``x``, on every rank. Same shape. A rank sends 2(n-1)/n S."""
-    return start_all_reduce(x, axis, control=control).wait()
+    """Sum of every rank's ``x``, on every rank. Same shape. Each rank sends 2(n-1)/n S."""
+    if axis.size == 1:
+        return x.detach()
+    return issue(axis, _reduction(_copy(x), axis, control=control)).wait()
 
 
 def start_all_reduce(x: Tensor, axis: Axis, *, control: bool = False) -> Handle:
     """Begin :func:`all_reduce`; the handle's wait gives the sum."""
     if axis.size == 1:
-        return Done(x.detach())
+        return Completed(x.detach())
     return start_in_place_all_reduce(_copy(x), axis, control=control)
 
 
@@ -43,155 +44,223 @@ def all_reduce_max(x: Tensor, axis: Axis, *, control: bool = False) -> Tensor:
     """Element-wise maximum over every rank's ``x``, on every rank. Bytes as all_reduce."""
     if axis.size == 1:
         return x.detach()
-    return start_in_place_all_reduce(_copy(x), axis, maximum=True, control=control).wait()
+    return issue(axis, _reduction(_copy(x), axis, maximum=True, control=control)).wait()
 
 
 def start_in_place_all_reduce(
-    fresh: Tensor,
-    axis: Axis,
-    *,
-    maximum: bool = False,
-    control: bool = False,
-    label: str = "",
+    fresh: Tensor, axis: Axis, *, control: bool = False, label: str = ""
 ) -> Handle:
-    """All-reduce into ``fresh``, contiguous, which nobody else may hold. n must be above 1.
+    """Begin to sum into ``fresh``, contiguous, which nothing else may use. n must be above 1."""
+    return issue(axis, _reduction(fresh, axis, control=control, label=label, overlaps=True))
 
-    Where priorities hold the axis back it travels in pieces.
-    """
+
+def _reduction(fresh: Tensor, axis: Axis, *, maximum: bool = False, **what: Any) -> Call:
     reduction = dist.ReduceOp.MAX if maximum else dist.ReduceOp.SUM
-    how = "max" if maximum else ""
 
-    def start(piece: Tensor) -> Handle:
-        return issue(
-            axis,
-            Call("all_reduce", "allreduce_", piece, how=how, control=control, label=label),
-            lambda: dist.all_reduce(piece, op=reduction, group=axis.group, async_op=True),
-            lambda: piece,
-        )
+    def start(x: Tensor) -> Any:
+        return dist.all_reduce(x, reduction, axis.group, async_op=True)
 
-    priorities = axis.context.priorities
-    pieces = (fresh,) if priorities is None else priorities.cut(fresh, axis)
-    handles = [start(piece) for piece in pieces]
-    return handles[0] if len(handles) == 1 else Together(handles, fresh)
+    return Call("all_reduce", "allreduce_", fresh, start, how="max" if maximum else "", **what)
 
 
 def all_gather(x: Tensor, axis: Axis, dim: int = 0, *, control: bool = False) -> Tensor:
     """Every rank's ``x`` joined along ``dim`` in rank order, on every rank.
 
-    x [.., d, ..] -> [.., n*d, ..]. A rank sends (n-1) S, S being one shard.
+    x [.., d, ..] -> [.., n*d, ..]. Each rank sends (n-1) S, S being one shard.
     """
-    return start_all_gather(x, axis, dim, control=control).wait()
+    return _gathered(x, axis, dim, control=control).wait()
 
 
 def start_all_gather(x: Tensor, axis: Axis, dim: int = 0, *, control: bool = False) -> Handle:
     """Begin :func:`all_gather`; the handle's wait gives the joined tensor."""
+    return _gathered(x, axis, dim, control=control, overlaps=True)
+
+
+def _gathered(x: Tensor, axis: Axis, dim: int, **what: Any) -> Handle:
     dim = checked_dim(x, dim, "all_gather", axis)
     if axis.size == 1:
-        return Done(x.detach())
+        return Completed(x.detach())
     shard = x.detach().contiguous()
-    gathered = shard.new_empty((axis.size, *shard.shape))
+    full = shard.new_empty((axis.size, *shard.shape))
+
+    def start(shard: Tensor) -> Any:
+        return _ALL_GATHER(full.view(-1), shard.view(-1), group=axis.group, async_op=True)
+
+    def result() -> Tensor:
+        return full.flatten(0, 1) if dim == 0 else torch.cat(list(full), dim)
+
     return issue(
-        axis,
-        Call("all_gather", "_allgather_base_", shard, how=f"dim {dim}", control=control),
-        lambda: _ALL_GATHER(gathered.view(-1), shard.view(-1), group=axis.group, async_op=True),
-        lambda: gathered.flatten(0, 1) if dim == 0 else torch.cat(list(gathered), dim),
+        axis, Call("all_gather", "_allgather_base_", shard, start, result, f"dim {dim}", **what)
     )
 
 
 def start_all_gather_into(full: Tensor, shard: Tensor, axis: Axis, *, label: str = "") -> Handle:
     """All-gather 1-D shards into ``full``, which is written: [d] -> [n*d]. n must be above 1.
 
-    ``shard`` may be this rank's own piece of ``full``. ``label`` names it in pictures.
+    ``shard`` may be this rank's own slice of ``full``. ``label`` names it in pictures.
     """
-    return issue(
-        axis,
-        Call("all_gather", "_allgather_base_", shard, how="dim 0", label=label),
-        lambda: _ALL_GATHER(full, shard, group=axis.group, async_op=True),
-        lambda: full,
-    )
+
+    def start(shard: Tensor) -> Any:
+        return _ALL_GATHER(full, shard, group=axis.group, async_op=True)
+
+    call = Call("all_gather", "_allgather_base_", shard, start, lambda: full, "dim 0", label=label)
+    call.overlaps = True
+    return issue(axis, call)
 
 
 def reduce_scatter(x: Tensor, axis: Axis, dim: int = 0) -> Tensor:
-    """This rank's piece along ``dim`` of the sum of every rank's ``x``.
+    """This rank's shard along ``dim`` of the sum of every rank's ``x``.
 
-    x [.., n*d, ..] -> [.., d, ..]. A rank sends (n-1)/n S.
+    x [.., n*d, ..] -> [.., d, ..]. Each rank sends (n-1)/n S.
     """
-    return start_reduce_scatter(x, axis, dim).wait()
+    return _scattered(x, axis, dim).wait()
 
 
 def start_reduce_scatter(x: Tensor, axis: Axis, dim: int = 0, *, label: str = "") -> Handle:
-    """Begin :func:`reduce_scatter`; the handle's wait gives the piece. ``label`` is for pictures.
+    """Begin :func:`reduce_scatter`; wait gives the shard. ``label`` is for pictures."""
+    return _scattered(x, axis, dim, label=label, overlaps=True)
 
-    gloo's own reduce-scatter is an all-reduce inside and moves twice the bytes, so on gloo the
-    pieces go to their owners by all-to-all and each owner adds them in rank order; that order also
-    makes the sum the same in every run.
+
+def _scattered(x: Tensor, axis: Axis, dim: int, **what: Any) -> Handle:
+    """Begin a reduce-scatter: on nccl its own; on gloo an all-to-all and a sum.
+
+    gloo's own reduce-scatter is an all-reduce inside and moves twice the bytes. With an all-to-all
+    each owner receives the shards of all ranks and adds them in rank order, which also makes the
+    sum the same in every run.
     """
-    dim = checked_piece(x, dim, "reduce_scatter", axis)
+    dim = checked_shard(x, dim, "reduce_scatter", axis)
     if axis.size == 1:
-        return Done(x.detach())
-    pieces = _pieces(x, axis, dim)
-    if dist.get_backend(axis.group) == "nccl":
-        return _native_reduce_scatter(x, pieces, axis, dim, label)
-    received = torch.empty_like(pieces)
+        return Completed(x.detach())
+    shards, native = _shards(x, axis, dim), dist.get_backend(axis.group) == "nccl"
+    received = torch.empty_like(shards[0] if native else shards)
 
-    def summed() -> Tensor:
-        total = received[0] + received[1]
-        for piece in received[2:]:
-            total += piece
-        return total
+    def start(_: Tensor) -> Any:
+        if not native:
+            return _swap(received, shards, axis)
+        return _REDUCE_SCATTER(received.view(-1), shards.view(-1), group=axis.group, async_op=True)
 
-    call = Call("reduce_scatter", "alltoall_base_", x, how=f"dim {dim}", label=label)
-    return issue(axis, call, lambda: _swap(received, pieces, axis), summed)
+    def result() -> Tensor:
+        return received if native else _in_rank_order(received)
 
-
-def _native_reduce_scatter(x: Tensor, pieces: Tensor, axis: Axis, dim: int, label: str) -> Handle:
-    mine = pieces.new_empty(pieces.shape[1:])
-    return issue(
-        axis,
-        Call("reduce_scatter", "_reduce_scatter_base_", x, how=f"dim {dim}", label=label),
-        lambda: _REDUCE_SCATTER(mine.view(-1), pieces.view(-1), group=axis.group, async_op=True),
-        lambda: mine,
-    )
+    backend_op = "_reduce_scatter_base_" if native else "alltoall_base_"
+    return issue(axis, Call("reduce_scatter", backend_op, x, start, result, f"dim {dim}", **what))
 
 
-def all_to_all(x: Tensor, axis: Axis, split_dim: int = 0, join_dim: int = 0) -> Tensor:
-    """Cut ``x`` along ``split_dim``, send piece r to rank r, join what came along ``join_dim``.
+def _in_rank_order(shards: Tensor) -> Tensor:
+    """The sum over the first dimension, added from rank 0 up."""
+    total = shards[0] + shards[1]
+    for shard in shards[2:]:
+        total += shard
+    return total
 
-    x [.., n*a, .., b, ..] -> [.., a, .., n*b, ..]. A rank sends (n-1)/n S.
-    """
-    split_dim = checked_piece(x, split_dim, "all_to_all", axis)
+
+def exchange_shards(x: Tensor, axis: Axis, split_dim: int, join_dim: int) -> Tensor:
+    """all_to_all without gradient: split ``x``, send shard r to rank r, join what arrives."""
+    split_dim = checked_shard(x, split_dim, "all_to_all", axis)
     join_dim = checked_dim(x, join_dim, "all_to_all", axis)
     if axis.size == 1:
         return x.detach()
-    pieces = _pieces(x, axis, split_dim)
-    received = torch.empty_like(pieces)
-    call = Call("all_to_all", "alltoall_base_", x, how=f"dim {split_dim} to dim {join_dim}")
-    handle = issue(axis, call, lambda: _swap(received, pieces, axis), lambda: received)
-    return torch.cat(list(handle.wait()), join_dim)
+    shards = _shards(x, axis, split_dim)
+    received = torch.empty_like(shards)
+
+    def start(_: Tensor) -> Any:
+        return _swap(received, shards, axis)
+
+    call = Call("all_to_all", "alltoall_base_", x, start, lambda: received)
+    call.how = f"dim {split_dim} to dim {join_dim}"
+    return torch.cat(list(issue(axis, call).wait()), join_dim)
 
 
-def all_to_all_uneven(
+def exchange_rows(
     x: Tensor, axis: Axis, send_counts: Sequence[int], receive_counts: Sequence[int]
 ) -> Tensor:
-    """Send the first ``send_counts[0]`` rows of ``x`` to rank 0, the next to rank 1, and so on.
-
-    x [sum(send_counts), ..] -> [sum(receive_counts), ..], in rank order. ``receive_counts[r]``
-    must be what rank r sends here. A rank sends the bytes of the rows that leave it.
-    """
+    """all_to_all_v without gradient: the rows of ``x`` to the ranks that ``send_counts`` says."""
     _check_counts(x, axis, send_counts, receive_counts)
     if axis.size == 1:
         return x.detach()
     rows = x.detach().contiguous()
     received = rows.new_empty((sum(receive_counts), *rows.shape[1:]))
-    counts = (tuple(send_counts), tuple(receive_counts))
+    sends, receives = list(send_counts), list(receive_counts)
 
-    def start() -> Any:
-        sent, expected = map(list, counts)
-        group = axis.group
-        return dist.all_to_all_single(received, rows, expected, sent, group=group, async_op=True)
+    def start(rows: Tensor) -> Any:
+        return dist.all_to_all_single(
+            received, rows, receives, sends, group=axis.group, async_op=True
+        )
 
-    call = Call("all_to_all", "alltoall_base_", rows, how="uneven", counts=counts)
-    return issue(axis, call, start, lambda: received).wait()
+    call = Call("all_to_all", "alltoall_base_", rows, start, lambda: received, "uneven")
+    call.counts = tuple(sends), tuple(receives)
+    call.sent = (len(rows) - sends[axis.rank]) * rows.shape[1:].numel() * rows.element_size()
+    return issue(axis, call).wait()
+
+
+def broadcast(x: Tensor, axis: Axis, source: int = 0) -> Tensor:
+    """The ``x`` of coordinate ``source``, on every rank. ``x`` elsewhere gives shape and dtype.
+
+    Each rank sends (n-1)/n S, averaged over the ranks.
+    """
+    root = axis.ranks[checked_coordinate(source, axis, "source")]
+    if axis.size == 1:
+        return x.detach()
+
+    def start(fresh: Tensor) -> Any:
+        return dist.broadcast(fresh, root, group=axis.group, async_op=True)
+
+    call = Call("broadcast", "broadcast_", _copy(x), start, how=f"source {source}")
+    return issue(axis, call).wait()
+
+
+def barrier(axis: Axis) -> None:
+    """Wait until every rank of the axis is here (an all-reduce of one number, as control)."""
+    all_reduce(torch.zeros(1, device=axis.context.device), axis, control=True)
+
+
+def _copy(x: Tensor) -> Tensor:
+    return x.detach().clone(memory_format=torch.contiguous_format)
+
+
+def _swap(received: Tensor, shards: Tensor, axis: Axis) -> Any:
+    """Shard r of every rank goes to rank r; both tensors are [n, ...]."""
+    return dist.all_to_all_single(
+        received.view(-1), shards.view(-1), group=axis.group, async_op=True
+    )
+
+
+def _shards(x: Tensor, axis: Axis, dim: int) -> Tensor:
+    """``x`` split along ``dim`` into [n, ...] shards of equal size, contiguous."""
+    if dim == 0:
+        return x.detach().contiguous().view(axis.size, x.shape[0] // axis.size, *x.shape[1:])
+    return torch.stack(x.detach().chunk(axis.size, dim))
+
+
+def checked_coordinate(coordinate: int, axis: Axis, what: str) -> int:
+    """``coordinate``, if the axis has it; else ValueError."""
+    if not 0 <= coordinate < axis.size:
+        raise ValueError(
+            f"{what}={coordinate} is no coordinate of axis {axis.name}, which has {axis.size} "
+            f"ranks: give one of 0..{axis.size - 1}"
+        )
+    return coordinate
+
+
+def checked_dim(x: Tensor, dim: int, op: str, axis: Axis) -> int:
+    """``dim`` counted from 0, if ``x`` has it; else ValueError."""
+    if not -x.dim() <= dim < x.dim():
+        raise ValueError(
+            f"{op} on axis {axis.name}: dim {dim} of shape {list(x.shape)} does not exist"
+            + ("; reshape the scalar to [1]" if x.dim() == 0 else "")
+        )
+    return dim % x.dim()
+
+
+def checked_shard(x: Tensor, dim: int, op: str, axis: Axis) -> int:
+    """``dim`` counted from 0, if it splits into equal shards for all ranks; else ValueError."""
+    dim = checked_dim(x, dim, op, axis)
+    if x.shape[dim] % axis.size:
+        raise ValueError(
+            f"{op} on axis {axis.name}: dim {dim} of shape {list(x.shape)} does not split into "
+            f"{axis.size} equal shards; pad that dim, or choose another dim or number of ranks"
+        )
+    return dim
 
 
 def _check_counts(
@@ -201,8 +270,8 @@ def _check_counts(
     for name, counts in (("send_counts", send_counts), ("receive_counts", receive_counts)):
         if len(counts) != axis.size or min(counts) < 0:
             raise ValueError(
-                f"{name}={list(counts)} {at}: one count of 0 or more for each of the "
-                f"{axis.size} ranks is wanted"
+                f"{name}={list(counts)} {at}: expected one count of 0 or more for each of the "
+                f"{axis.size} ranks"
             )
     rows = len(x) if x.dim() else 0
     if x.dim() == 0 or sum(send_counts) != rows:
@@ -215,43 +284,3 @@ def _check_counts(
             f"{at}: this rank sends itself {send_counts[axis.rank]} rows and expects "
             f"{receive_counts[axis.rank]} from itself; are send_counts and receive_counts swapped?"
         )
-
-
-def broadcast(x: Tensor, axis: Axis, source: int = 0) -> Tensor:
-    """The ``x`` of coordinate ``source``, on every rank. ``x`` elsewhere gives shape and dtype.
-
-    A rank sends (n-1)/n S, averaged over the ranks.
-    """
-    root = axis.ranks[checked_coordinate(source, axis, "source")]
-    if axis.size == 1:
-        return x.detach()
-    fresh = _copy(x)
-    return issue(
-        axis,
-        Call("broadcast", "broadcast_", fresh, how=f"source {source}"),
-        lambda: dist.broadcast(fresh, root, group=axis.group, async_op=True),
-        lambda: fresh,
-    ).wait()
-
-
-def barrier(axis: Axis) -> None:
-    """Wait until every rank of the axis is here (an all-reduce of one number, as control)."""
-    all_reduce(torch.zeros(1, device=axis.context.device), axis, control=True)
-
-
-def _copy(x: Tensor) -> Tensor:
-    return x.detach().clone(memory_format=torch.contiguous_format)
-
-
-def _swap(received: Tensor, pieces: Tensor, axis: Axis) -> Any:
-    """Piece r of every rank goes to rank r; both are [n, ...]."""
-    return dist.all_to_all_single(
-        received.view(-1), pieces.view(-1), group=axis.group, async_op=True
-    )
-
-
-def _pieces(x: Tensor, axis: Axis, dim: int) -> Tensor:
-    """``x`` cut along ``dim`` into [n, ...] pieces of equal size, contiguous."""
-    if dim == 0:
-        return x.detach().contiguous().view(axis.size, x.shape[0] // axis.size, *x.shape[1:])
-    return torch.stack(x.detach().chunk(axis.size, dim))

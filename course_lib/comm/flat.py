@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from course_lib.comm.collectives import start_all_gather_into, start_in_place_all_reduce
-from course_lib.comm.door import Done, Handle
+from course_lib.comm.transfer import Completed, Handle
 from course_lib.mesh import Axis
 
 T = TypeVar("T", bound=Tensor)
@@ -45,7 +45,7 @@ def start_all_reduce_flat(tensors: Sequence[Tensor], axis: Axis, label: str = ""
     """
     flat = flatten(tensors)
     if axis.size == 1:
-        return Done(flat)
+        return Completed(flat)
     return start_in_place_all_reduce(flat, axis, label=label)
 
 
@@ -62,7 +62,7 @@ def start_all_gather_flat(full: Tensor, shard: Tensor, axis: Axis, label: str = 
             f"{list(shard.shape)}"
         )
     if axis.size == 1:
-        return Done(full.copy_(shard))
+        return Completed(full.copy_(shard))
     return start_all_gather_into(full, shard, axis, label=label)
 
 

@@ -2,22 +2,24 @@
 
 The backward of an operator is the transpose of its forward, and which transpose is right depends
 on what the tensor *is* on the axis (replicated, sharded, or a partial sum). The table below is
-the whole of it; names as in Megatron-LM (f and g: arXiv:1909.08053, section 3; their sequence
-parallel pair: arXiv:2205.05198, section 4.2.2).
+the whole of it. Compare Megatron-LM's ``*_region`` functions (f and g: arXiv:1909.08053, section 3;
+their sequence parallel pair: arXiv:2205.05198, section 4.2.2).
 
-=========  ======================  ======================  ===========================
-operator   forward                 backward                from -> to
-=========  ======================  ======================  ===========================
-copy (f)   identity                all_reduce              replicated -> used differently
-reduce (g) all_reduce              identity                partial sums -> replicated
-gather     all_gather              own shard               shard -> full, used alike
-shard      own shard               all_gather              full, used alike -> shard
-unshard    all_gather              reduce_scatter          shard -> full, used differently
-reshard    reduce_scatter          all_gather              partial sums -> shard
-=========  ======================  ======================  ===========================
+====================  ==============  ==============  =====================================
+operator              forward         backward        from -> to
+====================  ==============  ==============  =====================================
+copy_to (f)           identity        all_reduce      replicated -> used differently
+reduce_from (g)       all_reduce      identity        partial sums -> replicated
+scatter_to            own shard       all_gather      replicated, used alike -> shard
+gather_from           all_gather      own shard       shard -> full, used alike
+gather_from_sequence  all_gather      reduce_scatter  shard -> full, used differently
+reduce_scatter_to     reduce_scatter  all_gather      partial sums -> shard
+all_to_all            all_to_all      all_to_all      shards of one dim -> shards of another
+all_to_all_v          all_to_all_v    all_to_all_v    rows here -> rows where they belong
+====================  ==============  ==============  =====================================
 
-gather and unshard have the same forward. Taking gather's backward where each rank uses the full
-tensor differently is the classic mistake: outputs are right and gradients are wrong.
+gather_from and gather_from_sequence have the same forward. Using gather_from where each rank uses
+the full tensor differently is the classic mistake: outputs are right and gradients are wrong.
 """
 
 from __future__ import annotations
@@ -31,12 +33,12 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.overrides import handle_torch_function, has_torch_function
 
-from course_lib.comm.call import checked_piece
 from course_lib.comm.collectives import (
     all_gather,
     all_reduce,
-    all_to_all,
-    all_to_all_uneven,
+    checked_shard,
+    exchange_rows,
+    exchange_shards,
     reduce_scatter,
 )
 from course_lib.mesh import Axis
@@ -63,11 +65,11 @@ def _identity(x: Tensor, axis: Axis) -> Tensor:
 
 
 def own_shard(x: Tensor, axis: Axis, dim: int = 0) -> Tensor:
-    """This rank's piece of ``x`` cut along ``dim`` into as many as the axis has ranks.
+    """This rank's shard of ``x`` along ``dim``. Nothing is sent.
 
-    A copy (n > 1), so that the full tensor can be freed. Nothing travels.
+    A copy (n > 1), so that the full tensor can be freed. Carries no gradient.
     """
-    dim = checked_piece(x, dim, "own_shard", axis)
+    dim = checked_shard(x, dim, "own_shard", axis)
     if axis.size == 1:
         return x.detach()
     mine = x.detach().chunk(axis.size, dim)[axis.rank]
@@ -78,55 +80,67 @@ def _along(move: Callable[[Tensor, Axis, int], Tensor], dim: int) -> Move:
     return lambda x, axis: move(x, axis, dim)
 
 
-def copy(x: Tensor, axis: Axis) -> Tensor:
-    """Megatron's f: a replicated tensor enters a region where every rank goes its own way."""
+def copy_to(x: Tensor, axis: Axis) -> Tensor:
+    """Megatron's f: a replicated tensor enters a region in which the ranks use it differently."""
     return _Pair.apply(x, axis, _identity, all_reduce)
 
 
-def reduce(x: Tensor, axis: Axis) -> Tensor:
+def reduce_from(x: Tensor, axis: Axis) -> Tensor:
     """Megatron's g: partial sums leave that region as their sum."""
     return _Pair.apply(x, axis, all_reduce, _identity)
 
 
-def gather(x: Tensor, axis: Axis, dim: int = -1) -> Tensor:
+def scatter_to(x: Tensor, axis: Axis, dim: int = -1) -> Tensor:
+    """This rank's shard of a tensor that all ranks hold."""
+    return _Pair.apply(x, axis, _along(own_shard, dim), _along(all_gather, dim))
+
+
+def gather_from(x: Tensor, axis: Axis, dim: int = -1) -> Tensor:
     """Shards become the full tensor, which every rank goes on to use in the same way."""
     return _Pair.apply(x, axis, _along(all_gather, dim), _along(own_shard, dim))
 
 
-def shard(x: Tensor, axis: Axis, dim: int = -1) -> Tensor:
-    """Keep this rank's shard of a tensor that all ranks hold."""
-    return _Pair.apply(x, axis, _along(own_shard, dim), _along(all_gather, dim))
-
-
-def unshard(x: Tensor, axis: Axis, dim: int = 0) -> Tensor:
+def gather_from_sequence(x: Tensor, axis: Axis, dim: int = 0) -> Tensor:
     """Shards become the full tensor, which every rank uses differently."""
     return _Pair.apply(x, axis, _along(all_gather, dim), _along(reduce_scatter, dim))
 
 
-def reshard(x: Tensor, axis: Axis, dim: int = 0) -> Tensor:
+def reduce_scatter_to(x: Tensor, axis: Axis, dim: int = 0) -> Tensor:
     """Partial sums of a full tensor become this rank's shard of their sum."""
     return _Pair.apply(x, axis, _along(reduce_scatter, dim), _along(all_gather, dim))
 
 
-def swap(x: Tensor, axis: Axis, split_dim: int, join_dim: int) -> Tensor:
-    """all_to_all from shards of ``join_dim`` to shards of ``split_dim``; backward swaps back."""
+def all_to_all(x: Tensor, axis: Axis, split_dim: int = 0, join_dim: int = 0) -> Tensor:
+    """Split ``x`` along ``split_dim``, send shard r to rank r and join along ``join_dim``.
+
+    x [.., n*a, .., b, ..] -> [.., a, .., n*b, ..]. Each rank sends (n-1)/n S, in backward again.
+    """
+    if not (x.requires_grad and torch.is_grad_enabled()):
+        return exchange_shards(x, axis, split_dim, join_dim)
     return _Pair.apply(
         x,
         axis,
-        lambda t, a: all_to_all(t, a, split_dim, join_dim),
-        lambda t, a: all_to_all(t, a, join_dim, split_dim),
+        lambda t, a: exchange_shards(t, a, split_dim, join_dim),
+        lambda t, a: exchange_shards(t, a, join_dim, split_dim),
     )
 
 
-def swap_rows(
+def all_to_all_v(
     x: Tensor, axis: Axis, send_counts: Sequence[int], receive_counts: Sequence[int]
 ) -> Tensor:
-    """all_to_all_uneven; backward takes each row's gradient back to where the row came from."""
+    """Send the first ``send_counts[0]`` rows of ``x`` to rank 0, the next to rank 1, and so on.
+
+    x [sum(send_counts), ..] -> [sum(receive_counts), ..], in rank order. ``receive_counts[r]`` must
+    be what rank r sends here. Each rank sends the bytes of the rows that leave it; backward takes
+    each row's gradient back to where the row came from.
+    """
+    if not (x.requires_grad and torch.is_grad_enabled()):
+        return exchange_rows(x, axis, send_counts, receive_counts)
     return _Pair.apply(
         x,
         axis,
-        lambda t, a: all_to_all_uneven(t, a, send_counts, receive_counts),
-        lambda t, a: all_to_all_uneven(t, a, receive_counts, send_counts),
+        lambda t, a: exchange_rows(t, a, send_counts, receive_counts),
+        lambda t, a: exchange_rows(t, a, receive_counts, send_counts),
     )
 
 

@@ -10,15 +10,15 @@ which they were sent. S is the message in bytes.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from course_lib.comm.call import Call, checked_coordinate
-from course_lib.comm.checked import checks_messages
-from course_lib.comm.door import Handle, issue
+from course_lib.comm.collectives import checked_coordinate
+from course_lib.comm.transfer import Call, Handle, issue
 from course_lib.mesh import Axis
 
 
@@ -29,10 +29,7 @@ def send(x: Tensor, axis: Axis, to: int, *, control: bool = False) -> None:
 
 def start_send(x: Tensor, axis: Axis, to: int, *, control: bool = False) -> Handle:
     """Begin :func:`send`. ``x`` must not be written before the handle's wait: it is not copied."""
-    peer = _other(to, axis, "to")
-    message = _message(x, axis)
-    call = Call("send", "send", message, peer=to, control=control)
-    return issue(axis, call, lambda: dist.isend(message, peer, group=axis.group), lambda: None)
+    return issue(axis, _send(x, axis, to, control))
 
 
 def recv(like: Tensor, axis: Axis, source: int, *, control: bool = False) -> Tensor:
@@ -42,10 +39,33 @@ def recv(like: Tensor, axis: Axis, source: int, *, control: bool = False) -> Ten
 
 def start_recv(like: Tensor, axis: Axis, source: int, *, control: bool = False) -> Handle:
     """Begin :func:`recv`; the handle's wait gives the message."""
-    peer = _other(source, axis, "source")
-    buffer = _buffer(like)
-    call = Call("recv", "recv_", buffer, peer=source, control=control)
-    return issue(axis, call, lambda: dist.irecv(buffer, peer, group=axis.group), lambda: buffer)
+    return issue(axis, _recv(like, axis, source, control))
+
+
+def _send(x: Tensor, axis: Axis, to: int, control: bool = False) -> Call:
+    """Raise TypeError if ``x`` is no tensor, such as a gradient that was never computed."""
+    peer, group = _other(to, axis, "to"), axis.group
+    if not isinstance(x, Tensor):
+        raise TypeError(
+            f"send on axis {axis.name}: expected a tensor, got {x!r} (x.grad is None unless x is a "
+            "leaf that requires_grad and a backward has reached it)"
+        )
+    message = x.detach().contiguous()
+
+    def start(message: Tensor) -> Any:
+        return dist.isend(message, peer, group)
+
+    return Call("send", "send", message, start, lambda: None, peer=to, control=control)
+
+
+def _recv(like: Tensor, axis: Axis, source: int, control: bool = False) -> Call:
+    peer, group = _other(source, axis, "source"), axis.group
+    buffer = torch.empty_like(like, memory_format=torch.contiguous_format, requires_grad=False)
+
+    def start(buffer: Tensor) -> Any:
+        return dist.irecv(buffer, peer, group)
+
+    return Call("recv", "recv_", buffer, start, peer=source, control=control)
 
 
 class Exchange:
@@ -68,32 +88,38 @@ class Exchange:
 def start_exchange(
     axis: Axis, sends: Sequence[tuple[Tensor, int]], receives: Sequence[tuple[Tensor, int]]
 ) -> Exchange:
-    """Post ``sends`` [(tensor, to)] and ``receives`` [(like, source)] as one batch.
+    """Post ``sends`` [(tensor, to)] and ``receives`` [(like, source)] before any is waited for.
 
-    One batch (``batch_isend_irecv``) is what keeps nccl from making a communicator for each pair,
-    and what makes the order of the halves on the two sides irrelevant. No tensor that is sent may
-    be written before the wait.
+    So the order of the halves on the two sides does not matter. On nccl they are one batch
+    (``batch_isend_irecv``), or it would make a communicator for each pair. No tensor that is sent
+    may be written before the wait.
     """
-    out = [(_message(x, axis), to) for x, to in sends]
-    into = [(_buffer(like), source) for like, source in receives]
-    operations = [dist.P2POp(dist.isend, x, _other(to, axis, "to"), axis.group) for x, to in out]
-    operations += [
-        dist.P2POp(dist.irecv, x, _other(source, axis, "source"), axis.group) for x, source in into
-    ]
-    if checks_messages(axis):  # each message then has its headers, and a batch would not let them
-        sent = [start_send(x, axis, to) for x, to in out]
-        return Exchange(sent, [start_recv(x, axis, source) for x, source in into])
-    works = dist.batch_isend_irecv(operations) if operations else []
+    calls = [_send(x, axis, to) for x, to in sends]
+    calls += [_recv(like, axis, source) for like, source in receives]
+    if calls and dist.get_backend(axis.group) != "gloo":
+        _start_as_batch(axis, calls)
+    handles = [issue(axis, call) for call in calls]
+    return Exchange(handles[: len(sends)], handles[len(sends) :])
+
+
+def _start_as_batch(axis: Axis, calls: list[Call]) -> None:
+    """Post all messages at once; each call then finds its work."""
+    operations = [
+        dist.P2POp(
+            dist.isend if call.op == "send" else dist.irecv, call.tensor, group=axis.group,
+            peer=None if call.peer is None else axis.ranks[call.peer],
+        )
+        for call in calls
+    ]  # fmt: skip
+    works = dist.batch_isend_irecv(operations)
     if len(works) != len(operations):  # nccl gives one work for the whole batch
         works = works * len(operations)
-    calls = [Call("send", "send", x, peer=to) for x, to in out]
-    calls += [Call("recv", "recv_", x, peer=source) for x, source in into]
-    handles = [_in_flight(axis, call, work) for call, work in zip(calls, works, strict=True)]
-    return Exchange(handles[: len(out)], handles[len(out) :])
+    for call, work in zip(calls, works, strict=True):
+        call.start = partial(_started, work)
 
 
-def _in_flight(axis: Axis, call: Call, work: Any) -> Handle:
-    return issue(axis, call, lambda: work, lambda: call.tensor)
+def _started(work: Any, _: Tensor) -> Any:
+    return work
 
 
 def exchange(x: Tensor, axis: Axis, to: int, source: int, like: Tensor | None = None) -> Tensor:
@@ -121,20 +147,6 @@ def ring(x: Tensor, axis: Axis) -> Iterator[tuple[int, Tensor]]:
         yield (axis.rank - turn) % axis.size, block
         if travelling is not None:
             block = travelling.wait()[0]
-
-
-def _message(x: Tensor, axis: Axis) -> Tensor:
-    """What is sent of ``x``; TypeError if it is no tensor, such as a gradient that nobody made."""
-    if not isinstance(x, Tensor):
-        raise TypeError(
-            f"send on axis {axis.name}: x is {x!r}; a tensor is wanted (x.grad is None unless x "
-            "is a leaf that requires_grad and a backward has come to it)"
-        )
-    return x.detach().contiguous()
-
-
-def _buffer(like: Tensor) -> Tensor:
-    return torch.empty_like(like, memory_format=torch.contiguous_format, requires_grad=False)
 
 
 def _other(coordinate: int, axis: Axis, what: str) -> int:

@@ -90,12 +90,12 @@ def ulysses_attention(
             "with which Ulysses has equal work on all ranks"
         )
     copies = lcm(kv_heads, axis.size) // kv_heads
-    q_BShK = comm.swap(q_BsHK, axis, split_dim=2, join_dim=1)
+    q_BShK = comm.all_to_all(q_BsHK, axis, split_dim=2, join_dim=1)
     k_BSgK, v_BSgK = (
-        comm.swap(x.repeat_interleave(copies, dim=2), axis, split_dim=2, join_dim=1)
+        comm.all_to_all(x.repeat_interleave(copies, dim=2), axis, split_dim=2, join_dim=1)
         for x in (k_BsGK, v_BsGK)
     )
-    return comm.swap(core(q_BShK, k_BSgK, v_BSgK), axis, split_dim=1, join_dim=2)
+    return comm.all_to_all(core(q_BShK, k_BSgK, v_BSgK), axis, split_dim=1, join_dim=2)
 
 
 # --- USP: Ulysses inside groups of ranks, a ring across them -------------------------------------

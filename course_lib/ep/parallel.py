@@ -92,9 +92,9 @@ class ExpertParallelMoE(MoE):
         sends, receives, blocks = splits(load, self.ep.rank)
         pairs_P = sorted_by_expert(routes.experts_KT, sum(sends))
         rows_PD = x_TD.index_select(0, pairs_P % max(len(x_TD), 1))
-        arrived_AD = comm.swap_rows(rows_PD, self.ep, sends, receives)
+        arrived_AD = comm.all_to_all_v(rows_PD, self.ep, sends, receives)
         done_AD = self.own_experts(arrived_AD, blocks)
-        returned_PD = comm.swap_rows(done_AD, self.ep, receives, sends)
+        returned_PD = comm.all_to_all_v(done_AD, self.ep, receives, sends)
         return combine(returned_PD, pairs_P, routes.weights_KT)
 
     def own_experts(self, arrived_AD: Tensor, blocks: Sequence[int]) -> Tensor:

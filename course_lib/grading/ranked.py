@@ -12,12 +12,12 @@ from typing import Any
 
 import torch
 
-from course_lib.comm.waits import waits
 from course_lib.grading import registry
 from course_lib.grading.answers import NotRight, guarded
 from course_lib.grading.exercise import Answer, Exercise
 from course_lib.grading.refuse import refusing
 from course_lib.grading.verdict import AXES, CaseResult
+from course_lib.grading.waits import waits
 from course_lib.grading.wire import WireCall, WireCalls
 from course_lib.launch import RankDeadline, RankError, run, warm_up
 from course_lib.mesh import Mesh, make_mesh

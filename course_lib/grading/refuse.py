@@ -16,7 +16,7 @@ def refusing(names: Sequence[str]) -> Iterator[None]:
 
     Its code is replaced, not its name, so that every name that it has refuses.
     """
-    functions = [_find(name) for name in names]
+    functions = [find(name) for name in names]
     before = [(function.__code__, function.__kwdefaults__) for function in functions]
     try:
         for function in functions:
@@ -27,7 +27,8 @@ def refusing(names: Sequence[str]) -> Iterator[None]:
             function.__code__, function.__kwdefaults__ = code, defaults
 
 
-def _find(name: str) -> FunctionType:
+def find(name: str) -> FunctionType:
+    """The function that "module:function" or "module:Class.method" names."""
     module, path = name.split(":")
     found: Any = reduce(getattr, path.split("."), import_module(module))
     assert isinstance(found, FunctionType), name

@@ -95,7 +95,7 @@ class Cache:
         if model.training and config.dropout:
             raise ValueError("dropout is on: call model.eval() first")
         linears = (module for module in model.modules() if isinstance(module, RowLinear))
-        if any(linear.leave is not comm.reduce for linear in linears):
+        if any(linear.leave is not comm.reduce_from for linear in linears):
             raise ValueError(
                 "sequence parallelism: ranks would share the positions of a decode, which has one; "
                 "parallelize with tp.REGION"

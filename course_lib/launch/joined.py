@@ -26,10 +26,10 @@ from course_lib.launch import faults
 from course_lib.launch.clock import offset_to_rank_0
 from course_lib.launch.local import free_port, loopback
 from course_lib.launch.places import stack_of_thread
-from course_lib.launch.rank import call, device_of, init_group, inside_rank, raised
+from course_lib.launch.rank import call, device_of, enter, init_group, inside_rank, raised
 from course_lib.launch.surroundings import Seat, in_kernel, seat
 from course_lib.launch.task import Outcome, Task
-from course_lib.mesh import RankContext, enter_rank
+from course_lib.mesh import rank_context
 
 GRACE = 0.4  # seconds for the other ranks to finish or fail, after a rank has failed
 POLL = 0.005  # seconds between two reads of the store
@@ -121,9 +121,8 @@ class JoinedWorld:
     def _perform(self, fn: Callable, args: tuple, task: Task, board: Board) -> Outcome:
         here = self.seat
         device = device_of(task.device, here.local_rank)
-        context = RankContext(here.rank, task.conditions, device, task.cells, task.n)
-        context.sockets.ignore_open()  # those of the stores
-        enter_rank(context)
+        enter(task, here.rank, device)
+        rank_context().sockets.ignore_open()  # those of the stores
         if not task.init:
             with self._environ(task.n, board):
                 return call(fn, args)

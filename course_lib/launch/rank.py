@@ -23,10 +23,10 @@ import numpy
 import torch
 import torch.distributed as dist
 
+from course_lib.comm.instruments import installed
 from course_lib.launch.task import Birth, Frame, Outcome, Raised, Task
 from course_lib.launch.travel import pack, text_of, unpack, what_cannot_return
 from course_lib.mesh import RankContext, enter_rank, rank_context
-from course_lib.mesh.watch import say_returned
 
 FOREVER = timedelta(days=1)  # the launching process enforces the deadline, not the backend
 _birth: list[Birth] = []
@@ -104,13 +104,19 @@ def perform(task: Task, birth: Birth) -> Outcome:
             _drop_groups()
     except Exception as error:
         return raised(error)
-    context = RankContext(birth.rank, task.conditions, device, task.cells, birth.n, run=task.run)
-    enter_rank(context)
+    enter(task, birth.rank, device)
     try:
         fn, args = unpack(task.call)
     except Exception as error:
         return raised(error, kind="function")
     return call(fn, args)
+
+
+def enter(task: Task, rank: int, device: torch.device) -> None:
+    """Leave in this process what a run needs: a fresh context, with the instruments asked for."""
+    instruments = installed(task.conditions, device, task.cells, task.run)
+    context = RankContext(rank, task.conditions, device, task.cells, task.n, instruments)
+    enter_rank(context)
 
 
 def call(fn: Any, args: tuple) -> Outcome:
@@ -120,7 +126,8 @@ def call(fn: Any, args: tuple) -> Outcome:
     try:
         value = fn(*args)
         sent = sockets.sent()  # before the value is packed: fn's groups may go with it
-        say_returned(rank_context())
+        for instrument in rank_context().instruments:
+            instrument.returned()
     except SystemExit as error:
         return raised(error, kind="exit")
     except BaseException as error:

@@ -7,19 +7,26 @@ ledger, trace and the conditions of the run.
 
 ==========  ===================================================================
 conditions  pace, emulated links, checks
-axes        what one rank sees: context, axis, mesh
+axes        what one rank sees: context, axis, mesh; what an instrument is
 groups      how the groups are made
-watch       checked mode: ranks that wait for one another for ever are found
 ==========  ===================================================================
 """
 
-from course_lib.mesh.axes import Axis, Mesh, RankContext, enter_rank, rank_context
+from course_lib.mesh.axes import (
+    Axis,
+    Instrument,
+    Mesh,
+    RankContext,
+    enter_rank,
+    rank_context,
+)
 from course_lib.mesh.conditions import Conditions, Link, Links, Pace
 from course_lib.mesh.groups import across_axis, make_mesh, sub_axis
 
 __all__ = [
     "Axis",
     "Conditions",
+    "Instrument",
     "Link",
     "Links",
     "Mesh",

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -15,6 +14,26 @@ from course_lib.layout import Layout
 from course_lib.ledger import Ledger
 from course_lib.mesh.conditions import Conditions
 from course_lib.trace import SentBytes, SocketMeter, Trace
+
+
+class Instrument(Protocol):
+    """What watches or disturbs traffic. By default it does nothing.
+
+    A launcher installs instruments (:mod:`course_lib.comm.instruments`). ``call`` and the handle
+    that ``issue(call)`` returns are those of :mod:`course_lib.comm.transfer`.
+    """
+
+    def making_groups(self, name: str, groups: list[list[int]]) -> None:
+        """Every rank is about to make the groups of axis ``name``."""
+        return
+
+    def around(self, axis: Axis, call: Any, issue: Callable[[Any], Any]) -> Any:
+        """A rank makes ``call``: return the handle of ``issue(call)``, or one around it."""
+        return issue(call)
+
+    def returned(self) -> None:
+        """The function that was launched has returned: this rank makes no more calls."""
+        return
 
 
 @dataclass
@@ -29,15 +48,10 @@ class RankContext:
     ledger: Ledger = field(init=False)
     trace: Trace = field(init=False)
     sockets: SocketMeter = field(init=False)  # what the kernel counts
-    # When each channel (axis, op of a message, peer) is free again: comm keeps it, a run ends it.
-    channel_free_at: dict[tuple[str, str, int | None], float] = field(default_factory=dict)
-    channel_lines: dict[tuple[str, str, int | None], list[Any]] = field(default_factory=dict)
-    channel_lock: threading.Lock = field(default_factory=threading.Lock)
-    priorities: Any = None  # comm's, while they are in force
-    # Checked mode: which run this is of ranks that are kept, and what this rank knows of all.
-    run: int = 0
-    last_message: dict[tuple[Any, str, int], Any] = field(default_factory=dict)
-    watch: Any = None
+    instruments: tuple[Instrument, ...] = ()  # outermost first
+    # When the last transfer of an axis (a message: of a peer and direction) ended.
+    free_at: dict[tuple[str, int | None, str], float] = field(default_factory=dict)
+    group_of_one: dist.ProcessGroup | None = None  # this rank alone: for axes of size 1
 
     def __post_init__(self) -> None:
         self.ledger = Ledger(self.rank)
@@ -66,8 +80,8 @@ class Axis:
     """One axis of the mesh as one rank sees it.
 
     ``rank`` is the coordinate on this axis, ``ranks`` the global ranks of the group by
-    coordinate. ``group`` is None when the axis has size 1. ``all_ranks`` are the ranks of every
-    group of this axis in the world.
+    coordinate. ``group`` is real on an axis of size 1 too (this rank alone), and None only where no
+    process group is initialised. ``all_ranks`` are the ranks of every group of this axis.
     """
 
     name: str

@@ -2,16 +2,10 @@
 
 from __future__ import annotations
 
-import time
-from functools import partial
-
 import torch.distributed as dist
 
 from course_lib.layout import DEFAULT_ORDER, make_layout
 from course_lib.mesh.axes import Axis, Mesh, RankContext, rank_context
-from course_lib.mesh.watch import MAKING, SAME_GROUPS, Position, call_site, watch_of
-
-POLL = 0.002  # seconds between looks for what the others make
 
 
 def make_mesh(
@@ -39,6 +33,7 @@ def make_mesh(
     world = dist.get_world_size() if dist.is_initialized() else 1
     rank = dist.get_rank() if dist.is_initialized() else 0
     layout = make_layout(world, order, tp=tp, cp=cp, dp=dp, pp=pp, ep=ep)
+    context.group_of_one = _group_of_one(world, rank)
 
     def axis(name: str, groups: list[list[int]]) -> Axis:
         return _make_axis(name, groups, rank, context)
@@ -51,12 +46,21 @@ def make_mesh(
         ep_groups, edp_groups = layout.expert_groups()
         ep_axis, edp_axis = axis("ep", ep_groups), axis("edp", edp_groups)
     everyone = tuple(range(world))
-    group = dist.group.WORLD if world > 1 else None
-    whole = Axis("world", rank, world, everyone, group, context, [list(everyone)])
+    whole = Axis("world", rank, world, everyone, dist.group.WORLD, context, [list(everyone)])
     context.ledger.groups["world"] = everyone
     return Mesh(
         layout, rank, **axes, dp_cp=dp_cp, ep=ep_axis, edp=edp_axis, world=whole, context=context
     )
+
+
+def _group_of_one(world: int, rank: int) -> dist.ProcessGroup | None:
+    """The group of all axes of size 1, so that ``group=axis.group`` never means the whole world.
+
+    It is made here without the other ranks. Without a process group there is none.
+    """
+    if world == 1:
+        return dist.group.WORLD
+    return dist.new_group([rank], use_local_synchronization=True)
 
 
 def _make_axis(name: str, groups: list[list[int]], rank: int, context: RankContext) -> Axis:
@@ -66,54 +70,19 @@ def _make_axis(name: str, groups: list[list[int]], rank: int, context: RankConte
     own, even of the same ranks as another's: the calls of one group keep an order, in nccl each
     waits for the one before (github.com/meta-pytorch/torchrec/pull/4708).
     """
-    if context.conditions.checked and any(len(ranks) > 1 for ranks in groups):
-        _compare_groups(name, groups, context)
+    if any(len(ranks) > 1 for ranks in groups):
+        for instrument in context.instruments:
+            instrument.making_groups(name, groups)
     mine: Axis | None = None
     with context.sockets.opening(name, size=max(map(len, groups))):
         for ranks in groups:
-            group = dist.new_group(ranks) if len(ranks) > 1 else None
+            group = dist.new_group(ranks) if len(ranks) > 1 else context.group_of_one
             if rank in ranks:
                 place = ranks.index(rank)
                 mine = Axis(name, place, len(ranks), tuple(ranks), group, context, groups)
     assert mine is not None, f"rank {rank} is in no group of axis {name}"
     context.ledger.groups[name] = mine.ranks
     return mine
-
-
-def _compare_groups(name: str, groups: list[list[int]], context: RankContext) -> None:
-    """Checked mode: raise ValueError, on every rank, unless all ranks are about to make the same.
-
-    DeadlockError where a rank will never make any. Unchecked, the groups of ranks that make theirs
-    in different orders are joined as they come: a hang, or sums over the wrong ranks without an
-    error (github.com/pytorch/pytorch/issues/25390).
-    """
-    said = _said_by_all(f"axis {name} of groups {groups}", context)
-    if len(set(said)) > 1:
-        lines = [f"  rank {rank}: {one}" for rank, one in enumerate(said)]
-        raise ValueError("\n".join(["the ranks do not make the same groups:", *lines, SAME_GROUPS]))
-
-
-def _said_by_all(what: str, context: RankContext) -> list[str]:
-    """What every rank is about to make, by way of the store: groups may be what is wrong."""
-    watch, where, world = watch_of(context), call_site(context.cells), range(dist.get_world_size())
-    number = watch.count(MAKING)
-    keys = [f"{MAKING} {number}, rank {rank}" for rank in world]
-    others = {rank: (MAKING, number) for rank in world if rank != watch.rank}
-    position = Position(what, where, others, dict(watch.made))
-    watch.say(position)  # at once, so that a report can tell who was here
-    watch.store.set(keys[watch.rank], what)
-    watch.until(partial(_all_there, watch.store, keys), lambda: position)
-    return [watch.store.get(key).decode() for key in keys]
-
-
-def _all_there(store: dist.Store, keys: list[str], seconds: float) -> bool:
-    """Whether all keys are in the store, ``seconds`` from now at the latest."""
-    end = time.monotonic() + seconds
-    while not store.check(keys):
-        if time.monotonic() >= end:
-            return False
-        time.sleep(POLL)
-    return True
 
 
 def sub_axis(axis: Axis, size: int, name: str) -> Axis:

@@ -39,7 +39,7 @@ def identity(x: Tensor, axis: Axis) -> Tensor:
     return x
 
 
-REGION = Region(enter=comm.copy, leave=comm.reduce, rows=identity)
+REGION = Region(enter=comm.copy_to, leave=comm.reduce_from, rows=identity)
 
 
 class ColumnLinear(nn.Module):
@@ -75,7 +75,7 @@ class RowLinear(nn.Module):
     The bias is added after the sum: before it, every rank would add it, t times in all.
     """
 
-    def __init__(self, linear: nn.Linear, axis: Axis, leave: Move = comm.reduce) -> None:
+    def __init__(self, linear: nn.Linear, axis: Axis, leave: Move = comm.reduce_from) -> None:
         super().__init__()
         _check_divides(linear, "in_features", axis, axis.size)
         self.axis, self.leave = axis, leave
@@ -155,7 +155,7 @@ def _take_words(weight_VD: Tensor, axis: Axis) -> nn.Parameter:
 class VocabEmbedding(nn.Module):
     """Rows of this rank's tokens, zeros for the others; ``leave`` adds up what the ranks have."""
 
-    def __init__(self, embedding: nn.Embedding, axis: Axis, leave: Move = comm.reduce) -> None:
+    def __init__(self, embedding: nn.Embedding, axis: Axis, leave: Move = comm.reduce_from) -> None:
         super().__init__()
         self.axis, self.leave = axis, leave
         self.vocab = embedding.num_embeddings

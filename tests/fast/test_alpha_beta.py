@@ -7,7 +7,7 @@ from math import ceil, log2
 import pytest
 
 from course_lib.comm.alpha_beta import crossing, fit_link, ring_seconds, tree_seconds
-from course_lib.comm.links import STEPS
+from course_lib.comm.instruments.links import STEPS
 from course_lib.ledger import wire
 from course_lib.mesh import Link
 

@@ -10,10 +10,9 @@ import pytest
 import torch
 
 from course_lib.comm import Handle
-from course_lib.comm.call import Call
-from course_lib.comm.door import Done, issue
-from course_lib.comm.links import link_seconds, occupy
-from course_lib.mesh import Axis, Conditions, Link, Links, RankContext
+from course_lib.comm.instruments.links import EmulatedLinks
+from course_lib.comm.transfer import Call, Completed, issue
+from course_lib.mesh import Axis, Link, Links, RankContext
 
 LINKS = Links(Link(alpha=0.5, beta=100.0), Link(alpha=2.0, beta=10.0), ranks_per_node=2)
 FREE = Links(Link(0.0, 1e18), Link(0.0, 1e18))
@@ -51,13 +50,18 @@ class Work:
 
 
 def axis(links=None, rank=0, ranks=(0, 1, 2, 3)):
-    context = RankContext(rank, Conditions(links=links))
+    context = RankContext(rank)
+    if links is not None:
+        context.instruments = (EmulatedLinks(links),)
     return Axis("dp", rank, len(ranks), tuple(ranks), None, context)
 
 
+def call_of(op, peer=None, work=None, **more):
+    return Call(op, op, torch.ones(25), lambda _: work, peer=peer, **more)
+
+
 def start(work, on, op="all_reduce", peer=None):
-    tensor = torch.ones(25)
-    return issue(on, Call(op, op, tensor, peer=peer), lambda: work, lambda: tensor)
+    return issue(on, call_of(op, peer, work, overlaps=peer is None))
 
 
 def test_waiting_again_gives_the_same_and_asks_the_backend_once():
@@ -69,7 +73,7 @@ def test_waiting_again_gives_the_same_and_asks_the_backend_once():
 
 
 def test_one_rank_is_done_at_once_and_leaves_no_mark():
-    handle = Done(5)
+    handle = Completed(5)
     assert isinstance(handle, Handle)
     assert (handle.wait(), handle.wait()) == (5, 5)
 
@@ -91,9 +95,25 @@ def test_the_end_is_stamped_once_whoever_comes_first():
     on, work = axis(Links(Link(0.0, 1e4), Link(0.0, 1e4))), Work()  # 150 B on the wire: 15 ms
     handle = start(work, on)
     handle.wait()
-    held_until = dict(on.context.channel_free_at)
+    (links,) = on.context.instruments
+    occupied_until = dict(links.free_at)
     work.future.complete()
-    assert on.context.channel_free_at == held_until
+    assert links.free_at == occupied_until
+
+
+def test_without_links_too_the_end_is_stamped_once():
+    on, work = axis(), Work()
+    start(work, on).wait()
+    free_at = dict(on.context.free_at)
+    work.future.complete()
+    assert on.context.free_at == free_at
+
+
+def test_a_call_that_is_waited_for_at_once_has_no_callback():
+    on, work = axis(), Work()
+    issue(on, call_of("all_reduce", work=work)).wait()
+    assert work.future.callbacks == []
+    assert len(on.trace.spans) == 1
 
 
 def test_the_true_end_counts_and_not_the_wait():
@@ -106,8 +126,9 @@ def test_the_true_end_counts_and_not_the_wait():
     assert on.trace.spans[0].end <= stamped
 
 
-def test_many_threads_may_stamp_while_the_caller_waits():
-    on = axis(FREE)
+@pytest.mark.parametrize("links", [None, FREE], ids=["plain", "links"])
+def test_many_threads_may_stamp_while_the_caller_waits(links):
+    on = axis(links)
     works = [Work() for _ in range(200)]
     handles = [start(work, on) for work in works]
     stampers = [
@@ -138,7 +159,7 @@ def test_a_message_is_watched_so_that_its_end_is_not_that_of_the_wait():
     handle = start(Work(gate=gate), on, "recv", peer=1)
     gate.set()
     deadline = time.perf_counter() + 5
-    while ("dp", "recv", 1) not in on.context.channel_free_at:
+    while ("dp", "recv", 1) not in on.context.instruments[0].free_at:
         assert time.perf_counter() < deadline, "nobody watches the message"
         time.sleep(0.001)
     before_wait = time.perf_counter()
@@ -153,7 +174,7 @@ def test_what_cannot_be_started_is_not_written_down():
         raise RuntimeError("unsupported dtype")
 
     with pytest.raises(RuntimeError, match="unsupported"):
-        issue(on, Call("all_reduce", "allreduce_", torch.ones(1)), refuse, lambda: None)
+        issue(on, Call("all_reduce", "allreduce_", torch.ones(1), lambda _: refuse()))
     assert on.ledger.calls() == 0
 
 
@@ -177,18 +198,15 @@ INSIDE, ACROSS = (0, 1), (0, 1, 2, 3)
     ],
 )
 def test_link_seconds(op, peer, ranks, seconds):
-    on = axis(LINKS, ranks=ranks)
-    call = Call(op, op, torch.zeros(25), peer=peer)
-    assert link_seconds(on, call) == pytest.approx(seconds, rel=1e-12)
-    assert link_seconds(axis(None, ranks=ranks), call) == 0
+    links = EmulatedLinks(LINKS)
+    assert links.seconds(axis(ranks=ranks), call_of(op, peer)) == pytest.approx(seconds, rel=1e-12)
 
 
 def test_uneven_all_to_all_is_as_slow_as_its_busier_direction():
     on, rows = axis(LINKS), torch.zeros(5, 5)  # 20 bytes a row
     counts = ((2, 1, 1, 1), (2, 4, 0, 4))
-    call = Call("all_to_all", "alltoall_base_", rows, counts=counts)
-    assert call.wire(on) == 3 * 20
-    assert link_seconds(on, call) == pytest.approx(3 * 2.0 + 8 * 20 / 10)
+    call = Call("all_to_all", "alltoall_base_", rows, lambda _: Work(), counts=counts)
+    assert EmulatedLinks(LINKS).seconds(on, call) == pytest.approx(3 * 2.0 + 8 * 20 / 10)
 
 
 def test_links_have_two_classes_by_node():
@@ -208,24 +226,33 @@ def test_nodes_need_ranks():
 
 
 def test_one_axis_carries_one_transfer_at_a_time():
-    on = axis(LINKS, ranks=INSIDE)
-    call = Call("all_reduce", "allreduce_", torch.zeros(25))  # 2 s each
-    assert occupy(on, call, issued=0.0, arrived=1.0) == (0.0, 3.0)
-    assert occupy(on, call, issued=0.5, arrived=1.5) == (3.0, 5.0)
-    assert occupy(on, call, issued=9.0, arrived=9.0) == (9.0, 11.0)
+    on, links = axis(ranks=INSIDE), EmulatedLinks(LINKS)
+    call = call_of("all_reduce")  # 2 s each
+    assert links.occupy(on, call, issued=0.0, arrived=1.0) == (0.0, 3.0)
+    assert links.occupy(on, call, issued=0.5, arrived=1.5) == (3.0, 5.0)
+    assert links.occupy(on, call, issued=9.0, arrived=9.0) == (9.0, 11.0)
 
 
 def test_messages_of_different_peers_and_directions_pass_each_other():
-    on = axis(LINKS)
+    on, links = axis(), EmulatedLinks(LINKS)
     ways = [("recv", 1), ("recv", 2), ("send", 1)]
-    ends = [occupy(on, Call(op, op, torch.zeros(25), peer=peer), 0.0, 1.0)[1] for op, peer in ways]
+    ends = [links.occupy(on, call_of(op, peer), 0.0, 1.0)[1] for op, peer in ways]
     assert ends == pytest.approx([1 + 0.5 + 1, 1 + 2 + 10, 1.0])
 
 
-def test_without_links_a_transfer_ends_when_torch_says_so():
-    on, call = axis(), Call("all_reduce", "allreduce_", torch.zeros(25))
-    assert occupy(on, call, issued=0.0, arrived=4.0) == (0.0, 4.0)
-    assert occupy(on, call, issued=1.0, arrived=3.0) == (3.0, 3.0)
+def test_without_links_a_transfer_begins_when_the_axis_is_free_and_ends_when_torch_says_so():
+    on, first, second, message = axis(), Work(), Work(), Work()
+    handles = [start(first, on), start(second, on), start(message, on, "recv", peer=1)]
+    before = time.perf_counter()
+    first.future.complete()
+    between = time.perf_counter()
+    second.future.complete()
+    for handle in reversed(handles):
+        handle.wait()
+    received, two, one = on.trace.spans
+    assert one.start < before <= one.end <= between <= two.end
+    assert two.start == one.end
+    assert received.start < before, "a message does not wait for a collective"
 
 
 def test_an_emulated_link_keeps_the_order_of_issue():
@@ -233,7 +260,7 @@ def test_an_emulated_link_keeps_the_order_of_issue():
     on, first, second = axis(Links(Link(0.001, 1e9), Link(0.001, 1e9))), Work(), Work()
     handles = [start(first, on), start(second, on)]
     second.future.complete()
-    assert on.context.channel_free_at == {}
+    assert on.context.instruments[0].free_at == {}
     first.future.complete()
     for handle in reversed(handles):
         handle.wait()

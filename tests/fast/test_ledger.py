@@ -22,7 +22,7 @@ from course_lib.ledger import (
 
 
 def record(op="all_reduce", payload=8, n=4, axis="dp", **more):
-    return Record(axis, op, f"{op}_", payload, wire(op, payload, n), n, **more)
+    return Record(axis, op, f"{op}_", payload, n, **more)
 
 
 def ledger(rank, *records):

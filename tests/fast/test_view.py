@@ -10,7 +10,7 @@ import pytest
 from matplotlib import colors, image
 from matplotlib.text import Text
 
-from course_lib.ledger import Ledger, Record, wire
+from course_lib.ledger import Ledger, Record
 from course_lib.mesh import Conditions, Link, Links
 from course_lib.schedule import Span
 from course_lib.trace import Sleep, StateBytes, Trace
@@ -403,7 +403,7 @@ def ledger(rank: int) -> Ledger:
         ("tp", "all_reduce", 200_000, 2, False),
         ("tp", "all_reduce", 8, 2, True),
     ):
-        book.add(Record(axis, op, op, payload, wire(op, payload, n), n, control))
+        book.add(Record(axis, op, op, payload, n, control))
     return book
 
 

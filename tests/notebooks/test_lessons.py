@@ -241,8 +241,8 @@ def lesson_06_shows_rows(notebook):
     text = outputs(notebook)
     for line in (
         "rank 1: {'rows': [2222.0, 3333.0], 'bytes': (48, 48)}",
-        "comm.unshard  {'x': [1.0, 2.0], 'dx': 5.0} {'x': [1.0, 2.0], 'dx': 5.0}",
-        "comm.gather   {'x': [1.0, 2.0], 'dx': 2.0} {'x': [1.0, 2.0], 'dx': 3.0}",
+        "comm.gather_from_sequence {'x': [1.0, 2.0], 'dx': 5.0} {'x': [1.0, 2.0], 'dx': 5.0}",
+        "comm.gather_from          {'x': [1.0, 2.0], 'dx': 2.0} {'x': [1.0, 2.0], 'dx': 3.0}",
         "gradients with dropout: equal to the last bit",
         "sent 9,216 bytes; your prediction None;",
         "Korthikanti, table 5, 175B: 2.7% more arithmetic",

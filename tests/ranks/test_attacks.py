@@ -7,11 +7,11 @@ import torch
 import torch.distributed as dist
 
 from course_lib import comm
-from course_lib.comm.waits import waits
 from course_lib.grading import check, registry
 from course_lib.grading.attack import DEADLINE, attack, table
 from course_lib.grading.compare import difference
 from course_lib.grading.ranked import Ranked
+from course_lib.grading.waits import waits
 from course_lib.grading.wire import WireCall, WireCalls
 from course_lib.launch import run
 

@@ -54,7 +54,7 @@ def other_dim(x, axis):
 
 
 def other_uneven_dtype(x, axis):
-    comm.all_to_all_uneven(x if axis.rank else x.int(), axis, [1] * 4, [1] * 4)
+    comm.all_to_all_v(x if axis.rank else x.int(), axis, [1] * 4, [1] * 4)
 
 
 MISMATCHES = [
@@ -89,7 +89,7 @@ def test_uneven_counts_that_do_not_fit_are_named(worlds):
     def wrong_counts(x, axis):
         sends = [1, 1, 1, 1]
         expects = [1, 1, 1, 1] if axis.rank != 2 else [1, 3, 1, 1]
-        comm.all_to_all_uneven(x, axis, sends, expects)
+        comm.all_to_all_v(x, axis, sends, expects)
 
     for message in worlds(4).run(caught(wrong_counts), checked=True):
         assert "rank 1 sends 1 rows to rank 2 (test_checked.py line" in message
@@ -102,7 +102,7 @@ def test_uneven_rows_may_differ(worlds):
         counts = [[(s + r) % 3 for r in range(4)] for s in range(4)]
         x = torch.full([sum(counts[axis.rank]), 2], float(axis.rank))
         incoming = [counts[s][axis.rank] for s in range(4)]
-        return comm.all_to_all_uneven(x, axis, counts[axis.rank], incoming).tolist()
+        return comm.all_to_all_v(x, axis, counts[axis.rank], incoming).tolist()
 
     assert worlds(4).run(uneven, checked=True) == worlds(4).run(uneven)
 
@@ -199,7 +199,7 @@ def everything():
     axis = mesh.dp
     x = torch.arange(24, dtype=torch.float64).view(4, 6) + axis.rank
     y = x.clone().requires_grad_()
-    comm.reduce(comm.copy(y, axis) * axis.rank, axis).sum().backward()
+    comm.reduce_from(comm.copy_to(y, axis) * axis.rank, axis).sum().backward()
     got = [
         *(op(x, axis) for op in (comm.all_reduce, comm.all_reduce_max, comm.all_gather)),
         *(op(x, axis) for op in (comm.reduce_scatter, comm.all_to_all, comm.broadcast)),

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import re
+import sys
+import threading
 from collections import Counter
 from fractions import Fraction
 
@@ -13,8 +16,9 @@ from hypothesis import strategies as st
 from torch.distributed.tensor.debug import CommDebugMode
 
 from course_lib import comm
+from course_lib.comm import instruments
 from course_lib.ledger import unmatched_sends
-from course_lib.mesh import make_mesh
+from course_lib.mesh import Link, Links, make_mesh
 
 WORLDS = (1, 2, 3, 4, 8)
 DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.int64)
@@ -74,8 +78,8 @@ def every_collective(sizes, dim, other, dtype, strided):
         "all_reduce_max": comm.all_reduce_max(x, axis),
         "all_gather": comm.all_gather(x, axis, dim),
         "reduce_scatter": comm.reduce_scatter(x, axis, dim),
-        "all_to_all": comm.all_to_all(x, axis, dim, other),
-        "all_to_all_uneven": comm.all_to_all_uneven(rows, axis, counts[axis.rank], incoming),
+        "all_to_all": comm.all_to_all(x.detach(), axis, dim, other),
+        "all_to_all_v": comm.all_to_all_v(rows.detach(), axis, counts[axis.rank], incoming),
         "own_shard": comm.own_shard(x, axis, dim),
     }
     got |= {f"broadcast {source}": comm.broadcast(x, axis, source) for source in range(n)}
@@ -95,7 +99,7 @@ def definition(sizes, dim, other, dtype, strided, n, rank):
         "all_gather": joined(inputs, dim),
         "reduce_scatter": total(inputs).chunk(n, dim)[rank],
         "all_to_all": joined([x.chunk(n, dim)[rank] for x in inputs], other),
-        "all_to_all_uneven": joined([pieces[rank] for pieces in rows], 0),
+        "all_to_all_v": joined([pieces[rank] for pieces in rows], 0),
         "own_shard": inputs[rank].detach().chunk(n, dim)[rank],
     }
     return want | {f"broadcast {source}": inputs[source].detach() for source in range(n)}
@@ -234,7 +238,7 @@ def spend(numel):
         comm.broadcast(x, axis, n - 1)
         rows = torch.ones(sum(counts[axis.rank]), 3)
         incoming = [counts[sender][axis.rank] for sender in range(n)]
-        comm.all_to_all_uneven(rows, axis, counts[axis.rank], incoming)
+        comm.all_to_all_v(rows, axis, counts[axis.rank], incoming)
         comm.all_reduce(x, axis, control=True)
         comm.all_gather(x, axis, control=True)
         comm.barrier(axis)
@@ -292,13 +296,13 @@ def test_spans_say_what_was_asked_and_when(worlds, n):
         (lambda x, axis: comm.all_gather(x, axis, 2), r"dim 2 of shape \[7, 6\]"),
         (lambda x, axis: comm.all_to_all(x, axis, 1, 5), r"dim 5 of shape \[7, 6\]"),
         (lambda x, axis: comm.broadcast(x, axis, axis.size), r"source=\d is no coordinate of"),
-        (lambda x, axis: comm.all_to_all_uneven(x, axis, [7], [1, 2]), "one count of 0 or more"),
+        (lambda x, axis: comm.all_to_all_v(x, axis, [7], [1, 2]), "one count of 0 or more"),
         (
-            lambda x, axis: comm.all_to_all_uneven(x, axis, [9] * axis.size, [9] * axis.size),
+            lambda x, axis: comm.all_to_all_v(x, axis, [9] * axis.size, [9] * axis.size),
             "add up to",
         ),
         (
-            lambda x, axis: comm.all_to_all_uneven(
+            lambda x, axis: comm.all_to_all_v(
                 x[: axis.size], axis, [1] * axis.size, [2] * axis.size
             ),
             "expects 2 from itself",
@@ -319,7 +323,9 @@ def test_bad_input_is_named(worlds, n, call, says):
         assert calls == 0
 
 
-@pytest.mark.parametrize("op", ["reduce_scatter", "all_to_all", "own_shard", "shard", "reshard"])
+@pytest.mark.parametrize(
+    "op", ["reduce_scatter", "all_to_all", "own_shard", "scatter_to", "reduce_scatter_to"]
+)
 def test_what_cannot_be_cut_is_named(worlds, op):
     def refused():
         try:
@@ -328,7 +334,7 @@ def test_what_cannot_be_cut_is_named(worlds, op):
             return str(error)
 
     for message in worlds(3).run(refused):
-        assert "axis dp: dim 0 of shape [7, 6] cannot be cut into 3 equal pieces" in message
+        assert "axis dp: dim 0 of shape [7, 6] does not split into 3 equal shards" in message
 
 
 # --- flat buckets ------------------------------------------------------------------------------
@@ -398,9 +404,13 @@ def cut(whole, n, rank, dim):
 
 @pytest.mark.parametrize("n", [1, 2, 4, 8])
 @pytest.mark.parametrize(
-    ("pair", "sharded"), [((comm.copy, comm.reduce), False), ((comm.unshard, comm.reshard), True)]
+    ("pair", "sharded"),
+    [
+        ((comm.copy_to, comm.reduce_from), False),
+        ((comm.gather_from_sequence, comm.reduce_scatter_to), True),
+    ],
 )
-def test_pairs_equal_the_serial_twin(worlds, n, pair, sharded):
+def test_pairs_equal_one_process(worlds, n, pair, sharded):
     y, (gx, gup, gdown) = serial_gradients()
     for rank, (got_y, got) in enumerate(worlds(n).run(mlp_on_ranks, *pair, sharded)):
         if sharded:
@@ -413,13 +423,13 @@ def test_pairs_equal_the_serial_twin(worlds, n, pair, sharded):
         assert close(got[2], cut(gdown, n, rank, 0))
 
 
-def test_gather_where_unshard_is_wanted_has_right_outputs_and_wrong_gradients(worlds):
+def test_the_wrong_gather_has_right_outputs_and_wrong_gradients(worlds):
     y, (gx, *_) = serial_gradients()
 
     def gather_rows(x, axis):
-        return comm.gather(x, axis, 0)
+        return comm.gather_from(x, axis, 0)
 
-    results = worlds(4).run(mlp_on_ranks, gather_rows, comm.reshard, True)
+    results = worlds(4).run(mlp_on_ranks, gather_rows, comm.reduce_scatter_to, True)
     for rank, (got_y, got) in enumerate(results):
         assert close(got_y, cut(y, 4, rank, 0))
         assert not close(got[0], cut(gx, 4, rank, 0))
@@ -429,36 +439,38 @@ def rows_on_ranks(join):
     """Each rank works on its rows of a replicated tensor; ``join`` makes them whole again."""
     axis = make_mesh().dp
     x = weight(8, 6, 1).requires_grad_()
-    y = join(torch.tanh(comm.shard(x, axis, 0)), axis, 0)
+    y = join(torch.tanh(comm.scatter_to(x, axis, 0)), axis, 0)
     (y * y * weight(8, 6, 4)).sum().backward()
     return y.detach(), x.grad
 
 
 @pytest.mark.parametrize("n", [1, 2, 4])
-def test_shard_and_gather_equal_the_serial_twin(worlds, n):
+def test_scatter_and_gather_equal_one_process(worlds, n):
     x = weight(8, 6, 1).requires_grad_()
     y = torch.tanh(x)
     (y * y * weight(8, 6, 4)).sum().backward()
-    for got_y, got_x in worlds(n).run(rows_on_ranks, comm.gather):
+    for got_y, got_x in worlds(n).run(rows_on_ranks, comm.gather_from):
         assert torch.equal(got_y, y.detach())
         assert close(got_x, x.grad)
-    for got_y, got_x in worlds(n).run(rows_on_ranks, comm.unshard):
+    for got_y, got_x in worlds(n).run(rows_on_ranks, comm.gather_from_sequence):
         assert torch.equal(got_y, y.detach())
-        assert close(got_x, n * x.grad), "unshard here counts every rank's equal use: n times"
+        assert close(got_x, n * x.grad), (
+            "gather_from_sequence counts every rank's equal use: n times"
+        )
 
 
 def softmax_over_shards():
-    """Softmax along a dim that is cut over the axis: swap to the other dim and back."""
+    """Softmax along a dim that is cut over the axis: all_to_all to the other dim and back."""
     axis = make_mesh().dp
     x = comm.own_shard(weight(8, 16, 5), axis, 0).requires_grad_()
-    whole = comm.swap(x, axis, split_dim=1, join_dim=0)
-    y = comm.swap(torch.softmax(whole, 0), axis, split_dim=0, join_dim=1)
+    whole = comm.all_to_all(x, axis, split_dim=1, join_dim=0)
+    y = comm.all_to_all(torch.softmax(whole, 0), axis, split_dim=0, join_dim=1)
     (y * comm.own_shard(weight(8, 16, 6), axis, 0)).sum().backward()
     return y.detach(), x.grad
 
 
 @pytest.mark.parametrize("n", [1, 2, 4, 8])
-def test_swap_equals_the_serial_twin(worlds, n):
+def test_all_to_all_equals_one_process(worlds, n):
     x = weight(8, 16, 5).requires_grad_()
     y = torch.softmax(x, 0)
     (y * weight(8, 16, 6)).sum().backward()
@@ -479,14 +491,14 @@ def rows_there_and_back():
     counts = lopsided_counts(n)
     incoming = [counts[sender][rank] for sender in range(n)]
     x = weight(40, 3, 20 + rank)[: sum(counts[rank])].requires_grad_()
-    arrived = comm.swap_rows(x, axis, counts[rank], incoming)
-    returned = comm.swap_rows((rank + 1) * arrived**2, axis, incoming, counts[rank])
+    arrived = comm.all_to_all_v(x, axis, counts[rank], incoming)
+    returned = comm.all_to_all_v((rank + 1) * arrived**2, axis, incoming, counts[rank])
     (returned * weight(40, 3, 40 + rank)[: len(x)]).sum().backward()
     return x.detach(), arrived.detach(), returned.detach(), x.grad
 
 
 @pytest.mark.parametrize("n", WORLDS)
-def test_swapped_rows_come_back_to_where_they_were(worlds, n):
+def test_rows_come_back_to_where_they_were(worlds, n):
     counts = lopsided_counts(n)
     results = worlds(n).run(rows_there_and_back)
     sent = [torch.split(x, counts[rank]) for rank, (x, *_) in enumerate(results)]
@@ -506,7 +518,9 @@ def test_gradients_agree_with_finite_differences(worlds):
         start = comm.own_shard(weight(8, 6, 1), axis)
 
         def loss(x):
-            return torch.tanh(comm.reshard(comm.unshard(x, axis) @ up, axis)).sum()
+            return torch.tanh(
+                comm.reduce_scatter_to(comm.gather_from_sequence(x, axis) @ up, axis)
+            ).sum()
 
         x = start.clone().requires_grad_()
         loss(x).backward()
@@ -526,7 +540,7 @@ def test_gradients_agree_with_finite_differences(worlds):
 def test_a_second_derivative_is_refused_and_not_wrong(worlds):
     def twice():
         x = torch.ones(3, requires_grad=True)
-        y = comm.copy(x, make_mesh().dp).pow(2).sum()
+        y = comm.copy_to(x, make_mesh().dp).pow(2).sum()
         (first,) = torch.autograd.grad(y, x, create_graph=True)
         try:
             first.sum().backward()
@@ -543,11 +557,65 @@ def test_results_carry_no_gradient_on_one_rank_either(worlds):
         axis = make_mesh().dp
         x = torch.ones(4, 4, requires_grad=True)
         plain = [comm.all_reduce, comm.all_reduce_max, comm.all_gather, comm.reduce_scatter]
-        plain += [comm.all_to_all, comm.broadcast, comm.ring_all_reduce, comm.tree_all_reduce]
+        plain += [comm.broadcast, comm.ring_all_reduce, comm.tree_all_reduce]
         return [op.__name__ for op in plain if op(x, axis).requires_grad]
 
     assert worlds(1).run(through) == [[]]
     assert worlds(2).run(through) == [[], []]
+
+
+def test_all_to_all_carries_gradients_where_its_input_requires_them_and_only_there(worlds):
+    def through():
+        axis, x = make_mesh().dp, torch.ones(4, 4, requires_grad=True)
+        rows = [4 // axis.size] * axis.size
+        moves = [comm.all_to_all, lambda x, axis: comm.all_to_all_v(x, axis, rows, rows)]
+        carried = [move(x, axis).requires_grad for move in moves]
+        carried += [move(x.detach(), axis).requires_grad for move in moves]
+        with torch.no_grad():
+            carried += [move(x, axis).requires_grad for move in moves]
+        return carried
+
+    for n in (1, 2):
+        assert list(worlds(n).run(through)) == [[True, True, False, False, False, False]] * n
+
+
+def functions_of_instruments(run_it):
+    """Names of the functions in comm/instruments that run inside ``run_it()``."""
+    found, folder = set(), os.path.dirname(instruments.__file__)
+
+    def note(frame, event, _):
+        if event == "call" and frame.f_code.co_filename.startswith(folder):
+            found.add(frame.f_code.co_name)
+
+    threading.setprofile(note)
+    sys.setprofile(note)
+    try:
+        run_it()
+    finally:
+        sys.setprofile(None)
+        threading.setprofile(None)
+    return found
+
+
+def every_way():
+    axis = make_mesh().dp
+    x = torch.ones(4, requires_grad=True)
+
+    def calls():
+        comm.all_reduce(x, axis)
+        comm.start_all_reduce(x, axis).wait()
+        comm.all_to_all(x, axis).sum().backward()
+        comm.exchange(x, axis, axis.next, axis.previous)
+
+    return functions_of_instruments(lambda: (make_mesh(), calls()))
+
+
+def test_without_instruments_nothing_of_theirs_runs(worlds):
+    assert worlds(2).run(every_way) == [set()] * 2
+    for name, function in (("checked", "_compare_calls"), ("links", "occupy")):
+        conditions = {"checked": True, "links": Links(Link(0.0, 1e12), Link(0.0, 1e12))}
+        for found in worlds(2).run(every_way, **{name: conditions[name]}):
+            assert function in found, "the profile would see them"
 
 
 def test_a_shard_is_a_copy_so_that_the_whole_can_be_freed(worlds):

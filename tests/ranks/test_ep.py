@@ -13,6 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from course_lib import comm, dp, ep, tp, zero
+from course_lib.comm.collectives import exchange_rows
 from course_lib.data import batch
 from course_lib.ep import moe as serial_moe
 from course_lib.ep import parallel as parallel_moe
@@ -610,8 +611,8 @@ def weighted_twice(self, x_TD, routes, load):
     sends, receives, blocks = parallel_moe.splits(load, self.ep.rank)
     pairs_P = parallel_moe.sorted_by_expert(routes.experts_KT, sum(sends))
     rows_PD = x_TD[pairs_P % len(x_TD)] * routes.weights_KT.flatten()[pairs_P, None]
-    done = self.own_experts(comm.swap_rows(rows_PD, self.ep, sends, receives), blocks)
-    returned_PD = comm.swap_rows(done, self.ep, receives, sends)
+    done = self.own_experts(comm.all_to_all_v(rows_PD, self.ep, sends, receives), blocks)
+    returned_PD = comm.all_to_all_v(done, self.ep, receives, sends)
     return parallel_moe.combine(returned_PD, pairs_P, routes.weights_KT)
 
 
@@ -705,11 +706,11 @@ def test_backward_with_the_counts_of_forward_is_refused(worlds):
     """Gradients of rows that came would be sent by the counts of rows that went."""
 
     def not_swapped(x, axis, send_counts, receive_counts):
-        move = lambda t, a: comm.all_to_all_uneven(t, a, send_counts, receive_counts)  # noqa: E731
+        move = lambda t, a: exchange_rows(t, a, send_counts, receive_counts)  # noqa: E731
         return comm.operators._Pair.apply(x, axis, move, move)
 
     def rank():
-        patch = lambda: mock.patch.object(comm, "swap_rows", not_swapped)  # noqa: E731
+        patch = lambda: mock.patch.object(comm, "all_to_all_v", not_swapped)  # noqa: E731
         try:
             rank_layer([5, 20], 2, patch=patch)
         except ValueError as error:

@@ -14,11 +14,19 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from course_lib import comm
+from course_lib.comm.instruments import watch
+from course_lib.comm.instruments.watch import (
+    MAKING,
+    DeadlockError,
+    Position,
+    follow,
+    stuck,
+    verdict,
+)
 from course_lib.launch import World
 from course_lib.launch.faults import RankDeadline, RankError
 from course_lib.layout import make_layout
-from course_lib.mesh import Axis, across_axis, make_mesh, rank_context, sub_axis, watch
-from course_lib.mesh.watch import MAKING, DeadlockError, Position, follow, stuck, verdict
+from course_lib.mesh import Axis, across_axis, make_mesh, rank_context, sub_axis
 
 SQUARE = {"tp": 2, "dp": 2}
 CUBE = {"tp": 2, "cp": 2, "pp": 2}
@@ -263,7 +271,8 @@ def late_ranks():
         comm.all_reduce(torch.ones(1), mesh.tp)
         comm.all_reduce(torch.ones(1), mesh.dp)
         comm.exchange(torch.ones(1), mesh.world, mesh.world.next, mesh.world.previous)
-    return rank_context().watch.store.check([str(mesh.rank)])
+    (checks,) = mesh.context.instruments
+    return checks.watch.store.check([str(mesh.rank)])
 
 
 def test_waiting_long_is_no_fault(worlds):
@@ -281,9 +290,9 @@ def test_long_names_of_many_bytes_are_cut_and_go_through(worlds):
 def test_unchecked_runs_have_no_watch(worlds):
     def calls():
         comm.all_reduce(torch.ones(1), make_mesh().dp)
-        return rank_context().watch
+        return rank_context().instruments
 
-    assert worlds(2).run(calls) == [None, None]
+    assert worlds(2).run(calls) == [(), ()]
 
 
 Step = tuple[str, int, str]  # axis, which of its groups, "call", "start" or "message"

@@ -9,8 +9,7 @@ import pytest
 import torch
 
 from course_lib import comm
-from course_lib.comm.call import Call
-from course_lib.comm.links import link_seconds
+from course_lib.comm.transfer import Call
 from course_lib.mesh import Link, Links, make_mesh
 
 INSIDE, BETWEEN = Link(alpha=0.001, beta=1e6), Link(alpha=0.005, beta=1e5)
@@ -53,10 +52,10 @@ def test_inside_a_node_and_between_nodes(worlds):
 
     def classes():
         mesh = make_mesh(tp=2)
-        reduce = Call("all_reduce", "allreduce_", X)
-        other = Call("recv", "recv_", X, peer=(mesh.rank + 1) % 4)
-        axes = (mesh.tp, mesh.dp, mesh.world)
-        return [link_seconds(a, reduce) for a in axes] + [link_seconds(mesh.world, other)]
+        reduce = Call("all_reduce", "allreduce_", X, lambda _: None)
+        other = Call("recv", "recv_", X, lambda _: None, peer=(mesh.rank + 1) % 4)
+        axes, (links,) = (mesh.tp, mesh.dp, mesh.world), mesh.context.instruments
+        return [links.seconds(a, reduce) for a in axes] + [links.seconds(mesh.world, other)]
 
     for rank, (tp, dp, world, message) in enumerate(worlds(4).run(classes, links=LINKS)):
         assert tp == pytest.approx(2 * INSIDE.alpha + PAYLOAD / INSIDE.beta)

@@ -8,7 +8,7 @@ import torch.distributed as dist
 
 from course_lib import comm
 from course_lib.layout import make_layout
-from course_lib.mesh import make_mesh
+from course_lib.mesh import make_mesh, sub_axis
 
 MESHES = [
     (1, {}),
@@ -68,7 +68,13 @@ def test_groups_are_created_by_all_ranks_in_one_order(worlds):
     def created():
         asked = []
         real = dist.new_group
-        dist.new_group = lambda ranks: asked.append(list(ranks)) or real(ranks)
+
+        def note(ranks, **alone):
+            if not alone:  # the group of this rank alone is made without the others
+                asked.append(list(ranks))
+            return real(ranks, **alone)
+
+        dist.new_group = note
         try:
             make_mesh(tp=2, pp=2, cp=2)
         finally:
@@ -80,17 +86,36 @@ def test_groups_are_created_by_all_ranks_in_one_order(worlds):
     assert len(results[0]) == 4 * 4, "tp, cp, pp and dp_cp have four groups each; dp has none"
 
 
-def test_axes_of_one_rank_have_no_group_and_share_what_is_the_same(worlds):
+def test_axes_of_one_rank_share_one_group_and_others_what_is_the_same(worlds):
     def shared():
         mesh = make_mesh()
+        alone = {getattr(mesh, axis).group for axis in ("tp", "cp", "pp", "ep")}
+        alone.add(sub_axis(mesh.dp, 1, "one").group)
         return (
-            [getattr(mesh, axis).group for axis in ("tp", "cp", "pp", "ep")],
+            [dist.get_process_group_ranks(group) for group in alone],
             mesh.dp_cp is mesh.dp,
             mesh.edp is mesh.dp,
             mesh.world.group is dist.group.WORLD,
         )
 
-    assert worlds(2).run(shared) == [([None] * 4, True, True, True)] * 2
+    for rank, found in enumerate(worlds(2).run(shared)):
+        assert found == ([[rank]], True, True, True)
+
+
+@pytest.mark.parametrize("checked", [False, True])
+@pytest.mark.parametrize("sizes", [{"dp": 4}, {"tp": 4}, {"tp": 2, "pp": 2}], ids=str)
+def test_raw_torch_on_an_axis_of_one_rank_sums_over_that_rank_alone(worlds, sizes, checked):
+    def summed():
+        mesh = make_mesh(**sizes)
+        names = [name for name in ("tp", "cp", "dp", "pp", "ep") if getattr(mesh, name).size == 1]
+        x = torch.full([3], float(1 + mesh.rank))
+        for name in names:
+            dist.all_reduce(x, group=getattr(mesh, name).group)
+        return names, x.tolist()
+
+    for rank, (names, x) in enumerate(worlds(4).run(summed, checked=checked)):
+        assert len(names) == 5 - len(sizes)
+        assert x == [1.0 + rank] * 3
 
 
 def test_two_meshes_in_one_run_share_the_ledger(worlds):

@@ -109,9 +109,11 @@ def test_two_who_both_send_first_wait_for_ever_and_are_reported():
 def test_a_gradient_that_nobody_made_is_said_before_it_is_sent(worlds):
     def send_no_gradient():
         axis, x = make_mesh().dp, torch.ones(2)
-        with pytest.raises(TypeError, match=r"axis dp: x is None.*x is a leaf that requires_grad"):
+        with pytest.raises(
+            TypeError, match=r"axis dp: expected a tensor, got None.*x is a leaf that requires_grad"
+        ):
             comm.start_send(x.grad, axis, to=1 - axis.rank)
-        with pytest.raises(TypeError, match="axis dp: x is None"):
+        with pytest.raises(TypeError, match="axis dp: expected a tensor, got None"):
             comm.start_exchange(axis, [(x.grad, 1 - axis.rank)], [])
         return True
 
@@ -191,7 +193,7 @@ def test_the_next_block_travels_while_the_caller_holds_the_present_one(worlds):
 
     def hold():
         mesh = make_mesh()
-        axis, channels = mesh.dp, mesh.context.channel_free_at
+        axis, channels = mesh.dp, mesh.context.instruments[0].free_at
         arrival, last, seen = ("dp", "recv", axis.previous), None, []
         for _ in comm.ring(torch.ones(1000), axis):
             deadline = time.perf_counter() + (5 if len(seen) + 1 < axis.size else 0)

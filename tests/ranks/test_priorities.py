@@ -19,8 +19,8 @@ from hypothesis import strategies as st
 
 from course_lib import comm, compose, dp, sp, tp, view
 from course_lib.bench import groups as bench
-from course_lib.comm.call import Call
-from course_lib.comm.links import occupy
+from course_lib.comm.instruments.links import EmulatedLinks
+from course_lib.comm.transfer import Call
 from course_lib.data import batch
 from course_lib.launch.faults import RankError
 from course_lib.mesh import Axis, Conditions, Link, Links, RankContext, make_mesh, sub_axis
@@ -101,7 +101,9 @@ def test_a_timeline_has_a_lane_for_each_axis_and_rank_and_shows_the_overlap(worl
 
 
 def axis_of(name, ranks, links, rank=0):
-    context = RankContext(rank, Conditions(links=links))
+    context = RankContext(rank)
+    if links is not None:
+        context.instruments = (EmulatedLinks(links),)
     return Axis(name, ranks.index(rank), len(ranks), tuple(ranks), None, context)
 
 
@@ -110,7 +112,12 @@ def on(context, axis):
 
 
 def all_reduce_of(nbytes):
-    return Call("all_reduce", "allreduce_", torch.zeros(nbytes, dtype=torch.uint8))
+    return Call("all_reduce", "allreduce_", torch.zeros(nbytes, dtype=torch.uint8), lambda _: None)
+
+
+def occupy(axis, call, issued, arrived):
+    (links,) = axis.context.instruments
+    return links.occupy(axis, call, issued, arrived)
 
 
 @pytest.mark.parametrize("shared", [True, False])
@@ -132,9 +139,10 @@ def test_the_links_inside_a_node_and_out_of_it_are_two():
     call = all_reduce_of(100)
     assert occupy(inside, call, 0.0, 0.0) == (0.0, 2.0)
     assert occupy(out, call, 0.0, 0.0) == (0.0, 2.0)
-    message = Call("recv", "recv_", torch.zeros(100, dtype=torch.uint8), peer=1)
+    hundred = torch.zeros(100, dtype=torch.uint8)
+    message = Call("recv", "recv_", hundred, lambda _: None, peer=1)
     assert occupy(pp, message, 0.0, 1.0) == (2.0, 3.5), "another axis, the same way out"
-    send = Call("send", "send", torch.zeros(100, dtype=torch.uint8), peer=1)
+    send = Call("send", "send", hundred, lambda _: None, peer=1)
     assert occupy(pp, send, 1.0, 2.0)[1] == 2.0, "a message costs its receiver"
     assert occupy(out, call, 2.0, 2.0) == (3.5, 5.5), "and the sender's link is not set back"
 
@@ -443,7 +451,7 @@ def test_priorities_do_not_nest():
         comm.Priorities(first, second, piece_bytes=1),
     ):
         pass
-    assert first.context.priorities is None
+    assert first.context.instruments == ()
 
 
 @pytest.mark.parametrize(("name", "calls_a_step"), [("at once", 4), ("in pieces", 13)])

@@ -260,7 +260,9 @@ def test_a_column_and_a_row_alone(worlds, n, bias):
     def rank():
         axis = make_mesh(tp=n).tp
         pair = serial_pair(bias)
-        pair = Pair(tp.ColumnLinear(pair.first, axis, comm.copy), tp.RowLinear(pair.second, axis))
+        pair = Pair(
+            tp.ColumnLinear(pair.first, axis, comm.copy_to), tp.RowLinear(pair.second, axis)
+        )
         y, dx, _ = backed(pair, draw(3, 10), draw(3, 10, seed=1))
         assert pair.first.weight.shape == (24 // n, 10)
         assert pair.second.weight.shape == (10, 24 // n)
@@ -708,8 +710,8 @@ def another_seed_on_every_rank(module, cut):
     return RankDropout(module.p, cut.axis)
 
 
-NOT_ENTERED = Way(Region(identity, comm.reduce, identity))
-NOT_SUMMED = Way(Region(comm.copy, identity, identity))
+NOT_ENTERED = Way(Region(identity, comm.reduce_from, identity))
+NOT_SUMMED = Way(Region(comm.copy_to, identity, identity))
 BUGS = {
     "bias before the sum": Bug("losses", bias_before_the_sum),
     "input not entered": Bug("gradients .* times too large", way=NOT_ENTERED),

@@ -38,7 +38,7 @@ def uneven(x, axis):
     """Rank 0 sends everything to itself and the others send all to rank 0."""
     mine = [len(x)] + [0] * (axis.size - 1)
     received = [len(x)] * axis.size if axis.rank == 0 else [0] * axis.size
-    comm.all_to_all_uneven(x, axis, mine, received)
+    comm.all_to_all_v(x, axis, mine, received)
 
 
 OPERATIONS = {

@@ -253,5 +253,5 @@ FULLEST = Ranked(
         RankCase("outputs", "one rank", ONE, _found),
         RankCase("wire", "sizes alone travel", FOUR, _small),
     ),
-    refused=("course_lib.comm.door:issue", "course_lib.trace.memory:state_bytes"),
+    refused=("course_lib.comm.transfer:issue", "course_lib.trace.memory:state_bytes"),
 )

@@ -270,6 +270,6 @@ ALL_TO_ALL = Ranked(
     ),
     refused=tuple(  # of comm, all that sends: the answer is to be torch's own words
         f"course_lib.comm.{name}"
-        for name in ("door:issue", "p2p:start_exchange", "p2p:start_send", "p2p:start_recv")
+        for name in ("transfer:issue", "p2p:start_exchange", "p2p:start_send", "p2p:start_recv")
     ),
 )

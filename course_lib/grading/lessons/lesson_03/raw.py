@@ -220,7 +220,7 @@ RAW = Ranked(
         RankCase("wire", "bytes", FOUR, sent_bytes),
     ),
     refused=(
-        "course_lib.comm.door:issue",
+        "course_lib.comm.transfer:issue",
         "course_lib.dp:start_equal",
         "course_lib.dp:global_tokens",
         "course_lib.dp:train_step",

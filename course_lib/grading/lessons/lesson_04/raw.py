@@ -225,5 +225,5 @@ RAW = Ranked(
         RankCase("wire", "bytes", FOUR, sent_bytes),
         RankCase("peak", "never all at once", FOUR, peak),
     ),
-    refused=("course_lib.comm.door:issue",),
+    refused=("course_lib.comm.transfer:issue",),
 )

@@ -325,5 +325,5 @@ ATTENTION = Ranked(
         RankCase("outputs", "what is given is left alone", FOUR, _left_alone, later=True),
         RankCase("wire", "two all-reduces", FOUR, _calls),
     ),
-    refused=("course_lib.comm.door:issue", "course_lib.model.layers:Attention.forward"),
+    refused=("course_lib.comm.transfer:issue", "course_lib.model.layers:Attention.forward"),
 )

@@ -79,8 +79,8 @@ def _gradients(seen: Seen) -> str:
         got = value[1]
         if not isinstance(got, list):
             return (
-                "the result carries no gradient: comm.all_reduce is for numbers, comm.reduce is "
-                "the operator whose backward autograd knows"
+                "the result carries no gradient: comm.all_reduce has no backward; use the "
+                "operator comm.reduce_from"
             )
         h, weight, _, dy = inputs
         wanted = {"h": dy @ weight, "weight": dy.t() @ h, "bias": dy.sum(0)}
@@ -107,7 +107,7 @@ def _one_call(seen: Seen) -> str:
 
 
 def _right(h: Tensor, weight: Tensor, bias: Tensor, axis: Axis) -> Tensor:
-    return comm.reduce(F.linear(h, weight), axis) + bias
+    return comm.reduce_from(F.linear(h, weight), axis) + bias
 
 
 class _Sum(torch.autograd.Function):
@@ -129,11 +129,11 @@ def _right_by_hand(h: Tensor, weight: Tensor, bias: Tensor, axis: Axis) -> Tenso
 
 def _on_one_rank(h: Tensor, weight: Tensor, bias: Tensor, axis: Axis) -> Tensor:
     own = bias if axis.rank == 0 else torch.zeros_like(bias)
-    return comm.reduce(F.linear(h, weight, own), axis)
+    return comm.reduce_from(F.linear(h, weight, own), axis)
 
 
 def _gathers(h: Tensor, weight: Tensor, bias: Tensor, axis: Axis) -> Tensor:
-    parts = comm.unshard(F.linear(h, weight).unsqueeze(0), axis)
+    parts = comm.gather_from_sequence(F.linear(h, weight).unsqueeze(0), axis)
     return parts.sum(0) + bias / 1
 
 
@@ -151,21 +151,23 @@ BIAS = Ranked(
         "may it be in the sum?",
         "First the sum of the parts over the ranks, then the bias, once. Backward must reach the "
         "bias on every rank, undivided.",
-        "comm.reduce(F.linear(h_TFt, weight_DFt), axis) is the sum; add bias_D to it.",
+        "comm.reduce_from(F.linear(h_TFt, weight_DFt), axis) is the sum; add bias_D to it.",
     ),
     wrong=(
         Wrong(lambda h, weight, bias, axis: None, words="returned a NoneType"),
         Wrong(
-            lambda h, weight, bias, axis: comm.reduce(F.linear(h, weight, bias), axis),
+            lambda h, weight, bias, axis: comm.reduce_from(F.linear(h, weight, bias), axis),
             words="ranks added the bias",
         ),
         Wrong(
-            lambda h, weight, bias, axis: comm.reduce(F.linear(h, weight, bias / axis.size), axis),
+            lambda h, weight, bias, axis: comm.reduce_from(
+                F.linear(h, weight, bias / axis.size), axis
+            ),
             words="every rank holds the whole bias",
         ),
         Wrong(_on_one_rank, words="every rank holds the whole bias"),
         Wrong(
-            lambda h, weight, bias, axis: comm.reduce(F.linear(h, weight), axis),
+            lambda h, weight, bias, axis: comm.reduce_from(F.linear(h, weight), axis),
             words="the bias is missing",
         ),
         Wrong(
@@ -173,7 +175,7 @@ BIAS = Ranked(
             words="the ranks' parts are not summed",
         ),
         Wrong(
-            lambda h, weight, bias, axis: comm.copy(F.linear(h, weight), axis) + bias,
+            lambda h, weight, bias, axis: comm.copy_to(F.linear(h, weight), axis) + bias,
             words="the ranks' parts are not summed",
         ),
         Wrong(
@@ -181,14 +183,14 @@ BIAS = Ranked(
             words="no gradient reached h",
         ),
         Wrong(
-            lambda h, weight, bias, axis: comm.reduce(
-                comm.reduce(F.linear(h, weight), axis) + bias, axis
+            lambda h, weight, bias, axis: comm.reduce_from(
+                comm.reduce_from(F.linear(h, weight), axis) + bias, axis
             ),
             words="summed twice",
         ),
         Wrong(
             lambda h, weight, bias, axis: (
-                comm.reduce(comm.copy(F.linear(h, weight), axis), axis) + bias
+                comm.reduce_from(comm.copy_to(F.linear(h, weight), axis), axis) + bias
             ),
             words="times too large",
         ),

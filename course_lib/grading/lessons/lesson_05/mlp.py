@@ -181,7 +181,8 @@ def _input_gradient(seen: Seen) -> str:
     got = [value["dx"] for value in seen.values]
     if any(one is None for one in got):
         return (
-            "no gradient reached x: comm.all_reduce has no backward, comm.copy and comm.reduce do"
+            "no gradient reached x: comm.all_reduce has no backward, comm.copy_to and "
+            "comm.reduce_from do"
         )
     says = difference("gradients of x", got, [wanted] * n)
     if says and n > 1 and not difference("", [torch.stack(got).sum(0)], [wanted]):
@@ -249,11 +250,11 @@ MLP_PAIR = Ranked(
         "Which of the two matrices can be cut so that GELU sees finished numbers? An nn.Linear "
         "keeps its weight as (out, in): columns of the lesson are rows of that tensor.",
         "First by output features, its bias too; second by input features, its bias whole. x "
-        "enters with comm.copy; the parts leave with comm.reduce, and then comes the bias. A part "
-        "must be a copy of its own: .clone().",
+        "enters with comm.copy_to; the parts leave with comm.reduce_from, and then comes the bias. "
+        "A part must be a copy of its own: .clone().",
         "nn.Parameter(mlp.fc_in.weight.detach().chunk(n, 0)[rank].clone()), fc_out.weight along "
-        "dim 1. forward: h = F.gelu(F.linear(comm.copy(x, axis), weight_in, bias_in)); return "
-        "comm.reduce(F.linear(h, weight_out), axis) + bias_out.",
+        "dim 1. forward: h = F.gelu(F.linear(comm.copy_to(x, axis), weight_in, bias_in)); return "
+        "comm.reduce_from(F.linear(h, weight_out), axis) + bias_out.",
     ),
     wrong=(
         Wrong(answers.NoCopy, words="only the part of dx that went through its own features"),

@@ -29,8 +29,8 @@ class Right(nn.Module):
     weight_out: Tensor
     bias_out: Tensor
 
-    enter = staticmethod(comm.copy)
-    leave = staticmethod(comm.reduce)
+    enter = staticmethod(comm.copy_to)
+    leave = staticmethod(comm.reduce_from)
 
     def __init__(self, mlp: MLP, axis: Axis) -> None:
         super().__init__()
@@ -67,8 +67,8 @@ class RightOtherwise(nn.Module):
             self.bias_out = nn.Parameter(mlp.fc_out.bias * 1)
 
     def forward(self, x: Tensor) -> Tensor:
-        h = comm.copy(x, self.axis) @ self.weight_in.t() + self.bias_in
-        return self.bias_out + comm.reduce(F.gelu(h) @ self.weight_out.t(), self.axis)
+        h = comm.copy_to(x, self.axis) @ self.weight_in.t() + self.bias_in
+        return self.bias_out + comm.reduce_from(F.gelu(h) @ self.weight_out.t(), self.axis)
 
 
 def passed(x: Tensor, axis: Axis) -> Tensor:
@@ -91,7 +91,7 @@ class Numbers(Right):
 class SumsTwice(Right):
     """An all-reduce whose backward is one too, as torch.distributed.nn's."""
 
-    leave = staticmethod(lambda x, axis: comm.copy(comm.reduce(x, axis), axis))
+    leave = staticmethod(lambda x, axis: comm.copy_to(comm.reduce_from(x, axis), axis))
 
 
 class BiasEarly(Right):
@@ -151,10 +151,10 @@ class RowsFirst(Right):
         }
 
     def forward(self, x: Tensor) -> Tensor:
-        mine = comm.shard(x, self.axis)
-        h = F.gelu(comm.reduce(F.linear(mine, self.weight_in), self.axis) + self.bias_in)
-        return comm.gather(
-            F.linear(comm.copy(h, self.axis), self.weight_out, self.bias_out), self.axis
+        mine = comm.scatter_to(x, self.axis)
+        h = F.gelu(comm.reduce_from(F.linear(mine, self.weight_in), self.axis) + self.bias_in)
+        return comm.gather_from(
+            F.linear(comm.copy_to(h, self.axis), self.weight_out, self.bias_out), self.axis
         )
 
 
@@ -162,7 +162,7 @@ class Gathers(Right):
     """Gathers the inner features, and cuts them again for the second matrix."""
 
     def forward(self, x: Tensor) -> Tensor:
-        h = comm.shard(comm.gather(self.inner(x), self.axis), self.axis)
+        h = comm.scatter_to(comm.gather_from(self.inner(x), self.axis), self.axis)
         return self.leave(F.linear(h, self.weight_out), self.axis) + self.bias_out
 
 
@@ -170,13 +170,13 @@ class TwoCopies(Right):
     """Enters a second time behind the first matrix, and so sums what is not partial."""
 
     def inner(self, x: Tensor) -> Tensor:
-        return comm.copy(super().inner(x), self.axis)
+        return comm.copy_to(super().inner(x), self.axis)
 
 
 class ByLibrary(nn.Module):
     def __init__(self, mlp: MLP, axis: Axis) -> None:
         super().__init__()
-        self.first = tp.ColumnLinear(mlp.fc_in, axis, comm.copy)
+        self.first = tp.ColumnLinear(mlp.fc_in, axis, comm.copy_to)
         self.second = tp.RowLinear(mlp.fc_out, axis)
         self.weight_in, self.bias_in = self.first.weight, self.first.bias
         self.weight_out, self.bias_out = self.second.weight, self.second.bias

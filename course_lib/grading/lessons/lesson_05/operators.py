@@ -182,7 +182,7 @@ class _Stub(torch.autograd.Function):
 class _ByLibrary:
     @staticmethod
     def apply(x: Tensor, axis: Axis) -> Tensor:
-        return comm.copy(x, axis)
+        return comm.copy_to(x, axis)
 
 
 _COPY, _REDUCE = _pair(_same, _sum), _pair(_sum, _same)

@@ -106,7 +106,7 @@ def _calls(seen: Seen) -> str:
 
 
 def _right(x: Tensor, weight: Tensor, axis: Axis) -> Tensor:
-    return F.linear(comm.unshard(x, axis, 1), weight)
+    return F.linear(comm.gather_from_sequence(x, axis, 1), weight)
 
 
 class _Enter(torch.autograd.Function):
@@ -145,17 +145,17 @@ ENTER = Ranked(
         "Every rank uses all rows, each for its own features: the gradient of a row is a sum over "
         "ranks, and its owner needs it. That is a gather whose backward is a reduce-scatter, along "
         "dim 1.",
-        "F.linear(comm.unshard(x_BScD, axis, 1), weight_FtD).",
+        "F.linear(comm.gather_from_sequence(x_BScD, axis, 1), weight_FtD).",
     ),
     wrong=(
         Wrong(lambda x, weight, axis: None, words="returned a NoneType"),
         Wrong(lambda x, weight, axis: F.linear(x, weight), words="have shape [2, 3, 2]"),
         Wrong(
-            lambda x, weight, axis: F.linear(comm.unshard(x, axis, 0), weight),
+            lambda x, weight, axis: F.linear(comm.gather_from_sequence(x, axis, 0), weight),
             words="outputs of rank 0 have shape",
         ),
         Wrong(
-            lambda x, weight, axis: F.linear(comm.gather(x, axis, 1), weight),
+            lambda x, weight, axis: F.linear(comm.gather_from(x, axis, 1), weight),
             words="backward kept this rank's rows of its own gradient",
         ),
         Wrong(
@@ -163,23 +163,31 @@ ENTER = Ranked(
             words="no gradient reached x",
         ),
         Wrong(
-            lambda x, weight, axis: comm.unshard(F.linear(x, weight), axis, 1),
+            lambda x, weight, axis: comm.gather_from_sequence(F.linear(x, weight), axis, 1),
             words="outputs are wrong on every rank",
         ),
         Wrong(
-            lambda x, weight, axis: F.linear(comm.unshard(x, axis, 1) / axis.size, weight),
+            lambda x, weight, axis: F.linear(
+                comm.gather_from_sequence(x, axis, 1) / axis.size, weight
+            ),
             words="exactly 2 times too small",
         ),
         Wrong(
-            lambda x, weight, axis: F.linear(comm.unshard(x.detach(), axis, 1), weight),
+            lambda x, weight, axis: F.linear(
+                comm.gather_from_sequence(x.detach(), axis, 1), weight
+            ),
             words="no gradient reached x",
         ),
         Wrong(
-            lambda x, weight, axis: F.linear(comm.copy(comm.gather(x, axis, 1), axis), weight),
+            lambda x, weight, axis: F.linear(
+                comm.copy_to(comm.gather_from(x, axis, 1), axis), weight
+            ),
             words="all_reduce",
         ),
         Wrong(
-            lambda x, weight, axis: F.linear(comm.gather(comm.copy(x, axis), axis, 1), weight),
+            lambda x, weight, axis: F.linear(
+                comm.gather_from(comm.copy_to(x, axis), axis, 1), weight
+            ),
             words="gradients of x are wrong",
         ),
         Wrong(lambda x, weight, axis: F.linear(sp.enter(x, axis), weight), words=REFUSAL),

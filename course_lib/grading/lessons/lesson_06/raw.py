@@ -276,5 +276,5 @@ REGION = Ranked(
         RankCase("outputs", "what is given is left alone", FOUR, _left_alone, later=True),
         RankCase("wire", "the bytes of two all-reduces", FOUR, _sent),
     ),
-    refused=("course_lib.comm.door:issue",),
+    refused=("course_lib.comm.transfer:issue",),
 )

@@ -347,5 +347,5 @@ RAW = Ranked(
         RankCase("wire", "one message a micro-batch, peers and bytes", FOUR, _messages),
         RankCase("wire", "it leaves before any W", FOUR, _early),
     ),
-    refused=("course_lib.comm.door:issue",),
+    refused=("course_lib.comm.transfer:issue",),
 )

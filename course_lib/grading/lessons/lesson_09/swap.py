@@ -380,5 +380,5 @@ SWAP = Ranked(
         RankCase("outputs", "x is left alone", FOUR, _left_alone, later=True),
         RankCase("wire", "one all-to-all each way", FOUR, _calls),
     ),
-    refused=("course_lib.comm.door:issue",),
+    refused=("course_lib.comm.transfer:issue",),
 )

@@ -124,8 +124,8 @@ def _input_gradients(seen: Seen) -> str:
         got = [value.get(name) for value in seen.values]
         if any(one is None for one in got):
             return (
-                f"no {what} arrived: comm.all_to_all_uneven is for numbers, comm.swap_rows is the "
-                "operator whose backward autograd knows"
+                f"no {what} arrived: comm.all_to_all_v carries gradients back only if its input "
+                "was not detached"
             )
         if says := difference(what, got, serial[name]):
             return says
@@ -171,7 +171,7 @@ def _right(
     experts: Experts,
     axis: Axis,
     *,
-    swap: Any = comm.swap_rows,
+    swap: Any = comm.all_to_all_v,
     unsort: bool = True,
     weigh: int = 1,
     regroup: bool = True,
@@ -217,13 +217,13 @@ def _right_otherwise(
     sends = [int((home == rank).sum()) for rank in range(axis.size)]
     table = comm.all_gather(torch.tensor([sends]), axis)
     receives = table[:, axis.rank].tolist()
-    arrived = comm.swap_rows(x.index_select(0, order % tokens), axis, sends, receives)
-    numbers = comm.all_to_all_uneven(wanted[order], axis, sends, receives)
+    arrived = comm.all_to_all_v(x.index_select(0, order % tokens), axis, sends, receives)
+    numbers = comm.all_to_all_v(wanted[order], axis, sends, receives)
     done = torch.zeros_like(arrived)
     for index, expert in enumerate(experts):
         mine = (numbers == axis.rank * own + index).nonzero()[:, 0]
         done = done.index_copy(0, mine, expert(arrived[mine]))
-    back = comm.swap_rows(done, axis, receives, sends)
+    back = comm.all_to_all_v(done, axis, receives, sends)
     weighted = back * weights_TC.t().reshape(-1)[order, None]
     return torch.zeros_like(x).index_add(0, order % tokens, weighted)
 
@@ -238,14 +238,14 @@ def _gathers(
     def pad(t: Tensor) -> Tensor:
         return torch.cat([t, t.new_zeros(room, *t.shape[1:])])
 
-    everyone = comm.unshard(pad(x), axis)
+    everyone = comm.gather_from_sequence(pad(x), axis)
     chosen = comm.all_gather(pad(experts_TC), axis)
-    weights = comm.unshard(pad(weights_TC), axis)
+    weights = comm.gather_from_sequence(pad(weights_TC), axis)
     y = torch.zeros_like(everyone)
     for index, expert in enumerate(experts):
         weight = (weights * (chosen == axis.rank * len(experts) + index)).sum(1, keepdim=True)
         y = y + expert(everyone) * weight
-    return comm.reshard(y, axis)[: len(x)]
+    return comm.reduce_scatter_to(y, axis)[: len(x)]
 
 
 def _at_home(
@@ -263,9 +263,13 @@ def _swapped(
     """send_counts and receive_counts the wrong way round."""
 
     def swap(t: Tensor, a: Axis, sends: list[int], receives: list[int]) -> Tensor:
-        return comm.swap_rows(t, a, receives, sends)
+        return comm.all_to_all_v(t, a, receives, sends)
 
     return _right(x, experts_TC, weights_TC, experts, axis, swap=swap)
+
+
+def _detached(t: Tensor, a: Axis, sends: list[int], receives: list[int]) -> Tensor:
+    return comm.all_to_all_v(t.detach(), a, sends, receives)
 
 
 def _by_library(
@@ -274,7 +278,7 @@ def _by_library(
     counts = experts_TC.flatten().bincount(minlength=axis.size * len(experts))
     table = tuple(map(tuple, comm.all_gather(counts[None], axis).tolist()))
     sends, receives, _ = ep.parallel.splits(ep.Load(table, table), axis.rank)
-    return comm.swap_rows(x, axis, sends, receives)
+    return comm.all_to_all_v(x, axis, sends, receives)
 
 
 LAYER = Ranked(
@@ -289,7 +293,7 @@ LAYER = Ranked(
         "Rows arrive by rank and within a rank by expert: split them into n times e pieces.",
         "table = comm.all_gather(counts_E[None], axis).unflatten(1, (n, e))[:, axis.rank] are the "
         "pieces; sends = counts_E.view(n, e).sum(1).tolist(), receives = table.sum(1).tolist(). "
-        "Piece number i goes through experts[i % e]. Back: comm.swap_rows(done, axis, receives, "
+        "Piece number i goes through experts[i % e]. Back: comm.all_to_all_v(done, axis, receives, "
         "sends), then torch.empty_like(rows).index_copy(0, order_P, rows).",
     ),
     wrong=(
@@ -300,7 +304,7 @@ LAYER = Ranked(
         Wrong(_but(weigh=2), words="outputs are wrong on every rank"),
         Wrong(_but(regroup=False), words="outputs are wrong"),
         Wrong(_but(first=True), words="outputs are wrong"),
-        Wrong(_but(swap=comm.all_to_all_uneven), words="no gradients of x arrived"),
+        Wrong(_but(swap=_detached), words="no gradients of x arrived"),
         Wrong(_at_home, words="outputs are wrong on every rank"),
         Wrong(_swapped, words="send_counts"),
         Wrong(_gathers, words="sent"),

@@ -216,7 +216,7 @@ def _by_comm(x_TD: Tensor, experts_T: Tensor, expert: Expert) -> Tensor:
     axis = make_mesh().world
     receives = comm.all_gather(sends[None], axis)[:, axis.rank].tolist()
     order = experts_T.argsort(stable=True)
-    return comm.all_to_all_uneven(x_TD[order], axis, sends.tolist(), receives)
+    return comm.all_to_all_v(x_TD[order], axis, sends.tolist(), receives)
 
 
 RAW = Ranked(
@@ -259,5 +259,5 @@ RAW = Ranked(
         RankCase("outputs", "what is given is left alone", FOUR, _left_alone, later=True),
         RankCase("wire", "the rows there and back, and no others", FOUR, _calls),
     ),
-    refused=("course_lib.comm.door:issue",),
+    refused=("course_lib.comm.transfer:issue",),
 )

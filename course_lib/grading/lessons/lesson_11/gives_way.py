@@ -318,5 +318,5 @@ GIVES_WAY = Ranked(
         RankCase("wire", "order and bytes, fewer pieces", FOUR, _calls),
         RankCase("wire", "pieces are started, not waited for", TWO, _waits),
     ),
-    refused=("course_lib.comm.priorities:Priorities.__enter__",),
+    refused=("course_lib.comm.instruments.priorities:Priorities.__enter__",),
 )

@@ -195,7 +195,7 @@ NEVER = Function(
     stub=lambda waits, returned: None,
     reference=_never,
     normal=_as_ranks,
-    refused=("course_lib.mesh.watch:stuck",),
+    refused=("course_lib.comm.instruments.watch:stuck",),
     drawn=(
         _said(_rings, "rings"),
         _said(_chains, "behind a ring, behind one that returned"),

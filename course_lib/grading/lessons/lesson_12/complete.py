@@ -319,5 +319,5 @@ COMPLETE = Ranked(
         RankCase("gradients", "one rank", ONE, _gradients),
         RankCase("wire", "nothing travels in vain", MIDDLE, _bytes),
     ),
-    refused=("course_lib.comm.door:issue",),
+    refused=("course_lib.comm.transfer:issue",),
 )

@@ -269,5 +269,5 @@ GREEDY = Ranked(
         RankCase("outputs", "what is given is left alone", FOUR, _left_alone, later=True),
         RankCase("wire", "a sum and a choice a token", FOUR, _calls),
     ),
-    refused=("course_lib.comm.door:issue",),
+    refused=("course_lib.comm.transfer:issue",),
 )

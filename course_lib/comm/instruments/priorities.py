@@ -30,15 +30,18 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
 from typing import Any
 
 from torch import Tensor
 
-from course_lib.comm.door import Handle
-from course_lib.mesh import Axis
+from course_lib.comm.instruments.watch import call_site
+from course_lib.comm.transfer import Call, Handle
+from course_lib.mesh import Axis, Instrument
 
 
-class Priorities:
+class Priorities(Instrument):
     """Inside ``with Priorities(mesh.tp, mesh.pp, mesh.dp, piece_bytes=2**18):`` dp makes room.
 
     ``axes`` are given from the most urgent to the least. All-reduces on axes that are held back
@@ -61,19 +64,35 @@ class Priorities:
         if piece_bytes < 1:
             raise ValueError(f"piece_bytes={piece_bytes}: pieces of at least 1 byte are wanted")
         self.axes, self.piece_bytes = axes, piece_bytes
-        self._held: list[deque[_Held]] = [deque() for _ in axes]
+        self._held: list[deque[_Delayed]] = [deque() for _ in axes]
 
     def __enter__(self) -> Priorities:
         context = self.axes[0].context
-        if context.priorities is not None:
+        if any(isinstance(one, Priorities) for one in context.instruments):
             raise RuntimeError("these ranks have priorities already: leave them first")
-        context.priorities = self
+        context.instruments = (self, *context.instruments)
         return self
 
     def __exit__(self, error: Any, *_: object) -> None:
-        self.axes[0].context.priorities = None
+        context = self.axes[0].context
+        context.instruments = tuple(one for one in context.instruments if one is not self)
         if error is None:  # after an error other ranks may not come
             self._leave_down_to(len(self.axes) - 1)
+
+    def around(self, axis: Axis, call: Call, issue: Callable[[Call], Handle]) -> Handle:
+        """Issue ``call`` now or in a gap; a large all-reduce that has to wait is cut first."""
+        if call.peer is not None or not self.holds(axis):
+            return _BeforeGap(self, axis, call.op, issue(call))
+        call.where = call_site(axis.context.cells)  # of the start, not of the wait
+
+        def start(piece: Call) -> Handle:
+            return _BeforeGap(self, axis, piece.op, issue(piece))
+
+        pieces = [call]
+        if call.op == "all_reduce":
+            pieces = [replace(call, tensor=piece) for piece in self.cut(call.tensor, axis)]
+        handles = [self.hold(axis, partial(start, piece)) for piece in pieces]
+        return handles[0] if len(handles) == 1 else _Pieces(handles, call.tensor)
 
     def holds(self, axis: Axis) -> bool:
         """Whether a call on ``axis`` has to wait for a gap."""
@@ -91,14 +110,14 @@ class Priorities:
         """A handle of a call that ``start()`` will make in a gap, or when it is waited for."""
         place = self._place(axis)
         assert place is not None
-        held = _Held(start, lambda: self._leave_down_to(place))
+        held = _Delayed(start, lambda: self._leave_down_to(place))
         self._held[place].append(held)
         return held
 
     def gap(self, axis: Axis) -> None:
         """The program has waited for a call on ``axis``: the next one below it may leave."""
         place = self._place(axis)
-        if place is None:
+        if place is None or self not in axis.context.instruments:
             return
         waiting = next((queue for queue in self._held[place + 1 :] if queue), None)
         if waiting:
@@ -113,7 +132,36 @@ class Priorities:
                 queue.popleft().leave()
 
 
-class _Held(Handle):
+class _BeforeGap(Handle):
+    """A call that was made. Once it is waited for the program goes on to compute: a gap."""
+
+    def __init__(self, priorities: Priorities, axis: Axis, op: str, inner: Handle) -> None:
+        self._priorities: Priorities | None = None if op == "send" else priorities
+        self._axis, self._inner = axis, inner
+
+    def wait(self) -> Any:
+        """Wait for the call; then the next one may leave, once."""
+        value = self._inner.wait()
+        priorities, self._priorities = self._priorities, None
+        if priorities is not None:
+            priorities.gap(self._axis)
+        return value
+
+
+class _Pieces(Handle):
+    """The pieces of one tensor, which is the result when all have arrived."""
+
+    def __init__(self, handles: list[Handle], whole: Tensor) -> None:
+        self._handles, self._whole = handles, whole
+
+    def wait(self) -> Tensor:
+        """Block until all pieces have arrived."""
+        for handle in self._handles:
+            handle.wait()
+        return self._whole
+
+
+class _Delayed(Handle):
     """A call that has not been made yet."""
 
     def __init__(self, start: Callable[[], Handle], leave_all: Callable[[], None]) -> None:

@@ -1,4 +1,4 @@
-"""How often somebody waits for torch's work, for those who judge code that sends."""
+"""Count how often a program waits for torch's work, to judge code that sends."""
 
 from __future__ import annotations
 

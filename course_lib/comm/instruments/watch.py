@@ -36,7 +36,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 
-from course_lib.mesh.axes import Axis, RankContext
+from course_lib.mesh import Axis
 
 PATIENCE = 0.1  # seconds of waiting before a rank says so, and between its looks at the others
 GOODBYE = 2.0  # seconds that a rank which has returned tries to say so
@@ -53,7 +53,7 @@ SAME_GROUPS = (
     "Every rank must make all groups in one order, those of others too: call make_mesh, sub_axis "
     "and across_axis with the same arguments and in the same order on every rank."
 )
-_LIBRARY = (str(Path(__file__).resolve().parents[1]), str(Path(torch.__file__).resolve().parent))
+_LIBRARY = (str(Path(__file__).resolve().parents[2]), str(Path(torch.__file__).resolve().parent))
 
 
 class DeadlockError(RuntimeError):
@@ -87,10 +87,10 @@ def channel(axis: Axis, op: str = "", source: int | None = None, to: int | None 
 class Watch:
     """What one rank knows of the calls of all, in one run."""
 
-    def __init__(self, context: RankContext) -> None:
+    def __init__(self, run: int) -> None:
         self.rank, self.made = dist.get_rank(), Counter[str]()
         store = dist.distributed_c10d._get_default_store()
-        self.store = dist.PrefixStore(f"positions/{context.run}", store)
+        self.store = dist.PrefixStore(f"positions/{run}", store)
 
     def count(self, name: str) -> int:
         """Which call on this channel it is, from 1: one more is made."""
@@ -106,8 +106,18 @@ class Watch:
             self._look()
 
     def returned(self) -> None:
-        """This rank makes no more calls."""
-        self.say(Position("", "", {}, dict(self.made)))
+        """Say that this rank makes no more calls. Nothing is raised, nothing waited for long.
+
+        Where the program made its group itself (init=False) the store may be gone with it.
+        """
+
+        def say() -> None:
+            with suppress(Exception):
+                self.say(Position("", "", {}, dict(self.made)))
+
+        thread = threading.Thread(target=say, daemon=True)
+        thread.start()
+        thread.join(GOODBYE)
 
     def say(self, position: Position) -> None:
         """Put the position where the others look."""
@@ -126,30 +136,6 @@ class Watch:
         if self.store.add("judges", 1) == 1:  # one verdict, the same for all
             self.store.set("verdict", verdict(self.rank, positions))
         raise DeadlockError(self.store.get("verdict").decode())
-
-
-def watch_of(context: RankContext) -> Watch:
-    """The watch of this rank and run, made when it is first wanted."""
-    if context.watch is None:
-        context.watch = Watch(context)
-    return context.watch
-
-
-def say_returned(context: RankContext) -> None:
-    """Called by a launcher when the function of a checked run has returned.
-
-    Nothing is raised, and nothing waited for long: where the program made its group itself
-    (init=False) the store may be gone with it.
-    """
-    if context.conditions.checked and dist.is_initialized():
-        thread = threading.Thread(target=_say_returned, args=(context,), daemon=True)
-        thread.start()
-        thread.join(GOODBYE)
-
-
-def _say_returned(context: RankContext) -> None:
-    with suppress(Exception):
-        watch_of(context).returned()
 
 
 def call_site(cells: dict[str, str]) -> str:
