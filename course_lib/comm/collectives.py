@@ -187,9 +187,12 @@ def exchange_rows(
             received, rows, receives, sends, group=axis.group, async_op=True
         )
 
-    call = Call("all_to_all", "alltoall_base_", rows, start, lambda: received, "uneven")
-    call.counts = tuple(sends), tuple(receives)
-    call.sent = (len(rows) - sends[axis.rank]) * rows.shape[1:].numel() * rows.element_size()
+    leaving = (len(rows) - sends[axis.rank]) * rows.shape[1:].numel() * rows.element_size()
+    counts = tuple(sends), tuple(receives)
+    call = Call(
+        "all_to_all", "alltoall_base_", rows, start, lambda: received, "uneven", counts=counts,
+        sent=leaving,
+    )  # fmt: skip
     return issue(axis, call).wait()
 
 
@@ -198,7 +201,7 @@ def broadcast(x: Tensor, axis: Axis, source: int = 0) -> Tensor:
 
     Each rank sends (n-1)/n S, averaged over the ranks.
     """
-    root = axis.ranks[checked_coordinate(source, axis, "source")]
+    root = axis.global_rank(source, "source")
     if axis.size == 1:
         return x.detach()
 
@@ -230,16 +233,6 @@ def _shards(x: Tensor, axis: Axis, dim: int) -> Tensor:
     if dim == 0:
         return x.detach().contiguous().view(axis.size, x.shape[0] // axis.size, *x.shape[1:])
     return torch.stack(x.detach().chunk(axis.size, dim))
-
-
-def checked_coordinate(coordinate: int, axis: Axis, what: str) -> int:
-    """``coordinate``, if the axis has it; else ValueError."""
-    if not 0 <= coordinate < axis.size:
-        raise ValueError(
-            f"{what}={coordinate} is no coordinate of axis {axis.name}, which has {axis.size} "
-            f"ranks: give one of 0..{axis.size - 1}"
-        )
-    return coordinate
 
 
 def checked_dim(x: Tensor, dim: int, op: str, axis: Axis) -> int:

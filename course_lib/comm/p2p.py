@@ -17,7 +17,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from course_lib.comm.collectives import checked_coordinate
 from course_lib.comm.transfer import Call, Handle, issue
 from course_lib.mesh import Axis
 
@@ -151,9 +150,9 @@ def ring(x: Tensor, axis: Axis) -> Iterator[tuple[int, Tensor]]:
 
 def _other(coordinate: int, axis: Axis, what: str) -> int:
     """The global rank at ``coordinate``; ValueError if it is no other rank of the axis."""
-    if checked_coordinate(coordinate, axis, what) == axis.rank:
+    if (peer := axis.global_rank(coordinate, what)) == axis.ranks[axis.rank]:
         raise ValueError(
             f"{what}={coordinate} on axis {axis.name} is this rank itself: a message needs "
             "another rank"
         )
-    return axis.ranks[coordinate]
+    return peer

@@ -102,6 +102,18 @@ class Axis:
         """Where spans on this axis are written down."""
         return self.context.trace
 
+    def global_rank(self, coordinate: int, what: str = "coordinate") -> int:
+        """Return the global rank at ``coordinate``, which errors call ``what``.
+
+        Raises ValueError where the axis has no such coordinate.
+        """
+        if not 0 <= coordinate < self.size:
+            raise ValueError(
+                f"{what}={coordinate} is no coordinate of axis {self.name}, which has {self.size} "
+                f"ranks: give one of 0..{self.size - 1}"
+            )
+        return self.ranks[coordinate]
+
     @property
     def next(self) -> int:
         """Coordinate of the next rank on the ring."""
