@@ -57,35 +57,47 @@ def read_connections(open_files: Path = OPEN_FILES) -> dict[Connection, int] | N
 
     None where the kernel does not say.
     """
-    option = getattr(socket, "TCP_INFO", None)
-    try:
-        names = os.listdir(open_files) if option is not None else []
-    except OSError:  # there is no /proc, or no descriptor left to read it with
-        return None
-    if option is None:
+    if not hasattr(socket, "TCP_INFO"):
         return None
     written = {}
-    for name in names:
-        try:
-            if not stat.S_ISSOCK(os.fstat(int(name)).st_mode):
-                continue
-            with socket.socket(fileno=os.dup(int(name))) as one:
-                if one.type != socket.SOCK_STREAM or one.family not in _INTERNET:
-                    continue
-                ends = _address(one.getsockname()), _address(one.getpeername())
-                count = bytes_written(one.getsockopt(socket.IPPROTO_TCP, option, 256))
-        except OSError as error:
-            if error.errno == errno.EMFILE:
-                return None
-            continue  # closed meanwhile, or it listens and has no peer
-        if count is None:
-            return None
-        if ends[0] != ends[1]:
-            written[ends] = count
+    try:
+        for name in os.listdir(open_files):
+            if (found := _read_connection(int(name))) is not None:
+                written[found[0]] = found[1]
+    except OSError:  # there is no /proc, no TCP_INFO, or no descriptor left to read it with
+        return None
     return written
 
 
-_INTERNET = (socket.AF_INET, socket.AF_INET6)
+def _read_connection(fd: int) -> tuple[Connection, int] | None:
+    """Return the two ends and the bytes written; None if ``fd`` is no TCP connection.
+
+    Raises OSError where the kernel has no count.
+    """
+    try:
+        if not stat.S_ISSOCK(os.fstat(fd).st_mode):
+            return None
+        copy = os.dup(fd)  # the backend may close its own at any time
+    except OSError as error:
+        if error.errno == errno.EBADF:  # closed meanwhile
+            return None
+        raise
+    try:
+        one = socket.socket(fileno=copy)
+    except OSError:  # closed meanwhile, and its number taken by a file
+        os.close(copy)
+        return None
+    with one:
+        if one.type != socket.SOCK_STREAM or one.family not in (socket.AF_INET, socket.AF_INET6):
+            return None
+        try:
+            ends = _address(one.getsockname()), _address(one.getpeername())
+        except OSError:  # it listens, or its peer is gone
+            return None
+        count = bytes_written(one.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 256))
+    if count is None:
+        raise OSError(errno.ENOPROTOOPT, "TCP_INFO of this kernel has no tcpi_bytes_sent")
+    return ends, count
 
 
 def _address(name: tuple) -> Address:
@@ -134,7 +146,7 @@ class SocketMeter:
         self._axis_of: dict[Connection, str] = {}
         self._foreign: set[Connection] = set()
         self._needed = {WORLD} if world_size > 1 else set()
-        self._start: dict[Connection, int] = {}
+        self._start: dict[Connection, int] | None = {}
 
     def ignore_open(self) -> None:
         """Leave out the connections that are open now: they belong to a launcher's store."""
@@ -150,12 +162,13 @@ class SocketMeter:
         yield
         opened = {ends: count for ends, count in (self._read() or {}).items() if ends not in before}
         self._axis_of |= dict.fromkeys(opened, axis)
-        self._start |= opened
+        if self._start is not None:
+            self._start |= opened
         self._needed.add(axis)
 
     def restart(self) -> None:
         """Count from here on."""
-        self._start = self._read() or {}
+        self._start = self._read()
 
     def sent(self) -> SentBytes:
         """Return what was sent since the start, on connections that are still open."""
@@ -164,17 +177,17 @@ class SocketMeter:
     @contextmanager
     def inside(self) -> Iterator[SentBytes]:
         """Count what is sent inside; the result is filled when the body ends."""
-        before, result = self._read() or {}, SentBytes()
+        before, result = self._read(), SentBytes()
         yield result
         result.counts = self._since(before).counts
 
-    def _since(self, before: dict[Connection, int]) -> SentBytes:
+    def _since(self, before: dict[Connection, int] | None) -> SentBytes:
         now = self._read()
-        if now is None or not self._axis_of.keys() <= now.keys():
+        if before is None or now is None or not self._axis_of.keys() <= now.keys():
             return SentBytes()
+        before = (self._start or {}) | before  # a connection that opened later has its own start
         counts = {
-            (self._axis_of.get(ends, WORLD), ends): count
-            - before.get(ends, self._start.get(ends, 0))
+            (self._axis_of.get(ends, WORLD), ends): count - before.get(ends, 0)
             for ends, count in now.items()
             if ends not in self._foreign
         }
@@ -187,8 +200,8 @@ def traffic_matrices(ranks: Iterable[SentBytes]) -> dict[str, Matrix] | None:
     """Return the bytes that each rank sent to each other rank: axis -> [sender][receiver].
 
     ``ranks`` has the counts of all ranks of a world in order, taken over the same part of their
-    program. A connection leads to the rank that counted its other end; one that leads to no rank
-    is left out. None where a rank has no count.
+    program. A connection leads to the rank that counted its other end. None where a rank has no
+    count, or the other end of an axis' connection is on no rank.
     """
     counted = [rank.counts for rank in ranks]
     known = [counts for counts in counted if counts is not None]
@@ -199,7 +212,9 @@ def traffic_matrices(ranks: Iterable[SentBytes]) -> dict[str, Matrix] | None:
     for rank, counts in enumerate(known):
         for (axis, (near, far)), count in counts.items():
             peer = here.get((far, near))
-            if peer is None or peer == rank:  # a store that a rank hosts, and uses
+            if peer is None and axis != WORLD:
+                return None
+            if peer is None or peer == rank:  # the connection of a store
                 continue
             if axis not in matrices:
                 matrices[axis] = [[0] * len(known) for _ in known]
