@@ -637,7 +637,7 @@ def a_step(z, ill, rank):
     norm = comm.grad_norm(held, [z.axis])
     if ill.has("double"):
         norm = (norm**2 * z.axis.size).sqrt()  # each of the ranks adds the whole
-    comm.clip_grads_with_norm(held, norm, CLIP)
+    comm.clip_grad_norm(held, [z.axis], CLIP, norm)
     if ill.has("late"):
         z.refresh()
         z.optimizer.step()

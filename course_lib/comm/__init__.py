@@ -32,7 +32,6 @@ from course_lib.comm.from_messages import (
 from course_lib.comm.held import (
     Held,
     clip_grad_norm,
-    clip_grads_with_norm,
     grad_norm,
     held_gradients,
     on_gradient,
@@ -87,7 +86,6 @@ __all__ = [
     "broadcast",
     "by_dtype_and_size",
     "clip_grad_norm",
-    "clip_grads_with_norm",
     "copy",
     "exchange",
     "flatten",
