@@ -639,7 +639,7 @@ def a_step(z, lab_run, rank):
     norm = comm.grad_norm(held, [z.axis])
     if lab_run.has("double"):
         norm = (norm**2 * z.axis.size).sqrt()  # every rank adds the full norm
-    comm.clip_grads_with_norm(held, norm, CLIP)
+    comm.clip_grad_norm(held, [z.axis], CLIP, norm)
     if lab_run.has("late"):
         z.refresh()
         z.optimizer.step()

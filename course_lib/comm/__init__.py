@@ -46,7 +46,6 @@ from course_lib.comm.from_messages import (
 from course_lib.comm.held import (
     Held,
     clip_grad_norm,
-    clip_grads_with_norm,
     grad_norm,
     held_gradients,
     sum_gradients,
@@ -104,7 +103,6 @@ __all__ = [
     "broadcast",
     "by_dtype_and_size",
     "clip_grad_norm",
-    "clip_grads_with_norm",
     "copy_to",
     "exchange",
     "flatten",

@@ -101,26 +101,18 @@ def grad_norm(held: Iterable[Held], axes: Sequence[Axis] = ()) -> Tensor:
     return total.sqrt()
 
 
-def clip_grad_norm(held: Sequence[Held], axes: Sequence[Axis], max_norm: float) -> Tensor:
+def clip_grad_norm(
+    held: Sequence[Held], axes: Sequence[Axis], max_norm: float, norm: Tensor | None = None
+) -> Tensor:
     """Scale all gradients to a global norm of at most ``max_norm``; return the norm before.
 
     Call it when all sums are made: then all ranks scale by one factor. ``axes`` as in
-    :func:`grad_norm`, which it calls.
+    :func:`grad_norm`, which computes ``norm`` if it is not given.
     """
-    _check_max_norm(max_norm)
-    norm = grad_norm(held, axes)
-    clip_grads_with_norm(held, norm, max_norm)
-    return norm
-
-
-def clip_grads_with_norm(held: Iterable[Held], norm: Tensor, max_norm: float) -> None:
-    """Scale all gradients from the global ``norm``, which is known, to at most ``max_norm``."""
-    _check_max_norm(max_norm)
+    if max_norm <= 0:
+        raise ValueError(f"expected max_norm above 0, got max_norm={max_norm}")
+    norm = grad_norm(held, axes) if norm is None else norm
     factor = (max_norm / (norm + 1e-6)).clamp(max=1.0)  # as torch.nn.utils.clip_grad_norm_
     for one in held:
         one.gradient.mul_(factor.to(one.gradient.dtype))
-
-
-def _check_max_norm(max_norm: float) -> None:
-    if max_norm <= 0:
-        raise ValueError(f"expected max_norm above 0, got max_norm={max_norm}")
+    return norm

@@ -123,7 +123,7 @@ class Trainer:
         updated = self.scale.allows(norm)
         if updated:
             if self.plan.max_norm is not None:
-                comm.clip_grads_with_norm(held, norm, self.plan.max_norm)
+                comm.clip_grad_norm(held, [self.mesh.world], self.plan.max_norm, norm)
             self.gradients.update()
         return Step(loss, norm, updated)
 

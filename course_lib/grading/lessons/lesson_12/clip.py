@@ -344,6 +344,5 @@ CLIP = Ranked(
     refused=(
         "course_lib.comm.held:grad_norm",
         "course_lib.comm.held:clip_grad_norm",
-        "course_lib.comm.held:clip_grads_with_norm",
     ),
 )
