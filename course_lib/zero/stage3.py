@@ -58,7 +58,7 @@ class Unit:
     """
 
     def __init__(self, module: nn.Module, parameters: list[nn.Parameter], axis: Axis, name: str):
-        self.module, self.name = module, name
+        self.module = module
         kinds: dict[tuple[torch.dtype, bool], list[nn.Parameter]] = {}
         for parameter in parameters:
             kinds.setdefault((parameter.dtype, parameter.requires_grad), []).append(parameter)
