@@ -18,6 +18,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from course_lib.comm.p2p import checked_coordinate
 from course_lib.comm.transfer import Call, Completed, Handle, issue
 from course_lib.mesh import Axis
 
@@ -230,16 +231,6 @@ def _shards(x: Tensor, axis: Axis, dim: int) -> Tensor:
     if dim == 0:
         return x.detach().contiguous().view(axis.size, x.shape[0] // axis.size, *x.shape[1:])
     return torch.stack(x.detach().chunk(axis.size, dim))
-
-
-def checked_coordinate(coordinate: int, axis: Axis, what: str) -> int:
-    """``coordinate``, if the axis has it; else ValueError."""
-    if not 0 <= coordinate < axis.size:
-        raise ValueError(
-            f"{what}={coordinate} is no coordinate of axis {axis.name}, which has {axis.size} "
-            f"ranks: give one of 0..{axis.size - 1}"
-        )
-    return coordinate
 
 
 def checked_dim(x: Tensor, dim: int, op: str, axis: Axis) -> int:

@@ -17,7 +17,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from course_lib.comm.collectives import checked_coordinate
 from course_lib.comm.transfer import Call, Handle, issue
 from course_lib.mesh import Axis
 
@@ -157,3 +156,13 @@ def _other(coordinate: int, axis: Axis, what: str) -> int:
             "another rank"
         )
     return axis.ranks[coordinate]
+
+
+def checked_coordinate(coordinate: int, axis: Axis, what: str) -> int:
+    """``coordinate``, if the axis has it; else ValueError."""
+    if not 0 <= coordinate < axis.size:
+        raise ValueError(
+            f"{what}={coordinate} is no coordinate of axis {axis.name}, which has {axis.size} "
+            f"ranks: give one of 0..{axis.size - 1}"
+        )
+    return coordinate
