@@ -50,7 +50,6 @@ from course_lib.comm.held import (
     sum_gradients,
 )
 from course_lib.comm.instruments.priorities import Priorities
-from course_lib.comm.instruments.watch import DeadlockError
 from course_lib.comm.operators import (
     Region,
     all_to_all,
@@ -78,7 +77,6 @@ from course_lib.comm.transfer import Handle
 __getattr__ = aliases("course_lib.comm")
 
 __all__ = [
-    "DeadlockError",
     "Exchange",
     "Handle",
     "Held",

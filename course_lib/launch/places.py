@@ -13,11 +13,12 @@ from pathlib import Path
 from course_lib.launch.task import Frame
 
 COLLECTIVES = frozenset(
-    """all_reduce all_gather all_gather_into_tensor all_gather_object all_gather_single all_to_all
-    all_to_all_single all_to_all_v barrier broadcast broadcast_object_list gather gather_object
-    reduce reduce_scatter reduce_scatter_tensor reduce_scatter_single scatter scatter_object_list send
-    recv isend irecv exchange batch_isend_irecv monitored_barrier new_group init_process_group
-    init_device_mesh make_mesh send_object_list recv_object_list ring""".split()
+    """all_reduce all_gather all_gather_into_tensor all_gather_object all_gather_single
+    all_to_all all_to_all_single all_to_all_v barrier broadcast broadcast_object_list gather
+    gather_object reduce reduce_scatter reduce_scatter_tensor reduce_scatter_single scatter
+    scatter_object_list send recv isend irecv exchange batch_isend_irecv monitored_barrier
+    new_group init_process_group init_device_mesh make_mesh send_object_list recv_object_list
+    ring""".split()
 )
 PACKAGE = Path(__file__).resolve().parents[1]
 SITE = [Path(sysconfig.get_paths()[kind]).resolve() for kind in ("purelib", "platlib", "stdlib")]
