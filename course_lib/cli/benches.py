@@ -17,6 +17,7 @@ Rounds = Annotated[int, typer.Option(min=1, max=10_000, help="How often each cas
 # Each is a module of course_lib.bench with measure(rounds, say=...) -> dict and text(dict) -> str.
 BENCHES = {
     "launch": "How long it takes to start ranks: cold, warm and fresh, kept.",
+    "comm": "One call of comm beside bare torch.distributed, at 1 kB and 1 MB.",
     "dp": "A step of data parallelism beside torch's DDP.",
     "zero": "ZeRO beside torch's ZeroRedundancyOptimizer and FSDP2: time, bytes and peak memory.",
     "tp": "Tensor and sequence parallelism beside torch's DTensor: time, bytes; rings on a link.",

@@ -51,7 +51,6 @@ from course_lib.comm.held import (
     sum_gradients,
 )
 from course_lib.comm.instruments.priorities import Priorities
-from course_lib.comm.instruments.watch import DeadlockError
 from course_lib.comm.operators import (
     Region,
     all_to_all,
@@ -87,7 +86,6 @@ if not TYPE_CHECKING:  # mypy would take every name for an alias
     __getattr__ = aliases("course_lib.comm")
 
 __all__ = [
-    "DeadlockError",
     "Exchange",
     "Handle",
     "Held",

@@ -68,9 +68,9 @@ def _recv(like: Tensor, axis: Axis, source: int, control: bool = False) -> Call:
 
 
 class Exchange:
-    """Messages in flight, posted as one batch. :meth:`wait` gives what was received, in order.
+    """Messages in flight, posted together. :meth:`wait` gives what was received, in order.
 
-    ``sends`` and ``receives`` have the handle of each, for who would wait for one alone.
+    ``sends`` and ``receives`` are their handles, to wait for one of them alone.
     """
 
     def __init__(self, sends: list[Handle], receives: list[Handle]) -> None:
@@ -103,13 +103,11 @@ def start_exchange(
 
 def _start_as_batch(axis: Axis, calls: list[Call]) -> None:
     """Post all messages at once; each call then finds its work."""
-    operations = [
-        dist.P2POp(
-            dist.isend if call.op == "send" else dist.irecv, call.tensor, group=axis.group,
-            peer=None if call.peer is None else axis.ranks[call.peer],
-        )
-        for call in calls
-    ]  # fmt: skip
+    operations = []
+    for call in calls:
+        assert call.peer is not None, "only send and recv have a peer"
+        move = dist.isend if call.op == "send" else dist.irecv
+        operations.append(dist.P2POp(move, call.tensor, axis.ranks[call.peer], axis.group))
     works = dist.batch_isend_irecv(operations)
     if len(works) != len(operations):  # nccl gives one work for the whole batch
         works = works * len(operations)

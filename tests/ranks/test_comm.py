@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 from torch.distributed.tensor.debug import CommDebugMode
 
 from course_lib import comm
+from course_lib.bench import comm as bench
 from course_lib.comm import instruments
 from course_lib.ledger import unmatched_sends
 from course_lib.mesh import Link, Links, make_mesh
@@ -647,3 +648,30 @@ def test_a_flat_gather_fills_what_the_caller_has(worlds, n):
         assert torch.equal(second, want + 10)
         assert sent == 2 * (n - 1) * 4
         assert label == "again"
+
+
+# --- beside bare torch.distributed -------------------------------------------------------------
+
+
+def contestants_agree():
+    axis = make_mesh().dp
+    x = torch.arange(6.0) + axis.rank
+    return [torch.equal(ours(x, axis), bare(x, axis)) for ours, bare in bench.PAIRS.values()]
+
+
+def test_the_bench_compares_calls_that_give_the_same(worlds):
+    assert worlds(2).run(contestants_agree) == [[True] * 3] * 2
+
+
+def test_the_table_of_the_bench():
+    row = {
+        "op": "all_reduce",
+        "bytes": 1000,
+        "microseconds": {"ours": 181.0, "bare": 160.5, "bare again": 160.0},
+        "ratio": 1.128,
+        "noise": 1.0,
+    }
+    head, columns, line = bench.text({"ranks": 2, "rounds": 20, "calls": [row]}).splitlines()
+    assert head.endswith("2 ranks, median of 20 rounds")
+    assert columns.split() == "bytes ours, us bare, us ours/bare noise aim".split()
+    assert line.split() == ["all_reduce", "1,000", "181.0", "160.5", "1.13", "1.00", "1.25"]

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import time
+from unittest import mock
 
 import pytest
 import torch
+import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -206,6 +208,31 @@ def test_the_next_block_travels_while_the_caller_holds_the_present_one(worlds):
 
     for seen in worlds(3).run(hold, links=FREE):
         assert seen == [True, True, False]
+
+
+def test_on_other_backends_than_gloo_an_exchange_is_one_batch(worlds):
+    def swapped():
+        axis, batches = make_mesh().dp, []
+        real = dist.batch_isend_irecv
+
+        def noted(operations):
+            batches.append([(operation.op.__name__, operation.peer) for operation in operations])
+            return real(operations)
+
+        with (
+            mock.patch.object(dist, "get_backend", return_value="nccl"),
+            mock.patch.object(dist, "batch_isend_irecv", noted),
+        ):
+            got = comm.exchange(message(axis.rank, 0), axis, axis.next, axis.previous)
+            empty = comm.start_exchange(axis, [], []).wait()
+        return got.tolist(), empty, batches
+
+    results = worlds(3).run(swapped)
+    for rank, (got, empty, batches) in enumerate(results):
+        before, after = (rank - 1) % 3, (rank + 1) % 3
+        assert (got, empty) == ([before, 0, 0], [])
+        assert batches == [[("isend", after), ("irecv", before)]]
+    assert nothing_lost(results)
 
 
 @pytest.mark.parametrize(

@@ -25,7 +25,7 @@ from course_lib.model import ModelConfig, build_model
 from course_lib.schedule import named
 
 ROOT = Path(course_lib.__file__).parent
-LEFT_OUT = ("model/", "ledger.py", "trace/", "mesh/", "comm/instruments/", "comm/links.py")
+LEFT_OUT = ("model/", "ledger.py", "trace/", "mesh/", "comm/instruments/")
 CONFIG = ModelConfig(layers=4, hidden=16, heads=4, kv_heads=4, ffn=32, vocab=259, max_seq_len=16)
 
 
