@@ -194,8 +194,8 @@ show_source(zero.Zero2._ready, zero.Zero2._send_next, zero.Zero2.accumulate)
 #
 # | event | noticed by | what happens |
 # |---|---|---|
-# | forward of a block begins | forward pre-hook | it is there; the gather of the *next* block starts (prefetch) |
-# | forward ends | forward hook | it is freed, if it is *resharded after forward* |
+# | forward of a block begins | forward pre-hook | its weights are there; the gather of the *next* block starts (prefetch) |
+# | forward ends | forward hook | freed, if `reshard_after_forward` says so (as in FSDP2) |
 # | backward begins | hook on the outputs | gathered again; the gather of the block *before* starts |
 # | backward ends | its inputs' gradient | freed; its reduce-scatter starts |
 
@@ -203,8 +203,9 @@ show_source(zero.Zero2._ready, zero.Zero2._send_next, zero.Zero2.accumulate)
 show_source(zero.Zero3._before_forward, zero.Zero3._before_backward, zero.Zero3._after_backward)
 
 # %% [markdown]
-# `reshard_after_forward`, as in FSDP2, says which blocks are freed between forward and backward: by default all but the root
-# (embedding, last norm, head) and the last block, which backward uses first. A block that stays gathered saves one gather of two.
+# `reshard_after_forward`, as in FSDP2, says which blocks are freed between forward and backward. By default these are
+# all but the root (embedding, last norm, head) and the last block, which backward needs again at once. A block that
+# stays gathered saves one of two gathers.
 #
 # ## Measure: the same losses, other bytes
 # Four steps in each of the four ways. Losses and weights must be equal; bytes sent and state kept must be those of the
@@ -321,7 +322,7 @@ print(f"\nyour predictions: stage 1 {predicted_stage_1}, stage 3 {predicted_stag
 
 # %% [markdown]
 # Equal losses. State is some bytes above the formula: AdamW keeps one counter of 4 bytes for each tensor or flat, and stage 3
-# one element for each flat that is freed. Stage 3 sends less than 1.5 times DP's bytes here, because root and last block stay gathered.
+# one element for each flat that is freed. Stage 3 sends less than 1.5 times DP's bytes here, because root and last block are kept.
 #
 # Stage 1 and stage 2 keep the same state *between* steps. What stage 2 saves is seen only during one:
 
@@ -1085,7 +1086,7 @@ check("04-5", sharded_pass)
 # **3.** Where does the 1.5 of stage 3 come from, and when is it less, or more?
 #
 # <details><summary>Answer</summary>
-# Three halves of an all-reduce instead of two: gather, gather, reduce-scatter. Less with blocks that stay gathered; more with M
+# Three halves of an all-reduce instead of two: gather, gather, reduce-scatter. Less with kept blocks; more with M
 # micro-batches, M times as much; and with gradients in float32 but weights in bfloat16 two of the three carry half the bytes.
 # </details>
 #

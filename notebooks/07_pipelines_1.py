@@ -296,9 +296,9 @@ from course_lib.view import code_lines, show_source
 show_source(Engine._do, Engine._forward, Engine._backward)
 
 # %% [markdown]
-# You know the lines: `detach().requires_grad_()` makes the leaf, `backward(output, gradient)` continues from a received
-# gradient, `x.grad` travels back. (`get_gradient_edge` keeps the graph of an output without the output; I, W, `deferred` and
-# `_deferring` are lesson 08's: skip them.) `self.saved` stores what is in flight.
+# You know the lines: `detach().requires_grad_()` makes the leaf, `backward(output, gradient)` continues from a
+# received gradient, `x.grad` is sent back. (`get_gradient_edge` keeps the graph of an output without the output; I,
+# W, `deferred` and `_deferring` are lesson 08's: skip them.) `self.saved` holds the activations in flight.
 #
 # Each micro-batch's loss must be its *share* of the step's loss: the sum over its tokens, divided by the tokens of the
 # whole batch. Then gradients simply add up.

@@ -16,8 +16,8 @@
 # # 08 Pipelines II: interleaved, zero bubble, DualPipe-V
 #
 # *60 minutes to read and run, 65 to build.* Lesson 07 ended with a bubble that only more micro-batches could shrink. Here
-# the micro-batches stay, and the bubble shrinks all the same: by thinner stages, by a split backward, by a V-shaped
-# placement of the stages. You draw each schedule, run it on real ranks, and put its price beside it. You need lesson 07.
+# the micro-batches stay, and the bubble shrinks all the same: by thinner stages, by a backward in two halves, by a pipeline
+# that turns round. You draw each schedule, run it on real ranks, and put its price beside it. You need lesson 07.
 #
 # Vote first: write `"true"`, `"false"` or `"only if ..."`. The claims are settled at the end.
 #
@@ -138,7 +138,8 @@ print(f"your predictions: step {predicted_interleaved}, messages {predicted_hops
 # attention's scores have no weights. For a 1.5B model Qi et al. measured 18.5, 18.1 and 9.3 ms for F, I and W. Here the three are
 # paced alike, unless said. (Papers differ in words: Zero Bubble calls our I "B"; for DeepSeek B is the whole backward.)
 #
-# Live, on two ranks: rank 1 does I, sends, and then does W. `pp.DeferredWeightGradients` is wrapped round forward and I; its `run` is W.
+# Live, on two ranks: rank 1 does I, sends, and then does W. `pp.DeferredWeightGradients` wraps forward and I; its
+# `run` is W.
 
 # %%
 from contextlib import nullcontext
@@ -365,7 +366,8 @@ trade_plot(
 # because this picture counts total time. Interleaved pays in memory what the V does not.
 #
 # ## Build it
-# The engine of lesson 07 needs few lines more. A forward whose row has an I runs inside `DeferredWeightGradients`; W empties it.
+# The engine of lesson 07 needs a few more lines. A forward with an I in its row runs inside
+# `DeferredWeightGradients`; W empties it.
 
 # %%
 from course_lib.pp.engine import Engine
@@ -576,10 +578,10 @@ for name in KINDS:
 
 # %% [markdown]
 # ## Break it and diagnose
-# Five runs of ZB-H1, 20 ms to an action. One is healthy. In the others one rank **loses a W** of one micro-batch, does one **W twice**,
-# does **whole B** (it keeps I until its W is done), or **delays all W** to the end. Name cause and rank:
-# `("lost W", 2)`, `("healthy", None)`. "Gradient" is g·s / s·s for a rank's gradient g and the serial one s, "first" is when a rank
-# begins its first backward. Another SEED, other patients.
+# Five runs of ZB-H1, 20 ms per action. One is correct. In the others one rank **loses a W** of one micro-batch, does
+# one **W twice**, does **whole B** (it sends I only after its W is done), or **delays all W** to the end.
+# Name cause and rank: `("lost W", 2)`, `("healthy", None)`. "Gradient" is g·s / s·s for a rank's gradient g and the
+# gradient s of one process, "first" is when a rank begins its first backward. Another SEED draws other runs.
 
 # %%
 SEED = 1

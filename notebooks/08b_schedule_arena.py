@@ -71,7 +71,7 @@ print(
 )
 
 # %% [markdown]
-# Legal cell by cell, and still no rank can continue. The chain of who waits for whom closes:
+# Legal cell by cell, and still nobody can go on. The chain of who waits for whom closes:
 
 # %%
 print(

@@ -454,9 +454,8 @@ show_source(cp.ulysses_attention)
 
 # %% [markdown]
 # ## Both: Ulysses x ring
-# Where there are more ranks than heads, USP (two-dimensional context parallelism) combines the two. Groups of neighbors split the
-# heads, because an all-to-all needs the fast links. A ring across the groups then sends K and V of these heads. The layout is the
-# ring's, split once more.
+# More ranks than heads? A grid: a run of neighbours shares out heads (all-to-all wants the fast links), and a ring of such runs
+# passes K and V of these heads on. The layout is the ring's, cut once more.
 
 # %%
 usp = cp.nested(cp.ZIGZAG, 2)
