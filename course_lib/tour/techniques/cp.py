@@ -21,14 +21,14 @@ from course_lib.tour.technique import (
 )
 from course_lib.trace.memory import SavedActivations, state_bytes
 
-RANKS, HEADS = 4, 2  # of the grid: runs of two neighbours that share out heads
+RANKS, HEADS = 4, 2  # USP: two neighboring ranks split the heads
 MakeAttention = Callable[[Axis], cp.ParallelAttention]
 
 
 def train_context_parallel(
     job: Job, make_attention: MakeAttention, layout: cp.SequenceLayout
 ) -> Report:
-    """Each rank holds a quarter of every sequence; gradients are summed as in data parallelism."""
+    """Train with a quarter of every sequence per rank; sum gradients as in data parallelism."""
     mesh, model = make_mesh(cp=RANKS), job.model()
     optimizer = adam(model.parameters())
     cp.parallelize(model, make_attention(mesh.cp), mesh.cp, layout)
@@ -49,26 +49,29 @@ def train_context_parallel(
     return Report(losses, state_bytes(model, optimizer), saved.peak)
 
 
-def grid(axis: Axis) -> cp.ParallelAttention:
-    """Ulysses in runs of neighbours, and a ring through the runs."""
+def usp(axis: Axis) -> cp.ParallelAttention:
+    """Return USP attention: Ulysses between neighboring ranks, and a ring between the pairs."""
     heads_axis, ring_axis = cp.split_axis(axis, HEADS)
     return partial(cp.ulysses_ring_attention, heads_axis=heads_axis, ring_axis=ring_axis)
 
 
-def sent_by_grid(job: Job) -> dict[str, Fraction]:
-    """Over each axis of the grid, all ranks together."""
+def sent_by_usp(job: Job) -> dict[str, Fraction]:
+    """Return the bytes that all ranks together send on each axis of USP."""
     sizes = job.config, job.sequences, job.seq_len, HEADS, RANKS // HEADS
     heads, ring = cp.ulysses_ring_wire_bytes(*sizes)
     return {"cp_heads": RANKS * heads, "cp_ring": RANKS * ring}
 
 
 def sent_by(wire_bytes: Callable[..., Fraction]) -> Callable[[Job], dict[str, Fraction]]:
-    """The same of an attention on the whole axis."""
+    """Return a function for the bytes that all ranks together send on the axis cp."""
     return lambda job: {"cp": RANKS * wire_bytes(job.config, job.sequences, job.seq_len, RANKS)}
 
 
 def kept(job: Job, saved_bytes: int, *, swapped: bool = False) -> int:
-    """Of one rank whose attention keeps ``saved_bytes`` a layer: else, as of shorter sequences."""
+    """Return the saved bytes of one rank whose attention saves ``saved_bytes`` per layer.
+
+    Outside attention, they are the bytes of one process with shorter sequences.
+    """
     config, n = job.config, RANKS
     block = cp.kept_per_block(config, job.sequences, job.seq_len, n, saved_bytes, swapped=swapped)
     ends = kept_at_ends(config, job.sequences, job.seq_len // n)
@@ -86,7 +89,7 @@ def context_parallel(
     *,
     swapped: bool = False,
 ) -> Technique:
-    """A row of lesson 09, on four ranks; all of them together send ``sent`` and gradients."""
+    """Return a row of lesson 09 on four ranks, which together send ``sent`` and the gradients."""
 
     def formula(job: Job) -> dict[str, Fraction]:
         gradients = RANKS * dp.wire_bytes(job.parameter_bytes, RANKS)
@@ -110,8 +113,8 @@ def context_parallel(
 CONTEXT_PARALLEL = [
     context_parallel(
         "cp-ring",
-        "Every rank holds an early and a late piece of every sequence; keys and values travel "
-        "round a ring past everyone's queries.",
+        "Each rank has an early and a late chunk of every sequence. The keys and values are sent "
+        "around a ring, so that each rank sees all of them.",
         lambda axis: cp.ring_attention,
         cp.ZIGZAG,
         sent_by(cp.ring_wire_bytes),
@@ -119,7 +122,8 @@ CONTEXT_PARALLEL = [
     ),
     context_parallel(
         "cp-gather",
-        "The same pieces, but every rank gathers all keys and values at once, and keeps them.",
+        "The same chunks, but each rank gathers all keys and values at once and saves them for "
+        "backward.",
         lambda axis: cp.gather_attention,
         cp.ZIGZAG,
         sent_by(cp.gather_wire_bytes),
@@ -127,8 +131,8 @@ CONTEXT_PARALLEL = [
     ),
     context_parallel(
         "cp-ulysses",
-        "Around attention, all-to-all from a quarter of the positions to a quarter of the heads, "
-        "and back.",
+        "An all-to-all before attention changes a quarter of the positions into a quarter of the "
+        "heads; another after attention changes it back.",
         lambda axis: cp.ulysses_attention,
         cp.CONTIGUOUS,
         sent_by(cp.ulysses_wire_bytes),
@@ -137,11 +141,11 @@ CONTEXT_PARALLEL = [
     ),
     context_parallel(
         "cp-ulysses-ring",
-        "Two neighbours exchange halves of the heads, and the keys and values of their half travel "
-        "between the two pairs.",
-        grid,
+        "Each pair of neighboring ranks splits the heads by all-to-all. The keys and values of "
+        "each half are sent between the two pairs.",
+        usp,
         cp.nested(cp.ZIGZAG, HEADS),
-        sent_by_grid,
+        sent_by_usp,
         lambda config, sequences, seq_len, n: cp.ulysses_ring_saved_bytes(
             config, sequences, seq_len, HEADS, n // HEADS
         ),
