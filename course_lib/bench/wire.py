@@ -1,8 +1,8 @@
-"""`course bench wire`: bytes that really moved over loopback, beside the ledger's formula.
+"""`course bench wire`: compare the bytes sent over loopback with the ledger's formula.
 
-The ledger counts by formula what the cheapest known algorithm sends. Here the kernel counts: the
-``lo`` line of /proc/net/dev before and after, in a private network namespace where that is
-allowed, so that nobody else's traffic is in it. Linux only.
+The ledger has a formula for the bytes of the cheapest known algorithm. Here the kernel counts: the
+``lo`` line of /proc/net/dev is read before and after. This is done in a private network namespace
+if that is allowed, so that no traffic of other programs is counted. Linux only.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from course_lib.ledger import wire
 from course_lib.mesh import Axis, make_mesh
 
 RANKS = 4
-PAYLOAD = 2**20  # bytes a rank hands to each call
+PAYLOAD = 2**20  # input bytes per rank and call
 _COUNTER = Path("/proc/net/dev")
 _NATIVE = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 _SET_FLAGS, _GET_FLAGS, _UP = 0x8914, 0x8913, 1  # of linux/sockios.h and linux/if.h
@@ -35,7 +35,7 @@ _CHILD = "from course_lib.bench import wire; wire._in_namespace()"
 
 
 def _natively(x: Tensor, axis: Axis) -> None:
-    """What torch.distributed does on gloo when it is asked for a reduce-scatter."""
+    """Call torch.distributed's own reduce-scatter on gloo."""
     _NATIVE(x.new_empty(x.numel() // axis.size), x, group=axis.group)
 
 
@@ -47,7 +47,7 @@ def _one_message(x: Tensor, axis: Axis) -> None:
 
 
 Operation = Callable[[Tensor, Axis], object]
-# Name -> what is done, the formula that it is held to, and on how many ranks that is sent.
+# Name -> the operation, the operation of the formula, and the number of ranks that send.
 _OPERATIONS: dict[str, tuple[Operation, str, int]] = {
     "all_reduce": (comm.all_reduce, "all_reduce", RANKS),
     "all_reduce, a ring of messages": (comm.ring_all_reduce, "all_reduce", RANKS),
@@ -62,15 +62,16 @@ _OPERATIONS: dict[str, tuple[Operation, str, int]] = {
 
 
 def measure(rounds: int = 20, payload: int = PAYLOAD) -> dict:
-    """Bytes moved a call, on 4 ranks together: counted by the kernel, and by formula.
+    """Return the bytes per call, of 4 ranks together: counted by the kernel, and by formula.
 
-    ``payload`` is in bytes, a multiple of 16. Raises RuntimeError where there is no such counter.
+    ``payload`` is in bytes, a multiple of 16. Raises RuntimeError without the kernel's counter.
     """
     if not _COUNTER.exists():
-        raise RuntimeError(f"the kernel's byte counter {_COUNTER} is a thing of Linux: not here")
+        raise RuntimeError(f"expected the kernel's byte counter {_COUNTER}, which only Linux has")
     if payload < 16 or payload % 16 or rounds < 1:
         raise ValueError(
-            f"payload={payload} bytes, rounds={rounds}: a multiple of 16 and at least 1 are wanted"
+            "expected a payload that is a multiple of 16 bytes and at least 1 round, got "
+            f"payload={payload}, rounds={rounds}"
         )
     private = _measure_privately(rounds, payload)
     moved = private or _measure_here(rounds, payload)
@@ -89,42 +90,45 @@ def measure(rounds: int = 20, payload: int = PAYLOAD) -> dict:
 
 
 def text(result: dict) -> str:
-    """The result as a table, with what to read in it."""
+    """Return the result as a table, with an explanation."""
     lines = [
-        f"Bytes over loopback a call: {result['ranks']} ranks together, "
-        f"{result['payload']:,} bytes handed over by each, {result['rounds']} calls",
+        f"Bytes over loopback per call: {result['ranks']} ranks together, input of "
+        f"{result['payload']:,} bytes per rank, {result['rounds']} calls",
         f"{'':<32}{'formula':>12}{'moved':>14}{'moved / formula':>17}",
     ]
     for row in result["rows"]:
         numbers = f"{row['formula']:>12,.0f}{row['moved']:>14,.0f}{row['ratio']:>17.3f}"
         lines.append(f"{row['name']:<32}{numbers}")
     lines.append(
-        "gloo's own reduce-scatter is an all-reduce inside, twice the bytes; ours is an "
+        "gloo's own reduce-scatter runs an all-reduce and sends twice the bytes; ours is an "
         "all-to-all and a local sum. The rest is headers and acknowledgements."
     )
     if result["private_namespace"]:
-        lines.append("Counted in a private network namespace: nobody else's bytes are in it.")
+        lines.append("Counted in a private network namespace, without traffic of other programs.")
     else:
         lines.append(
-            "Counted machine-wide, since a private network namespace is not allowed here: other "
-            "programs' loopback traffic is in it."
+            "Counted for the whole machine, with the loopback traffic of other programs, because a "
+            "private network namespace is not allowed here."
         )
     return "\n".join(lines)
 
 
 def private_namespace() -> list[str] | None:
-    """The command that starts a program in a network of its own; None where not allowed."""
+    """Return the command for a private network namespace; None if it is not allowed."""
     unshare = shutil.which("unshare")
     if unshare is None:
         return None
-    for command in ([unshare, "-n"], [unshare, "-r", "-n"]):  # as root, or as root of its own
+    for command in (
+        [unshare, "-n"],
+        [unshare, "-r", "-n"],
+    ):  # as root, or as root of a new user namespace
         if subprocess.run([*command, "true"], capture_output=True).returncode == 0:
             return command
     return None
 
 
 def _measure_privately(rounds: int, payload: int) -> dict[str, float] | None:
-    """:func:`_measure_here` in a child with a network of its own; None where not allowed."""
+    """Run :func:`_measure_here` in a child with a private network; None if not allowed."""
     command = private_namespace()
     if command is None:
         return None
@@ -140,13 +144,13 @@ def _measure_privately(rounds: int, payload: int) -> dict[str, float] | None:
 
 
 def _in_namespace() -> None:
-    """The child: bring its loopback up, measure, print the result as JSON."""
+    """In the child: bring the loopback up, measure, and print the result as JSON."""
     _bring_loopback_up()
     print(json.dumps(_measure_here(int(sys.argv[1]), int(sys.argv[2]))))
 
 
 def _bring_loopback_up() -> None:
-    """What ``ip link set lo up`` does, without needing it."""
+    """Do the same as ``ip link set lo up``, without that program."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as any_socket:
         request = struct.pack("16sH14x", b"lo", 0)
         answer = fcntl.ioctl(any_socket, _GET_FLAGS, request)
@@ -160,7 +164,7 @@ def _measure_here(rounds: int, payload: int) -> dict[str, float]:
 
 
 def _count(rounds: int, payload: int) -> dict[str, float]:
-    """Bytes a call of every operation, on one rank as on all."""
+    """Return the bytes per call of every operation; all ranks return the same."""
     axis = make_mesh().dp
     x = torch.zeros(payload // 4)
     moved = {}
@@ -174,15 +178,15 @@ def _count(rounds: int, payload: int) -> dict[str, float]:
 
 
 def _settled_counter() -> int:
-    """Bytes sent over loopback so far, read while all ranks stand still."""
+    """Return the bytes sent over loopback so far, read while no rank sends."""
     dist.barrier()
     read = torch.tensor([_loopback_bytes()])
-    dist.broadcast(read, 0)  # nobody goes on before rank 0 has read
+    dist.broadcast(read, 0)  # all ranks wait until rank 0 has read
     return int(read)
 
 
 def _loopback_bytes() -> int:
-    """The transmitted bytes of ``lo``: column 9 of its line."""
+    """Return the transmitted bytes of ``lo``: column 9 of its line."""
     for line in _COUNTER.read_text().splitlines():
         name, _, numbers = line.partition(":")
         if name.strip() == "lo":
