@@ -1,4 +1,4 @@
-"""Measured spans on one clock, and the two memory meters."""
+"""Measured spans on one clock, and memory meters."""
 
 from course_lib.trace.memory import (
     AllocatorPeak,
