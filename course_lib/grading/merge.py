@@ -1,4 +1,4 @@
-"""A learner's answers in a copy of the pristine notebook: what the official run executes.
+"""Put a learner's answers into a copy of the pristine notebook, for the official run.
 
 Only answer cells are taken, by their metadata and in the order of the document, because
 JupyterLab gives new ids to a cell that was copied or split. All other cells (given cells, checks
