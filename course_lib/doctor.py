@@ -1,7 +1,7 @@
-"""``course doctor``: is this machine ready, and if not, what to do or where else to go.
+"""``course doctor``: check whether this machine is ready, and name a fix or an alternative.
 
 Only the standard library is imported at the top, so that ``python3 -m course_lib.doctor`` also
-answers on a machine where nothing could be installed.
+runs on a machine where no package could be installed.
 """
 
 from __future__ import annotations
@@ -22,20 +22,20 @@ from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
 PYTHON = (3, 11)
-TORCH = (2, 11)  # from
+TORCH = (2, 11)  # the oldest version that the course supports
 INSTALL = "make setup (without make: python3 -m pip install -e . in a virtual environment)"
 ROUTES = {
     "local": "this machine is ready: make lab",
     "colab": "you are on Colab: docs/colab.md says what works there",
     "wsl2": "install WSL2 and clone the course inside it: ranks need Linux or macOS",
-    "devcontainer": "open the course in its devcontainer (.devcontainer/): Docker is here",
+    "devcontainer": "open the course in its devcontainer (.devcontainer/): Docker is installed",
     "colab-instead": "follow docs/colab.md, which needs a browser only",
 }
 
 
 @dataclass(frozen=True)
 class Check:
-    """One line: ``status`` is ok, warn (slower, or a part is missing) or fail."""
+    """One line of the report: ``status`` is ok, warn (slower, or incomplete) or fail."""
 
     name: str
     status: str
@@ -45,13 +45,13 @@ class Check:
 
 @dataclass(frozen=True)
 class Report:
-    """All checks and the route to take."""
+    """All checks, and where to take the course."""
 
     checks: list[Check]
 
     @property
     def ok(self) -> bool:
-        """Whether the course runs here: nothing failed."""
+        """Whether the course runs here: no check failed."""
         return all(check.status != "fail" for check in self.checks)
 
     @property
@@ -67,13 +67,13 @@ class Report:
     def advice(self) -> str:
         """``take`` in words."""
         if self.take == "colab" and not _on_colab():
-            return "mend what failed above, or " + ROUTES["colab-instead"]
+            return "fix the failed checks above, or " + ROUTES["colab-instead"]
         if self.take == "devcontainer":
-            return "mend what failed above, or " + ROUTES["devcontainer"]
+            return "fix the failed checks above, or " + ROUTES["devcontainer"]
         return ROUTES[self.take]
 
     def as_dict(self) -> dict[str, Any]:
-        """What ``--json`` prints."""
+        """Return the report as ``--json`` prints it."""
         checks = [asdict(check) for check in self.checks]
         return {"checks": checks, "ok": self.ok, "take": self.take, "advice": self.advice}
 
@@ -83,15 +83,15 @@ def _on_colab() -> bool:
 
 
 def examine(say: Callable[[str], object] = lambda text: None) -> Report:
-    """Make every check. One that raises has failed, with the error as its value.
+    """Run every check. A check that raises has failed, with the error as its value.
 
-    ``say`` is called with the name of each check before it is made.
+    ``say`` is called with the name of each check before it runs.
     """
     return Report([_run(check, say) for check in CHECKS])
 
 
 def lines(report: Report) -> Iterator[tuple[str, str]]:
-    """The report as (status, rest of the line); what is no check has an empty status."""
+    """Yield the report as (status, rest of the line); other lines have an empty status."""
     for check in report.checks:
         yield check.status, f"  {check.name:<14} {check.value}"
         if check.fix:
@@ -101,16 +101,16 @@ def lines(report: Report) -> Iterator[tuple[str, str]]:
 
 def show(report: Report, console: Any) -> None:
     """Print the report on a rich ``console``."""
-    colours = {"ok": "green", "warn": "yellow", "fail": "bold red"}
+    colors = {"ok": "green", "warn": "yellow", "fail": "bold red"}
     for status, rest in lines(report):
-        head = f"[{colours[status]}]{status:<4}[/]" if status else ""
+        head = f"[{colors[status]}]{status:<4}[/]" if status else ""
         console.print(head + _escape(rest), soft_wrap=True)  # a fix must stay on one line
 
 
 def main(arguments: Sequence[str]) -> int:
-    """``python3 -m course_lib.doctor [--json]``: the verb where nothing is installed yet."""
+    """Run ``python3 -m course_lib.doctor [--json]``, for a machine without the packages."""
     if unknown := [argument for argument in arguments if argument != "--json"]:
-        print(f"{unknown[0]}: the doctor takes --json and nothing else.", file=sys.stderr)
+        print(f"expected no option except --json, got {unknown[0]}.", file=sys.stderr)
         return 2
     report = examine()
     if arguments:
@@ -121,7 +121,7 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def _escape(text: str) -> str:
-    """Square brackets are markup to rich."""
+    """Escape square brackets, which are markup in rich."""
     return text.replace("[", r"\[")
 
 
@@ -136,7 +136,7 @@ def _run(check: Callable[[], Check], say: Callable[[str], object]) -> Check:
 
 
 def check_python() -> Check:
-    """Python 3.11 or newer."""
+    """Check for Python 3.11 or newer."""
     version = platform.python_version()
     if sys.version_info < PYTHON:
         return Check("python", "fail", version, "install Python 3.11 or newer, then " + INSTALL)
@@ -144,7 +144,7 @@ def check_python() -> Check:
 
 
 def check_packages() -> Check:
-    """Everything that pyproject.toml asks for is installed."""
+    """Check that all requirements of pyproject.toml are installed."""
     wanted = [re.split(r"[^\w.-]", text)[0] for text in _requirements()]
     missing = [name for name in wanted if not _is_installed(name)]
     if missing:
@@ -153,7 +153,7 @@ def check_packages() -> Check:
 
 
 def _requirements() -> list[str]:
-    """What the installed course asks for, the development extras left out."""
+    """Return the requirements of the installed course, without the development extras."""
     required = metadata.requires("parallel-training-course") or []
     return [text for text in required if "extra ==" not in text]
 
@@ -166,19 +166,19 @@ def _is_installed(name: str) -> bool:
 
 
 def check_torch() -> Check:
-    """torch imports, and is new enough for the course."""
+    """Check that torch can be imported and is new enough."""
     import torch
 
     version = str(torch.__version__)
     numbers = tuple(int(part) for part in version.split("+")[0].split(".")[:2])
     if numbers < TORCH:
         wanted = f"use torch {TORCH[0]}.{TORCH[1]} or newer"
-        return Check("torch", "warn", f"{version}, older than the course wants", wanted)
+        return Check("torch", "warn", f"{version}, older than the course supports", wanted)
     return Check("torch", "ok", version)
 
 
 def check_kernelspec() -> Check:
-    """Jupyter's kernel ``python3`` is this very Python."""
+    """Check that Jupyter's kernel ``python3`` runs this Python."""
     from jupyter_client.kernelspec import KernelSpecManager, NoSuchKernel
 
     try:
@@ -186,16 +186,16 @@ def check_kernelspec() -> Check:
     except NoSuchKernel:
         return Check("kernelspec", "fail", "there is no kernel python3", FIXES["kernelspec"])
     if not _is_this_python(program):
-        value = f"kernel python3 starts {program}, not {sys.executable}"
+        value = f"kernel python3 starts {program}, expected {sys.executable}"
         return Check("kernelspec", "fail", value, FIXES["kernelspec"])
     return Check("kernelspec", "ok", "kernel python3 is this Python")
 
 
 def _is_this_python(program: str) -> bool:
-    """Compares folders: python, python3 and python3.11 of one environment are one Python.
+    """Compare folders: python, python3 and python3.11 of one environment are the same Python.
 
-    Links are not followed, since those of every environment lead to the same program. Jupyter
-    itself replaces a bare ``python`` by the Python that it runs on.
+    Links are not followed, because in every environment they lead to the same program. Jupyter
+    replaces a bare ``python`` by the Python that it runs on.
     """
     if os.sep not in program:
         return program.startswith("python")
@@ -203,12 +203,12 @@ def _is_this_python(program: str) -> bool:
 
 
 def check_ranks() -> Check:
-    """Two ranks start and agree on a sum: 1 + 2."""
+    """Check that two ranks start and compute the sum 1 + 2."""
     from course_lib.launch import run
 
     sums = list(run(_sum_of_ranks, n=2, timeout=60))
     if sums != [3.0, 3.0]:
-        return Check("ranks", "fail", f"all_reduce gave {sums} instead of [3.0, 3.0]", INSTALL)
+        return Check("ranks", "fail", f"expected all_reduce of [3.0, 3.0], got {sums}", INSTALL)
     return Check("ranks", "ok", "2 ranks, all_reduce correct")
 
 
@@ -223,7 +223,7 @@ def _sum_of_ranks() -> float:
 
 
 def check_cores() -> Check:
-    """Cores this process may use, and the threads that torch would take for one rank."""
+    """Check the cores of this process, and report torch's threads."""
     import torch
 
     affinity = getattr(os, "sched_getaffinity", None)
@@ -232,46 +232,46 @@ def check_cores() -> Check:
     value = f"{cores} {noun}, torch uses {torch.get_num_threads()} threads (1 in each rank)"
     if cores < 2:
         return Check(
-            "cores", "warn", value, "give it 2 cores: with 1 the lessons take twice as long"
+            "cores", "warn", value, "use 2 cores: with 1 core the lessons take twice as long"
         )
     return Check("cores", "ok", value)
 
 
 def check_memory() -> Check:
-    """4 ranks with torch take about 2 GB."""
+    """Check the free memory; 4 ranks with torch need about 2 GB."""
     import psutil
 
     free = psutil.virtual_memory().available / 1e9
     if free < 2.5:
-        return Check("memory", "warn", f"{free:.1f} GB free", "close programs: 4 ranks want 2.5 GB")
+        return Check("memory", "warn", f"{free:.1f} GB free", "close programs: 4 ranks need 2.5 GB")
     return Check("memory", "ok", f"{free:.1f} GB free")
 
 
 def check_shared_memory() -> Check:
-    """Room in /dev/shm; without it results pass through a temporary folder."""
+    """Check the space in /dev/shm; without it, results use a temporary folder."""
     folder = Path("/dev/shm")
     if not folder.is_dir():
-        return Check("shared memory", "ok", "no /dev/shm here: a temporary folder serves")
+        return Check("shared memory", "ok", "no /dev/shm here: a temporary folder is used")
     free = shutil.disk_usage(folder).free / 1e6
     if free < 128:
-        fix = "in Docker: --shm-size=1g; the course also works without, a little slower"
+        fix = "in Docker: --shm-size=1g; without it the course works a little slower"
         return Check("shared memory", "warn", f"{free:,.0f} MB free in /dev/shm", fix)
     return Check("shared memory", "ok", f"{free:,.0f} MB free in /dev/shm")
 
 
 def check_gpu() -> Check:
-    """CUDA and NCCL, neither of which is needed."""
+    """Report CUDA and NCCL; the course needs neither."""
     import torch
 
     if not torch.cuda.is_available():
-        return Check("gpu", "ok", "none, and none is needed")
+        return Check("gpu", "ok", "no GPU; the course does not need one")
     count, name = torch.cuda.device_count(), torch.cuda.get_device_name(0)
     value = f"{count} x {name}, nccl {'.'.join(map(str, torch.cuda.nccl.version()))}"
-    return Check("gpu", "ok", value + ("" if count > 1 else "; one card: ranks use gloo"))
+    return Check("gpu", "ok", value + ("" if count > 1 else "; one GPU: ranks use gloo"))
 
 
 def check_loopback() -> Check:
-    """A connection to this machine itself, over which the ranks talk."""
+    """Check the loopback connection, over which the ranks communicate."""
     with socket.create_server(("127.0.0.1", 0)) as server:
         address = server.getsockname()
         with socket.create_connection(address, timeout=5) as client:
@@ -279,12 +279,12 @@ def check_loopback() -> Check:
             with peer:
                 client.sendall(b"ping")
                 if peer.recv(4) != b"ping":
-                    return Check("loopback", "fail", "bytes got lost", FIXES["loopback"])
+                    return Check("loopback", "fail", "bytes were lost", FIXES["loopback"])
     return Check("loopback", "ok", "127.0.0.1 answers")
 
 
 def check_write_access() -> Check:
-    """out/ and work/ in the course, and the temporary folder."""
+    """Check write access to the course's folder and the temporary folder."""
     for folder in (ROOT, Path(tempfile.gettempdir())):
         try:
             with tempfile.TemporaryFile(dir=folder):
@@ -298,8 +298,8 @@ def check_write_access() -> Check:
 FIXES = {
     "kernelspec": f"{sys.executable} -m ipykernel install --sys-prefix --name python3",
     "loopback": "bring the loopback interface up (ip link set lo up), or allow it in the firewall",
-    "ranks": "read the error; course doctor --json shows the other checks in full",
-    "write access": "clone the course where you may write, or change the owner of this folder",
+    "ranks": "read the error; course doctor --json shows all checks in full",
+    "write access": "clone the course into a folder that you own, or change this folder's owner",
 }
 
 CHECKS: tuple[Callable[[], Check], ...] = (

@@ -1,8 +1,8 @@
-"""What a rank is, on paper: coordinates on the axes, and the groups that follow. No torch.
+"""The coordinates of ranks on the axes, and the resulting groups. Does not import torch.
 
-``order="tp-cp-dp-pp"`` names the axes from fastest to slowest: neighbouring ranks differ in the
-first-named axis. Expert parallelism is a sub-division of data (and context) parallelism, so
-``ep`` is no factor of the world size.
+``order="tp-cp-dp-pp"`` names the axes from fastest to slowest: neighboring ranks differ in the
+first axis. Expert parallelism subdivides data (and context) parallelism, so ``ep`` is not a factor
+of the world size.
 """
 
 from __future__ import annotations
@@ -14,12 +14,12 @@ from math import prod
 AXES = ("tp", "cp", "dp", "pp")
 DEFAULT_ORDER = "tp-cp-dp-pp"
 NODE_RANKS = 64  # ranks of one node that a drawing shows
-GROUP_ROWS = 3  # lines of groups that a drawing shows before it says how many more there are
+GROUP_ROWS = 3  # lines of groups that a drawing shows; the rest is a count
 
 
 @dataclass(frozen=True)
 class Layout:
-    """How ``world`` ranks are laid out. ``order`` is from fastest to slowest axis."""
+    """The layout of ``world`` ranks. ``order`` is from fastest to slowest axis."""
 
     order: tuple[str, ...]
     sizes: Mapping[str, int]
@@ -31,37 +31,37 @@ class Layout:
         return prod(self.sizes.values())
 
     def coordinates(self, rank: int) -> dict[str, int]:
-        """Coordinate of ``rank`` on each axis: its digits in a mixed-radix number."""
+        """Return the coordinate of ``rank`` on each axis: its digits in a mixed-radix number."""
         if not 0 <= rank < self.world:
-            raise ValueError(
-                f"rank {rank} is not one of the {self.world} ranks 0..{self.world - 1}"
-            )
+            raise ValueError(f"expected a rank from 0 to {self.world - 1}, got rank {rank}")
         coordinates = {}
         for axis in self.order:
             rank, coordinates[axis] = divmod(rank, self.sizes[axis])
         return coordinates
 
     def groups(self, *axes: str) -> list[list[int]]:
-        """Ranks that differ only on ``axes``: each group ascending, sorted by first rank."""
+        """Return the groups of ranks that differ only on ``axes``, sorted by first rank."""
         unknown = set(axes) - set(self.order)
         if unknown:
-            raise ValueError(f"unknown axis {sorted(unknown)}; this layout has {self.order}")
+            raise ValueError(
+                f"expected axes of {self.order}, got the unknown axis {sorted(unknown)}"
+            )
         others = set(self.order) - set(axes)
         steps = self._ranks_along(set(axes))
         return [[first + step for step in steps] for first in self._ranks_along(others)]
 
     def _ranks_along(self, axes: set[str]) -> list[int]:
-        """The ranks whose coordinates on all other axes are 0, ascending."""
+        """Return the ranks with coordinate 0 on all other axes, ascending."""
         ranks, stride = [0], 1
         for axis in self.order:
             size = self.sizes[axis]
-            if axis in axes:  # all ranks so far are below stride, so this keeps them ascending
+            if axis in axes:  # all ranks so far are below stride, so the list stays ascending
                 ranks = [step * stride + rank for step in range(size) for rank in ranks]
             stride *= size
         return ranks
 
     def expert_groups(self) -> tuple[list[list[int]], list[list[int]]]:
-        """The ep groups (blocks of dp·cp) and the groups that share the same experts (edp)."""
+        """Return the ep groups (blocks of dp·cp) and the groups with the same experts (edp)."""
         ep_groups, edp_groups = [], []
         for group in self.groups("dp", "cp"):
             blocks = [group[start : start + self.ep] for start in range(0, len(group), self.ep)]
@@ -80,15 +80,18 @@ def make_layout(
     pp: int = 1,
     ep: int = 1,
 ) -> Layout:
-    """Check the sizes and the order, and fill in ``dp`` (what is left of ``world``).
+    """Return a checked layout; ``dp`` defaults to ``world`` divided by the other sizes.
 
-    Raises ValueError that names the axis when sizes do not multiply to ``world``, when the order
-    names an axis twice or not at all (one of size 1 may be absent), or when ep does not fit.
+    Raises ValueError that names the axis if the product of the sizes is not ``world``, if the
+    order names an axis twice or not at all (an axis of size 1 may be absent), or if ep does not
+    divide dp x cp.
     """
     given = {"tp": tp, "cp": cp, "dp": 1 if dp is None else dp, "pp": pp, "ep": ep}
     for axis, size in given.items():
         if isinstance(size, bool) or not isinstance(size, int) or size < 1:
-            raise ValueError(f"axis {axis} has size {size!r}: a size is a whole number, 1 or more")
+            raise ValueError(
+                f"expected a whole number of 1 or more for {axis}, got {axis}={size!r}"
+            )
     others = tp * cp * pp
     if world is None:
         world = others * (dp or 1)
@@ -97,25 +100,25 @@ def make_layout(
     names = _complete_order(order, sizes)
     if dp * cp % ep:
         raise ValueError(
-            f"ep={ep} does not divide dp x cp = {dp * cp}: experts are spread over the ranks that "
-            "hold different data; choose a divisor"
+            f"expected ep to divide dp x cp = {dp * cp}, because ranks with different data share "
+            f"the experts, got ep={ep}; choose a divisor"
         )
     return Layout(order=names, sizes={axis: sizes[axis] for axis in names}, ep=ep)
 
 
 def _data_parallel_size(world: int, dp: int | None, others: int, product: str) -> int:
-    """``dp``, or what is left of the world when ``others`` ranks hold one replica."""
+    """Return ``dp``, by default the world divided by the ``others`` ranks of a replica."""
     if not isinstance(world, int) or world < 1:
-        raise ValueError(f"a world of {world!r} ranks: a whole number, 1 or more, is wanted")
+        raise ValueError(f"expected a world of 1 or more ranks, got {world!r}")
     if dp is None and world % others:
         raise ValueError(
-            f"{world} ranks cannot be divided by {product} = {others}; "
-            "choose sizes whose product divides the world"
+            f"expected {product} = {others} to divide the world of {world} ranks; choose sizes "
+            "with a product that divides it"
         )
     if dp is not None and others * dp != world:
         raise ValueError(
-            f"{product} x dp={dp} = {others * dp}, but the world has {world} ranks; "
-            "leave dp out to let it be what is left"
+            f"expected sizes with a product of {world} ranks, got {product} x dp={dp} = "
+            f"{others * dp}; leave dp out to compute it"
         )
     return world // others
 
@@ -125,8 +128,8 @@ def _complete_order(order: str, sizes: Mapping[str, int]) -> tuple[str, ...]:
     for name in names:
         if name not in AXES:
             raise ValueError(
-                f"order {order!r} names {name!r}; the axes are {', '.join(AXES)}, "
-                f"joined by '-', the fastest first, for example {DEFAULT_ORDER!r}"
+                f"expected an order of the axes {', '.join(AXES)}, joined by '-', the fastest "
+                f"first, such as {DEFAULT_ORDER!r}, got {order!r} with {name!r}"
             )
         if names.count(name) > 1:
             raise ValueError(f"order {order!r} names axis {name} more than once")
@@ -134,8 +137,8 @@ def _complete_order(order: str, sizes: Mapping[str, int]) -> tuple[str, ...]:
         if axis not in names:
             if sizes[axis] > 1:
                 raise ValueError(
-                    f"order {order!r} leaves out axis {axis}, which has size {sizes[axis]}; "
-                    f"only an axis of size 1 may be absent"
+                    f"expected axis {axis} of size {sizes[axis]} in the order, got {order!r}; only "
+                    "an axis of size 1 may be absent"
                 )
             names.append(axis)
     return tuple(names)
@@ -151,9 +154,9 @@ def rank_groups(
     pp: int = 1,
     ep: int = 1,
 ) -> dict[str, list[list[int]]]:
-    """The groups of every axis, without any process: ``{"tp": [[0, 1], ...], ...}``.
+    """Return the groups of every axis, without a process: ``{"tp": [[0, 1], ...], ...}``.
 
-    Keys: tp, cp, dp, pp; mp (tp x pp, Megatron's model-parallel group: one whole copy of the
+    Keys: tp, cp, dp, pp; mp (tp x pp, Megatron's model-parallel group: one complete copy of the
     model); dp_cp (ranks that average the same gradients); with ep > 1 also ep and edp.
     """
     layout = make_layout(world, order, tp=tp, cp=cp, dp=dp, pp=pp, ep=ep)
@@ -166,20 +169,20 @@ def rank_groups(
 
 
 def drawing(layout: Layout, per_node: int = 8, nodes: int = 8, width: int = 80) -> str:
-    """The layout as text: the ranks node by node with their coordinates, then the groups.
+    """Return the layout as text: the ranks node by node with their coordinates, then the groups.
 
-    ``per_node`` ranks share a node; of more than ``nodes`` nodes the rest is left out, and the
-    text says so. No line is longer than ``width`` characters (60 at least).
+    ``per_node`` ranks share a node. At most ``nodes`` nodes are drawn; the text has the number of
+    the others. No line is longer than ``width`` characters (60 at least).
     """
     least = {"per_node": 1, "nodes": 1, "width": 60}
     for name, value in {"per_node": per_node, "nodes": nodes, "width": width}.items():
         if value < least[name]:
-            raise ValueError(f"{name} is {value}: it must be {least[name]} or more")
+            raise ValueError(f"expected {name} to be {least[name]} or more, got {name}={value}")
     sizes = " x ".join(f"{axis}={size}" for axis, size in layout.sizes.items())
     all_nodes = -(-layout.world // per_node)
     lines = [
         f"{_count(layout.world, 'rank')}: {sizes}",
-        f"{_count(all_nodes, 'node')} of {per_node}, the axis that varies fastest named first",
+        f"{_count(all_nodes, 'node')} of {per_node} ranks, the axis that varies fastest first",
     ]
     for node in range(min(nodes, all_nodes)):
         ranks = range(node * per_node, min((node + 1) * per_node, layout.world))
@@ -197,7 +200,7 @@ def drawing(layout: Layout, per_node: int = 8, nodes: int = 8, width: int = 80) 
 
 
 def _node_lines(layout: Layout, ranks: range, width: int) -> list[str]:
-    """A line of ranks and a line for each axis larger than 1, cut into blocks of ``width``."""
+    """Return a line of ranks and a line per axis larger than 1, in blocks of ``width``."""
     cell = len(str(layout.world - 1)) + 2
     columns = (width - 8) // cell
     lines = []
@@ -215,7 +218,7 @@ def _node_lines(layout: Layout, ranks: range, width: int) -> list[str]:
 
 
 def _group_lines(name: str, groups: list[list[int]], per_node: int, width: int) -> list[str]:
-    """How many groups, how large, whether they stay inside a node, and the first of them."""
+    """Return the count, size and location of the groups of an axis, and the first groups."""
     count = _count(len(groups), "group")
     if len(groups[0]) == 1:
         return [f"{name:>4}  {count} of 1: no communication"]
@@ -237,7 +240,7 @@ def _group_lines(name: str, groups: list[list[int]], per_node: int, width: int) 
 
 
 def _group_text(group: list[int], room: int) -> str:
-    """``[0 4 8 12]``; a group too long for one line is cut in the middle."""
+    """Return ``[0 4 8 12]``; the middle of a group too long for one line is left out."""
     text = "[" + " ".join(map(str, group)) + "]"
     if len(text) <= room:
         return text

@@ -1,9 +1,10 @@
-"""`course bench cp`: our context-parallel attentions beside torch's private ring.
+"""`course bench cp`: compare our context-parallel attentions with torch's private ring.
 
-All contestants live in the same processes and do forward and backward of one layer's causal
-attention on their own shard of the same sequence, float32, with the same CPU kernel. ``torch ring
-again`` is a second one: its ratio to the first is the noise. torch balances with the same two
-chunks a rank; its K and V go by one all-gather, its gradients by all-to-all, all the way home.
+All contestants run in the same processes. They compute forward and backward of one layer's causal
+attention on their own shard of the same sequence, in float32 with the same CPU kernel. ``torch
+ring again`` is a second torch ring: its ratio to the first is the noise. Torch balances the load
+with the same two chunks per rank. It sends K and V by one all-gather, and their gradients by
+all-to-all to the ranks that own them.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ Make = Callable[[Mesh], Callable[[int], None]]
 
 
 def measure(rounds: int = 20, say: Say = quiet) -> dict:
-    """Median ratios to torch's ring and to the contiguous ring, and milliseconds, by ranks."""
+    """Return median ratios to torch's ring and to the contiguous ring, and ms, by world size."""
     return {
         "rounds": rounds,
         "shape": {
@@ -58,11 +59,11 @@ def _measure_world(n: int, rounds: int, say: Say) -> dict:
 
 
 def text(result: dict) -> str:
-    """The result as a table for each number of ranks."""
+    """Return the result as a table per world size."""
     shape = result["shape"]
     lines = [
-        f"Context parallelism beside torch's ring: attention of {shape['positions']} positions, "
-        f"{shape['heads']} heads, {shape['kv_heads']} of K and V, {result['rounds']} rounds"
+        f"Context parallelism and torch's ring: attention of {shape['positions']} positions, "
+        f"{shape['heads']} heads, {shape['kv_heads']} KV heads, {result['rounds']} rounds"
     ]
     for world in result["worlds"]:
         lines += ["", f"{world['ranks']} ranks{'':<11}{'ms':>10}{'to torch':>10}"]
@@ -71,16 +72,16 @@ def text(result: dict) -> str:
             shown = "1" if ratio is None else f"{ratio:.2f}"
             lines.append(f"{name:<18}{milliseconds:>10.1f}{shown:>10}")
         lines.append(
-            f"zig-zag takes {world['zigzag_to_contiguous']:.2f} of contiguous; its busiest rank "
-            f"has {world['busiest_rank_to_contiguous']:.2f} of the work"
+            f"zig-zag takes {world['zigzag_to_contiguous']:.2f} of the time of contiguous; its "
+            f"busiest rank has {world['busiest_rank_to_contiguous']:.2f} of the work"
         )
         if world["ratio_to_torch"]["ring zigzag"] > ALARM:
-            lines.append(f"ring zigzag takes more than {ALARM} times as long as torch's: wrong")
-    return "\n".join([*lines, "", f"'{PEER} again' against '{PEER}' is the noise."])
+            lines.append(f"ring zigzag takes more than {ALARM} times as long as torch's: check it")
+    return "\n".join([*lines, "", f"The ratio of '{PEER} again' to '{PEER}' is the noise."])
 
 
 def torch_ring(axis: Axis, q: Tensor, k: Tensor, v: Tensor, dout: Tensor) -> list[Tensor]:
-    """(out, dq, dk, dv) by torch's private ring attention; shards of the zig-zag layout."""
+    """Return (out, dq, dk, dv) of torch's private ring attention, for zig-zag shards."""
     q, k, v, dout = (x.transpose(1, 2) for x in (q, k, v, dout))
     out, lse = torch_cp._templated_ring_attention(
         axis.group,
@@ -116,7 +117,7 @@ def _time_ranks(rounds: int, say: Say) -> Times:
 
 
 def _inputs(mesh: Mesh) -> list[Tensor]:
-    """q, k, v and the gradient of the output, of this rank."""
+    """Return q, k, v and the gradient of the output of this rank."""
     rows = SEQ // mesh.cp.size
     generator = torch.Generator().manual_seed(mesh.rank)
     heads = (HEADS, KV_HEADS, KV_HEADS, HEADS)
@@ -151,7 +152,7 @@ def _with_layout(attention: Callable[..., Tensor], layout: cp.SequenceLayout) ->
 
 
 def _grid(axis: Axis) -> AttentionCore:
-    """Runs of two neighbours share out heads; two ranks are one run, and a ring of one."""
+    """Return USP attention: pairs of neighboring ranks split the heads, a ring joins the pairs."""
     heads, ring = cp.split_axis(axis, 2)
     both = partial(cp.ulysses_ring_attention, heads_axis=heads, ring_axis=ring)
     return partial(both, axis=axis, layout=cp.nested(cp.ZIGZAG, 2))

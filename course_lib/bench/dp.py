@@ -1,6 +1,6 @@
-"""`course bench dp`: our three data parallels beside torch's DistributedDataParallel.
+"""`course bench dp`: compare our three gradient syncs with torch's DistributedDataParallel.
 
-All contestants live in the same four processes and train their own copy of one model of 4.2 M
+All contestants run in the same four processes. Each trains its own copy of a model with 4.2 M
 parameters on the same batches. ``ddp again`` is a second DDP: its ratio to the first is the noise.
 """
 
@@ -24,7 +24,7 @@ PEER = "ddp"
 
 
 def measure(rounds: int = 20, say: Say = quiet) -> dict:
-    """Median ratios to DDP and median milliseconds of one training step on 4 ranks."""
+    """Return median ratios to DDP and median ms per training step on 4 ranks."""
     with World(4) as world:
         by_rank = world.run(_time_ranks, rounds, say, timeout=120 + 10 * rounds)
     times = slowest_rank(list(by_rank))
@@ -38,19 +38,19 @@ def measure(rounds: int = 20, say: Say = quiet) -> dict:
 
 
 def text(result: dict) -> str:
-    """The result as a table."""
+    """Return the result as a table."""
     lines = [
-        f"Data parallelism beside torch's DDP: {result['ranks']} ranks, "
+        f"Data parallelism and torch's DDP: {result['ranks']} ranks, "
         f"{result['parameters'] / 1e6:.1f} M parameters, {result['rounds']} rounds",
-        f"{'':<16}{'ms a step':>12}{'to DDP':>10}",
+        f"{'':<16}{'ms per step':>12}{'to DDP':>10}",
     ]
     for name, milliseconds in result["milliseconds"].items():
         ratio = result["ratio_to_ddp"].get(name)
         shown = "1" if ratio is None else f"{ratio:.2f}"
         lines.append(f"{name:<16}{milliseconds:>12.1f}{shown:>10}")
     if result["ratio_to_ddp"]["overlapped"] > ALARM:
-        lines.append(f"overlapped is more than {ALARM} times DDP: something is wrong")
-    lines.append("'ddp again' against 'ddp' is the noise of this measurement.")
+        lines.append(f"overlapped takes more than {ALARM} times as long as DDP: check it")
+    lines.append("The ratio of 'ddp again' to 'ddp' is the noise of this measurement.")
     return "\n".join(lines)
 
 
@@ -67,7 +67,7 @@ def _inputs(step: int, mesh: Mesh):
 
 
 def _optimizer(model: torch.nn.Module) -> torch.optim.Optimizer:
-    return torch.optim.SGD(model.parameters(), lr=1e-3)  # the same small cost for everyone
+    return torch.optim.SGD(model.parameters(), lr=1e-3)  # the same small cost for all contestants
 
 
 def _ours(make_sync: Callable[[Decoder, Mesh], dp.GradientSync]):
@@ -104,7 +104,7 @@ def _ddp(mesh: Mesh) -> Callable[[int], None]:
 
 
 def _overlapped(mib: int) -> Callable[[Mesh], Callable[[int], None]]:
-    """Another bucket size than the library's own."""
+    """Return a contestant with another bucket size than the default."""
     return _ours(lambda model, mesh: dp.Overlapped(model.parameters(), mesh.dp, mib * 2**20))
 
 

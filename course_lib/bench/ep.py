@@ -1,17 +1,16 @@
-"""`course bench ep`: experts reached by all-to-all, beside the same layer done in other ways.
+"""`course bench ep`: compare our expert-parallel layer with two other ways to compute it.
 
-torch has no expert-parallel layer of its own to compare with: it has the pieces (an all-to-all with
-a gradient, a grouped matrix product), so a test holds our values against those, and here our layer
-stands beside what one would do without it:
+Torch has no expert-parallel layer, only its building blocks: an all-to-all with a gradient, and a
+grouped matrix product. A test compares our values with these. Here our layer is compared with:
 
-* ``gathered``: every rank gathers all tokens, computes its own experts' share of all outputs, and
-  a reduce-scatter adds the shares up. Every token goes everywhere, whoever wants it: n/C times our
-  bytes, for n ranks and C choices of a token.
-* ``all experts``: no network, but every rank holds all experts. It is the arithmetic alone, evenly
-  shared out, for n times the memory.
+* ``gathered``: every rank gathers all tokens and computes the partial outputs of its own experts;
+  a reduce-scatter sums them. Every token is sent to every rank: n/top_k times our bytes, for n
+  ranks.
+* ``all experts``: no network, but every rank stores all experts. This is only the arithmetic, with
+  an even load, for n times the memory.
 
-All live in the same four processes and do forward and backward of one layer on the same tokens.
-``ep again`` is a second one of ours: its ratio to the first is the noise.
+All contestants run in the same four processes, forward and backward of one layer on the same
+tokens. ``ep again`` is a second layer of ours: its ratio to the first is the noise.
 """
 
 from __future__ import annotations
@@ -28,13 +27,13 @@ from course_lib.launch import World
 from course_lib.mesh import Mesh, make_mesh
 from course_lib.model import ModelConfig, build_model
 
-RANKS, EXPERTS, CHOICES, TOKENS = 4, 8, 2, 256  # tokens of a rank
+RANKS, EXPERTS, CHOICES, TOKENS = 4, 8, 2, 256  # tokens per rank
 CONFIG = ModelConfig(layers=1, hidden=256, heads=8, kv_heads=8, ffn=512)
 PEER = "gathered"
 
 
 def measure(rounds: int = 20, say: Say = quiet) -> dict:
-    """Median ratios to gathering, milliseconds and bytes of one layer's forward and backward."""
+    """Return median ratios to gathering, ms and bytes of one layer's forward and backward."""
     with World(RANKS) as world:
         by_rank = list(world.run(_time_ranks, rounds, say, timeout=120 + 10 * rounds))
     times = slowest_rank([times for times, *_ in by_rank])
@@ -58,29 +57,29 @@ def measure(rounds: int = 20, say: Say = quiet) -> dict:
 
 
 def text(result: dict) -> str:
-    """The result as a table."""
+    """Return the result as a table."""
     shape = result["shape"]
     lines = [
-        f"One layer of {shape['experts']} experts, {shape['choices']} a token, on "
-        f"{result['ranks']} ranks of {shape['tokens']} tokens, {result['rounds']} rounds",
-        f"{'':<14}{'ms':>8}{'to gathered':>14}{'kB sent a rank':>17}",
+        f"One layer of {shape['experts']} experts, top_k={shape['choices']}, on "
+        f"{result['ranks']} ranks with {shape['tokens']} tokens each, {result['rounds']} rounds",
+        f"{'':<14}{'ms':>8}{'to gathered':>14}{'kB sent per rank':>18}",
     ]
     for name, milliseconds in result["milliseconds"].items():
         ratio = result["ratio_to_gathered"].get(name)
         shown = "1" if ratio is None else f"{ratio:.2f}"
         kilobytes = result["bytes_a_rank"][name] / 1e3
-        lines.append(f"{name:<14}{milliseconds:>8.1f}{shown:>14}{kilobytes:>17,.0f}")
+        lines.append(f"{name:<14}{milliseconds:>8.1f}{shown:>14}{kilobytes:>18,.0f}")
     return "\n".join(
         [
             *lines,
             f"The busiest rank computes {result['imbalance_of_ranks']:.2f} times the mean.",
-            "'ep again' against 'ep' is the noise of this measurement.",
+            "The ratio of 'ep again' to 'ep' is the noise of this measurement.",
         ]
     )
 
 
 def _time_ranks(rounds: int, say: Say) -> tuple[Times, dict, float]:
-    """Seconds and bytes of each contestant, and how unevenly the experts are wanted."""
+    """Return seconds and bytes of each contestant, and the imbalance of the load."""
     mesh = make_mesh(ep=RANKS)
     layers = {name: make(mesh) for name, make in _CONTESTANTS.items()}
     steps = {name: _step(layer, mesh) for name, layer in layers.items()}
@@ -111,12 +110,12 @@ def _serial() -> ep.MoE:
 
 
 class Gathered(ep.ExpertParallelMoE):
-    """The same experts on the same ranks; all tokens come here instead of those that want to."""
+    """The same experts on the same ranks, but every rank gathers all tokens."""
 
     def forward(self, x_TD: Tensor) -> Tensor:
         everyone = comm.gather_from_sequence(x_TD, self.ep)
-        routes = self.route(everyone)  # of all tokens, by every rank: nobody need ask
-        # MoE's own loop: each of the experts that are held here, on the tokens that chose it
+        routes = self.route(everyone)  # every rank routes all tokens, so no rank sends its routes
+        # MoE's own loop over the experts of this rank, each on its own tokens
         share = ep.MoE.through_experts(self, everyone, routes, ep.Load((), ()))
         return comm.reduce_scatter_to(share, self.ep)
 

@@ -1,12 +1,16 @@
-"""`course bench groups`: buckets of dp that make room for all-reduces of tp on one link, or do not.
+"""`course bench groups`: buckets of dp and all-reduces of tp on one link, with priorities or not.
 
-Four ranks, tp = 2 and dp = 2, train the same model of six layers; each half layer is paced, so that
-ranks do not compete for cores, and all axes of a rank share one emulated link. *at once*: a bucket
-of two layers leaves when backward has filled it, and the next all-reduces of tp stand behind it.
-*whole*: it waits for a gap, and is as long as before. *in pieces*: each piece fits into a gap.
-``at once again`` is a second *at once*: its ratio to the first is the noise. Pace and links are
-emulated, and a shared link is harsher than a network card: see
-:mod:`course_lib.comm.instruments.links`.
+Four ranks with tp = 2 and dp = 2 train a model of six layers. Each half layer is padded by sleep,
+so that ranks do not compete for cores, and all axes of a rank share one emulated link.
+
+* ``at once``: a bucket of two layers is sent when backward has filled it, and the next all-reduces
+  of tp wait for it.
+* ``whole``: a bucket waits for a gap and is sent in one call.
+* ``in pieces``: a bucket is sent in pieces that fit into the gaps.
+
+``at once again`` is a second ``at once``: its ratio to the first is the noise. Compute time and
+links are emulated, and a shared link is slower than a network card (see
+:mod:`course_lib.comm.instruments.links`).
 """
 
 from __future__ import annotations
@@ -32,8 +36,8 @@ CONFIG = ModelConfig(
     layers=6, hidden=128, heads=4, kv_heads=4, ffn=512, max_seq_len=16, family="gpt"
 )
 RANKS, BATCH, SEQ = 4, 4, 16
-LAYER_BYTES = 12 * CONFIG.hidden**2 * 4 // 2  # of a rank: linears of attention and MLP, over tp
-LINK = Link(alpha=2e-4, beta=1e7)  # a bucket takes some 85 ms, an all-reduce of tp 4
+LAYER_BYTES = 12 * CONFIG.hidden**2 * 4 // 2  # linears of attention and MLP per rank of tp
+LINK = Link(alpha=2e-4, beta=1e7)  # a bucket takes about 85 ms, an all-reduce of tp 4 ms
 CONDITIONS = Conditions(pace={"F": 0.01, "B": 0.03}, links=Links(LINK, LINK, shared=True))
 PEER = "at once"
 PIECES = {  # bytes; None: no priorities
@@ -45,7 +49,7 @@ PIECES = {  # bytes; None: no priorities
 
 
 def measure(rounds: int = 20, say: Say = quiet) -> dict:
-    """Median milliseconds of a step by way, and median ratios to buckets that leave at once."""
+    """Return median ms per step of each contestant, and median ratios to ``at once``."""
     with World(RANKS) as world:
         ran = world.run(
             _time_ranks,
@@ -69,28 +73,34 @@ def measure(rounds: int = 20, say: Say = quiet) -> dict:
 
 
 def text(result: dict) -> str:
-    """The result as a table."""
+    """Return the result as a table."""
     lines = [
         f"Buckets of dp and all-reduces of tp on one link: {result['ranks']} ranks, buckets of "
-        f"{result['bucket_bytes'] / 1e3:.0f} KB, pieces of {result['piece_bytes'] / 1e3:.0f} KB, "
+        f"{result['bucket_bytes'] / 1e3:.0f} kB, pieces of {result['piece_bytes'] / 1e3:.0f} kB, "
         f"{result['rounds']} rounds",
-        f"{'buckets leave':<16}{'ms a step':>12}{'to at once':>12}",
+        f"{'buckets are sent':<18}{'ms per step':>12}{'to at once':>12}",
     ]
     for name, milliseconds in result["milliseconds"].items():
         ratio = result["ratio_to_at_once"].get(name)
         shown = "1" if ratio is None else f"{ratio:.2f}"
-        lines.append(f"{name:<16}{milliseconds:>12.1f}{shown:>12}")
-    lines.append("Paced and on emulated links. 'at once again' is the noise of this measurement.")
+        lines.append(f"{name:<18}{milliseconds:>12.1f}{shown:>12}")
+    lines.append(
+        "Compute is padded by sleep, links are emulated. The ratio of 'at once again' is the noise "
+        "of this measurement."
+    )
     if result["overshoot"] > TOO_BUSY:
-        lines.append("Sleeps overshoot by more than 10 %: too busy, compare order and not time.")
+        lines.append(
+            "The machine was too busy: sleeps took more than 10 % too long. Compare the order, not "
+            "the times."
+        )
     return "\n".join(lines)
 
 
 def picture(name: str) -> Picture:
-    """A measured step, one lane for each axis and rank, where buckets leave as ``name`` says."""
+    """Return the timeline of a measured step of contestant ``name``."""
     with World(RANKS) as world:
         traces = _traces(world, name)
-    title = f"Buckets of dp leave {name}: all-reduces of tp on the same link"
+    title = f"Buckets of dp sent {name}, all-reduces of tp on the same link"
     return timeline(traces, title=title, conditions=CONDITIONS)
 
 
@@ -99,7 +109,7 @@ def _traces(world: World, name: str) -> list:
 
 
 def one_step(name: str) -> None:
-    """On a rank: steps that warm up, then one that stays in the trace."""
+    """Run three warm-up steps, then one step that is traced. Called in a rank."""
     mesh = make_mesh(tp=2)
     step = _make(mesh, PIECES[name])
     for number in range(3):
@@ -116,7 +126,7 @@ def _time_ranks(rounds: int, say: Say) -> dict[str, list[float]]:
 
 
 def _make(mesh: Mesh, piece_bytes: int | None) -> Callable[[int], None]:
-    """A paced step of tp and dp, with priorities if there are ``piece_bytes``."""
+    """Return a step of tp and dp with padded compute, and with priorities for ``piece_bytes``."""
     model = tp.parallelize(build_model(CONFIG), mesh.tp)
     sync = dp.Overlapped(model.parameters(), mesh.dp, bucket_bytes=2 * LAYER_BYTES)
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)

@@ -1,18 +1,18 @@
-"""`course bench inference`: layouts of eight ranks that decode, by formula and on paced ranks.
+"""`course bench inference`: decoding with several layouts of eight ranks, by formula and measured.
 
-A common note on serving says of a model that fits one GPU that eight replicas (DP8: 160 samples a
-second, 50 ms each) have three times the throughput of one model cut in eight (TP8: 55, 58 ms), and
-of one that does not, that TP belongs inside a node. Here that is run, scaled: a decode step of the
-whole model takes ``PACE["F"]`` to read the weights, whatever the batch, and ``PACE["token"]`` for
-each token in it; links are emulated. Time of arithmetic is paced, messages and waiting are real.
-A rank of tp or pp has its share of both.
+A common claim about serving: if a model fits one GPU, eight replicas (DP8: 160 samples per second,
+50 ms each) have three times the throughput of one model sharded over eight GPUs (TP8: 55 samples
+per second, 58 ms); if it does not fit, TP belongs inside a node. This benchmark runs a scaled
+version. A decode step of the whole model takes ``PACE["F"]`` to read the weights, for any batch
+size, plus ``PACE["token"]`` per token in the batch. Compute time is padded by sleep, links are
+emulated, messages and waiting are real. A rank of tp or pp has its share of both times.
 
-What comes out, and the note does not say: it depends on the batch. One token comes sooner from TP8
-(each rank reads an eighth of the weights; the note's 58 ms for TP8 leave the 50 ms of one GPU
-undivided); with few requests TP8 has the higher throughput too; DP8 wins when there are so many
-that arithmetic and messages outweigh the weights.
+The result, which the claim omits: it depends on the batch size. TP8 has the lower latency, because
+each rank reads an eighth of the weights (the 58 ms of the claim do not divide the 50 ms of one
+GPU). With few requests TP8 also has the higher throughput. DP8 wins when there are so many
+requests that arithmetic and messages take longer than reading the weights.
 
-Then: continuous against static batching, in steps that are counted and on one paced rank.
+The second part compares continuous and static batching, in counted steps and on one padded rank.
 """
 
 from __future__ import annotations
@@ -35,15 +35,15 @@ from course_lib.view import Picture, serving_plot
 from course_lib.view.serving import Model, Points
 
 RANKS = 8
-PACE = {"F": 0.320, "token": 0.016}  # seconds of a whole model: a step, and each token in it
-INSIDE, BETWEEN = Link(1e-3, 2e6), Link(4e-3, 0.5e6)  # chosen so that messages weigh as on GPUs
+PACE = {"F": 0.320, "token": 0.016}  # seconds of a whole model: per step, and per token in it
+INSIDE, BETWEEN = Link(1e-3, 2e6), Link(4e-3, 0.5e6)  # relative message times as on GPUs
 BATCHES = (8, 32, 128)  # requests at once, all ranks together
-MIXED = (2, 9, 3, 12, 2, 10, 4, 16)  # tokens wanted by requests that come after one another
+MIXED = (2, 9, 3, 12, 2, 10, 4, 16)  # new tokens per request, in order of arrival
 
 
 @dataclass(frozen=True)
 class Layout:
-    """Eight ranks on axes; as many groups of requests in flight as there are stages."""
+    """A layout of eight ranks; each pipeline stage has one group of requests in flight."""
 
     dp: int = 1
     tp: int = 1
@@ -51,7 +51,7 @@ class Layout:
 
     @property
     def name(self) -> str:
-        """Such as tp4+pp2."""
+        """The name, such as tp4+pp2."""
         sizes = {"dp": self.dp, "tp": self.tp, "pp": self.pp}
         return "+".join(f"{axis}{size}" for axis, size in sizes.items() if size > 1)
 
@@ -62,7 +62,7 @@ NODES = {"one node of 8": (8, ONE_NODE), "two nodes of 4": (4, TWO_NODES)}
 
 
 def config_for(tokens: int) -> ModelConfig:
-    """Small: its arithmetic must fit into the pace."""
+    """Return a small model, because its arithmetic must take less time than the pace."""
     return ModelConfig(layers=4, hidden=64, heads=8, kv_heads=8, ffn=128, max_seq_len=tokens + 2)
 
 
@@ -70,7 +70,7 @@ def config_for(tokens: int) -> ModelConfig:
 
 
 def token_bytes(config: ModelConfig, layout: Layout) -> dict[str, Fraction]:
-    """Bytes that all ranks together send for one decoded token, by axis."""
+    """Return the bytes that all ranks together send per decoded token, by axis."""
     by_tp = layout.tp * inference.tensor_bytes(config, 1, 1, layout.tp)
     by_pp = layout.tp * inference.pipeline_bytes(config, 1, 1, layout.pp)
     return {axis: sent for axis, sent in (("tp", by_tp), ("pp", by_pp)) if sent}
@@ -79,12 +79,13 @@ def token_bytes(config: ModelConfig, layout: Layout) -> dict[str, Fraction]:
 def predicted(
     config: ModelConfig, layout: Layout, links: Links, batch: float
 ) -> tuple[float, float]:
-    """(tokens a second, seconds from token to token) with ``batch`` requests at once.
+    """Return (tokens per second, seconds per token) with ``batch`` requests at once.
 
-    A token takes a tick for each stage. A tick is that of the slowest stage: its share of the
-    pace, the all-reduces in it, on the last stage the choice, and the hop to the next one.
+    A token takes one tick per stage. A tick is the time of the slowest stage: its share of the
+    pace, its all-reduces, the choice of the token on the last stage, and the P2P transfer to the
+    next stage.
     """
-    own = batch / layout.dp / layout.pp  # requests of a group
+    own = batch / layout.dp / layout.pp  # requests per group
     compute = (PACE["F"] + own * PACE["token"]) / (layout.tp * layout.pp)
     row, pair = own * config.hidden * config.dtype.itemsize, own * 2 * 4
     inside = links.link(tuple(range(layout.tp)))
@@ -99,17 +100,17 @@ def predicted(
 
 
 def call_seconds(op: str, payload: float, n: int, link: Link) -> float:
-    """Seconds of a collective by the alpha-beta model; 0 for one rank."""
+    """Return the seconds of a collective by the alpha-beta model; 0 for one rank."""
     if n == 1:
         return 0.0
     return STEPS[op](n) * link.alpha + payload * float(wire(op, 1, n)) / link.beta
 
 
-# --- on paced ranks -------------------------------------------------------------------------
+# --- measured on ranks with padded compute --------------------------------------------------
 
 
 def decode(layout: Layout, batch: int, tokens: int) -> Served:
-    """What a rank does: ``tokens`` for each of its requests, which have been prefilled."""
+    """Decode ``tokens`` for each prefilled request of this rank. Called in a rank."""
     mesh = make_mesh("tp-pp-dp", dp=layout.dp, tp=layout.tp, pp=layout.pp)
     config, slots = config_for(tokens), batch // layout.dp
     model = build_model(config)
@@ -118,7 +119,7 @@ def decode(layout: Layout, batch: int, tokens: int) -> Served:
     if layout.tp > 1:
         tp.parallelize(model, mesh.tp)
     server = (Stage if layout.pp > 1 else Replica)(model, mesh, slots)
-    for wanted in (1, tokens):  # first a step to warm up
+    for wanted in (1, tokens):  # the first is a warm-up
         scheduler = prefilled(slots, wanted, layout.pp)
         comm.barrier(mesh.world)
         mesh.ledger.clear()
@@ -131,7 +132,7 @@ def decode(layout: Layout, batch: int, tokens: int) -> Served:
 
 
 def prefilled(slots: int, tokens: int, groups: int) -> Scheduler:
-    """A scheduler whose requests all have a slot and a first token, so that only decode is left."""
+    """Return a scheduler after prefill: every request has a slot and a first token."""
     requests = inference.make_requests([[0]] * slots, tokens + 1)
     scheduler = Scheduler(requests, slots, groups=groups)
     scheduler.waiting.clear()
@@ -141,7 +142,7 @@ def prefilled(slots: int, tokens: int, groups: int) -> Scheduler:
 
 
 def serve_mixed(kind: type[Scheduler], slots: int) -> tuple[int, float]:
-    """Requests of different lengths on one rank: (steps, tokens a second)."""
+    """Serve requests of different lengths on one rank; return (steps, tokens per second)."""
     mesh = make_mesh()
     requests = inference.make_requests([[1, 2, 3]] * len(MIXED), MIXED)
     replica = Replica(build_model(config_for(max(MIXED) + 3)), mesh, slots)
@@ -152,7 +153,7 @@ def serve_mixed(kind: type[Scheduler], slots: int) -> tuple[int, float]:
 def compare(
     world: World, layout: Layout, links: Links, batch: int, tokens: int
 ) -> dict[str, float | int | str]:
-    """One layout and batch: measured on paced ranks, and by formula."""
+    """Return throughput, latency and bytes of one layout and batch, measured and by formula."""
     share = 1 / (layout.tp * layout.pp)
     pace = {op: seconds * share for op, seconds in PACE.items()}
     results = world.run(decode, layout, batch, tokens, pace=pace, links=links, timeout=600)
@@ -175,7 +176,7 @@ def compare(
 
 
 def measure(rounds: int = 20, say: Say = quiet) -> dict:
-    """A token of every request each two rounds, in each layout and batch; then the batchings."""
+    """Measure every layout and batch size with rounds/2 tokens per request, then the batchings."""
     tokens = max(rounds // 2, 2)
     tables: dict[str, list[dict]] = {}
     with World(RANKS) as world:
@@ -195,7 +196,7 @@ def measure(rounds: int = 20, say: Say = quiet) -> dict:
 
 
 def curves(result: dict, node: str) -> tuple[dict[str, Points], dict[str, Model]]:
-    """Points and lines of a result of :func:`measure`."""
+    """Return the points and the model lines of a result of :func:`measure`."""
     per_node, layouts = NODES[node]
     links, config = Links(INSIDE, BETWEEN, per_node), config_for(result["tokens"])
     points: dict[str, dict[int, tuple[float, float]]] = {}
@@ -210,38 +211,43 @@ def curves(result: dict, node: str) -> tuple[dict[str, Points], dict[str, Model]
 
 
 def picture(result: dict, node: str) -> Picture:
-    """Throughput and latency against requests at once, of the layouts on ``node``."""
+    """Return a picture of throughput and latency against requests at once, on ``node``."""
     late = max(row["overshoot"] for row in result["layouts"][node])
-    busy = " The machine was too busy: compare order, not time." if late > TOO_BUSY else ""
+    busy = " The machine was too busy: compare the order, not the times." * (late > TOO_BUSY)
     return serving_plot(
         *curves(result, node),
         title=f"Eight ranks decode, {node}",
-        note=f"Arithmetic paced, links emulated, waiting measured; late by {late:.1%}.{busy}",
+        note=f"Compute padded by sleep, links emulated, waiting measured; sleeps {late:.1%} too "
+        f"long.{busy}",
     )
 
 
 def text(result: dict) -> str:
-    """The result as tables."""
+    """Return the result as tables."""
     lines = [
-        f"Decoding on {result['ranks']} paced ranks: a whole model's step {PACE['F'] * 1e3:.0f} ms "
-        f"and {PACE['token'] * 1e3:.0f} ms a token, {result['tokens']} tokens of each request"
+        f"Decoding on {result['ranks']} ranks, compute padded by sleep: {PACE['F'] * 1e3:.0f} ms "
+        f"per step of the whole model and {PACE['token'] * 1e3:.0f} ms per token, "
+        f"{result['tokens']} tokens per request"
     ]
     for name, rows in result["layouts"].items():
         lines += ["", *_table(name, rows)]
-    lines += ["", "Requests of 2 to 16 tokens in 4 slots of one paced rank:"]
+    lines += ["", "Requests of 2 to 16 tokens in 4 slots of one rank, compute padded by sleep:"]
     for name, row in result["batchings"].items():
         speed = row["tokens_per_second"]
-        lines.append(f"{name:<12}{row['steps']:>5} steps{speed:>8.0f} tokens a second")
+        lines.append(f"{name:<12}{row['steps']:>5} steps{speed:>8.0f} tokens per second")
     every = [row for rows in result["layouts"].values() for row in rows]
     if any(row["overshoot"] > TOO_BUSY for row in every):
-        lines.append("Sleeps overshoot by more than 10 %: too busy, compare order and not time.")
+        lines.append(
+            "The machine was too busy: sleeps took more than 10 % too long. Compare the order, not "
+            "the times."
+        )
     return "\n".join(lines)
 
 
 def _table(name: str, rows: Sequence[dict]) -> list[str]:
     lines = [
-        f"{name:<16}{'requests':>9}{'tokens/s':>10}{'formula':>9}{'ms a token':>12}{'formula':>9}"
-        f"{'kB a token':>12}{'formula':>9}"
+        f"{name:<16}{'requests':>9}{'tokens/s':>10}{'formula':>9}{'ms/token':>12}{'formula':>9}"
+        f"{'kB/token':>12}{'formula':>9}"
     ]
     for row in rows:
         kilobytes = (row[key] / 1e3 for key in ("bytes_per_token", "bytes_per_token_formula"))

@@ -1,8 +1,8 @@
-"""``course bench launch``: how long it takes until ranks have run a first all-reduce.
+"""``course bench launch``: the time until ranks have run their first all-reduce.
 
-*Cold* is the first run of a new Python that has imported the launcher; *fresh* a run on new ranks
-once the fork server is warm, from the call to the results, with ``init_process_group`` and one
-all-reduce; *kept* the same call on the ranks of a World that has run before.
+*Cold* is the first run of a new Python process that has imported the launcher. *Fresh* is a run on
+new ranks with a warm fork server, from the call to the results, with ``init_process_group`` and
+one all-reduce. *Kept* is the same call on the ranks of a World that has run before.
 """
 
 from __future__ import annotations
@@ -34,19 +34,19 @@ print(time.perf_counter() - start)
 
 
 def all_reduce_once() -> float:
-    """What every measured run does."""
+    """Run one all-reduce, the work of every measured run."""
     x = torch.ones(1)
     dist.all_reduce(x)
     return x.item()
 
 
 def measure(rounds: int = 20, say: Say = quiet) -> dict[str, Any]:
-    """Seconds, as medians of ``rounds`` runs (cold: of 3 at most).
+    """Return seconds, as medians of ``rounds`` runs (cold: of 3 at most).
 
-    Gives ``{"rounds":, "cold_s":, "fresh_s": {"2":, "4":, "8":}, "kept_s": {...}}``.
+    The keys are ``{"rounds":, "cold_s":, "fresh_s": {"2":, "4":, "8":}, "kept_s": {...}}``.
     """
     if rounds < 1:
-        raise ValueError(f"rounds={rounds}: there must be at least 1 round")
+        raise ValueError(f"expected at least 1 round, got rounds={rounds}")
     say("cold starts")
     cold = median(_cold() for _ in range(min(rounds, 3)))
     run(all_reduce_once, n=2)  # the server is warm from here on
@@ -75,9 +75,9 @@ def _cold() -> float:
 
 
 def text(result: dict[str, Any]) -> str:
-    """The figures as a table, with the aims beside them."""
+    """Return the times as a table, with the aims."""
     lines = [
-        f"seconds until the results of one all-reduce are here, median of {result['rounds']}",
+        f"seconds until the results of one all-reduce have arrived, median of {result['rounds']}",
         f"cold start, 4 ranks      {result['cold_s']:7.3f}   aim {AIMS['cold_s']:g} or less",
     ]
     for kind, key in (("fresh ranks", "fresh_s"), ("kept ranks", "kept_s")):

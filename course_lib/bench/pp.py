@@ -1,13 +1,13 @@
-"""`course bench pp`: our schedules beside torch's, and paced steps beside simulated ones.
+"""`course bench pp`: compare our schedules with torch's, and padded steps with simulated ones.
 
-All contestants live in the same four processes and train their own copy of one model of 5.0 M
-parameters (vocabulary of 4 hidden sizes; large models have 8) on the same batches. ``torch 1f1b
-again`` is a second one: its ratio to the first is the noise. By default torch's last stage keeps
-the logits of all micro-batches to return them; ``torch 1f1b, lean`` is told not to. Torch's ZB-H1
-is its interleaved zero bubble with one stage a rank.
+All contestants run in the same four processes. Each trains its own copy of a model with 5.0 M
+parameters on the same batches; the vocabulary is 4 times the hidden size (8 times in large
+models). ``torch 1f1b again`` is a second one: its ratio to the first is the noise. By default,
+torch's last stage stores the logits of all micro-batches to return them; ``torch 1f1b, lean`` does
+not. Torch's ZB-H1 is its interleaved zero bubble with one stage per rank.
 
-Real arithmetic of four ranks on two cores hides bubbles: the paced steps, where ranks sleep
-instead of competing, show those.
+The real arithmetic of four ranks on two cores hides bubbles. In the padded steps, ranks sleep
+instead of competing for cores, so that the bubbles are visible.
 """
 
 from __future__ import annotations
@@ -33,10 +33,10 @@ from course_lib.schedule.text import spoken
 from course_lib.trace import TOO_BUSY, PeakLiveBytes, overshoot
 
 CONFIG = ModelConfig(layers=8, hidden=192, heads=8, kv_heads=8, ffn=768, vocab=768, max_seq_len=64)
-PACED_CONFIG = ModelConfig(layers=8)  # small: its arithmetic must fit into the pace
+PACED_CONFIG = ModelConfig(layers=8)  # small: its arithmetic must take less time than the pace
 RANKS, MICRO_BATCHES, PACED_MICRO_BATCHES = 4, 16, 8
-COSTS = Costs.make(f=0.02, i=0.02, w=0.02)  # seconds of an action on one stage
-SLOW = replace(COSTS, per_stage=(1.0, 2.0, 1.0, 1.0))  # an older generation in the second stage
+COSTS = Costs.make(f=0.02, i=0.02, w=0.02)  # seconds per action on one stage
+SLOW = replace(COSTS, per_stage=(1.0, 2.0, 1.0, 1.0))  # an older GPU for the second stage
 PACED = {
     name: (name, COSTS)
     for name in ("naive", "gpipe", "1f1b", "interleaved", "zb-h1", "zb-h2", "zb-v", "dualpipe-v")
@@ -56,7 +56,7 @@ Step = Callable[[int], None]
 
 
 def measure(rounds: int = 20, say: Say = quiet) -> dict:
-    """Medians of milliseconds a step, ratios to torch, last-stage peaks, paced / simulated."""
+    """Return medians of ms per step, ratios to torch, last-stage peaks, and padded steps."""
     with World(RANKS) as world:
         by_rank = world.run(_time_ranks, rounds, say, timeout=300 + 60 * rounds)
         paced = [_paced(world, name, say) for name in PACED]
@@ -80,26 +80,26 @@ def measure(rounds: int = 20, say: Say = quiet) -> dict:
 
 
 def _peer(name: str) -> str:
-    """Torch's contestant for the same schedule."""
+    """Return the name of torch's contestant for the same schedule."""
     return f"torch {_schedule(name).name}"
 
 
 def _schedule(contestant: str) -> Schedule:
-    """The schedule that is a word of its name."""
+    """Return the schedule whose name is a word of the contestant's name."""
     found = next(name for name in TORCH if name in contestant.replace(",", "").split())
     return make(found, RANKS, MICRO_BATCHES)
 
 
 def text(result: dict) -> str:
-    """The result as two tables."""
+    """Return the result as two tables."""
     return "\n".join([*_beside_torch(result), "", *_beside_simulation(result["paced"])])
 
 
 def _beside_torch(result: dict) -> list[str]:
     lines = [
-        f"Pipelines beside torch's: {result['ranks']} ranks, {result['micro_batches']} "
+        f"Pipelines and torch's: {result['ranks']} ranks, {result['micro_batches']} "
         f"micro-batches, {result['parameters'] / 1e6:.1f} M parameters, {result['rounds']} rounds",
-        f"{'':<18}{'ms a step':>10}{'to torch':>10}{'last-stage peak MB':>20}{'to torch':>10}",
+        f"{'':<18}{'ms/step':>10}{'to torch':>10}{'last-stage peak MB':>20}{'to torch':>10}",
     ]
     for name, milliseconds in result["milliseconds"].items():
         slower, more = (result[key].get(name) for key in ("ratio_to_torch", "peak_ratio_to_torch"))
@@ -108,19 +108,19 @@ def _beside_torch(result: dict) -> list[str]:
         memory = "1" if more is None else f"{more:.2f}"
         lines.append(f"{name:<18}{milliseconds:>10.1f}{shown:>10}{peak:>20.2f}{memory:>10}")
     if result["ratio_to_torch"]["1f1b"] > ALARM:
-        lines.append(f"1f1b takes more than {ALARM} times as long as torch's: something is wrong")
+        lines.append(f"1f1b takes more than {ALARM} times as long as torch's: check it")
     return [
         *lines,
-        "Peak: bytes made during a step and alive at once; parameters and gradients are there "
-        "before and not in it.",
-        "'torch 1f1b again' against 'torch 1f1b' is the noise of this measurement.",
+        "Peak: live bytes allocated during a step, without parameters and gradients, which are "
+        "allocated before it.",
+        "The ratio of 'torch 1f1b again' to 'torch 1f1b' is the noise of this measurement.",
     ]
 
 
 def _beside_simulation(paced: list[dict]) -> list[str]:
     lines = [
-        f"Paced, {PACED_MICRO_BATCHES} micro-batches, on each stage {spoken(COSTS, 'FBIW')}, "
-        f"twice as long where one is slow; median of {PACED_STEPS} steps",
+        f"Compute padded by sleep, {PACED_MICRO_BATCHES} micro-batches, on each stage "
+        f"{spoken(COSTS, 'FBIW')}, twice as long on a slow stage; median of {PACED_STEPS} steps",
         f"{'':<18}{'ms simulated':>14}{'ms measured':>13}{'ratio':>8}{'bubble simulated':>18}"
         f"{'measured':>10}{'overshoot':>11}",
     ]
@@ -131,7 +131,10 @@ def _beside_simulation(paced: list[dict]) -> list[str]:
             f"{row['overshoot']:>11.3f}"
         )
     if any(row["overshoot"] > TOO_BUSY for row in paced):
-        lines.append("Sleeps overshoot by more than 10 %: too busy, compare order and not time.")
+        lines.append(
+            "The machine was too busy: sleeps took more than 10 % too long. Compare the order, not "
+            "the times."
+        )
     return lines
 
 
@@ -139,7 +142,7 @@ def _beside_simulation(paced: list[dict]) -> list[str]:
 
 
 def _time_ranks(rounds: int, say: Say) -> tuple[dict[str, list[float]], dict[str, int]]:
-    """Seconds of every contestant, and its peak of live bytes on this rank."""
+    """Return the seconds of every contestant, and its peak of live bytes on this rank."""
     mesh = make_mesh(pp=RANKS)
     steps = {name: contestant(mesh) for name, contestant in _CONTESTANTS.items()}
     times = interleave({name: timed(step, mesh) for name, step in steps.items()}, rounds, say=say)
@@ -212,11 +215,11 @@ _CONTESTANTS: dict[str, Callable[[Mesh], Step]] = {
 }
 
 
-# --- paced ----------------------------------------------------------------------------------
+# --- compute padded by sleep ----------------------------------------------------------------
 
 
 def _paced(world: World, name: str, say: Say) -> dict:
-    """Paced steps of one schedule beside its simulation, medians; times in ms."""
+    """Return medians of padded steps of one schedule, and its simulation; times in ms."""
     say(f"paced steps, {name}")
     schedule, costs = paced_schedule(name)
     expected = simulate(schedule, costs)
@@ -238,13 +241,13 @@ def _paced(world: World, name: str, say: Say) -> dict:
 
 
 def paced_schedule(name: str) -> tuple[Schedule, Costs]:
-    """A row of :data:`PACED`: its schedule, made for its costs, and these."""
+    """Return the schedule and the costs of a row of :data:`PACED`."""
     schedule, costs = PACED[name]
     return make(schedule, RANKS, PACED_MICRO_BATCHES, costs=costs), costs
 
 
 def paced_step(schedule: Schedule) -> None:
-    """What a rank does: one step to warm up, then one that its trace holds alone."""
+    """Run one warm-up step, then one step that is traced. Called in a rank."""
     mesh = make_mesh(pp=RANKS)
     stages = pp.make_stages(build_model(PACED_CONFIG), schedule, mesh.pp.rank)
     optimizer = torch.optim.SGD(pp.parameters(stages), lr=1e-3)

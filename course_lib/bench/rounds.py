@@ -1,8 +1,8 @@
-"""Timing things beside each other on a noisy machine: interleaved, rotated, by ratio.
+"""Compare run times on a noisy machine: interleaved, in rotating order, by ratio.
 
-Wall-clock on a shared machine drifts by tens of percent within a minute; the ratio of two things
-timed within the same second does not. So every round times each contestant once, the order
-rotates from round to round, and what is reported is the median of the rounds' ratios.
+On a shared machine, wall-clock times drift by tens of percent within a minute. The ratio of two
+times measured within the same second is stable. Every round therefore times each contestant once,
+the order rotates from round to round, and the result is the median of the rounds' ratios.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ import torch.distributed as dist
 
 from course_lib.mesh import Mesh
 
-Say = Callable[[str], object]  # takes what happens next; can be pickled, so ranks call it too
-Times = dict[str, list[float]]  # seconds by contestant, one for each round
+Say = Callable[[str], object]  # receives a line of progress; can be pickled, so ranks call it
+Times = dict[str, list[float]]  # seconds per round, by contestant
 
 
 def quiet(text: str) -> None:
@@ -24,7 +24,10 @@ def quiet(text: str) -> None:
 
 
 def timed(step: Callable[[int], None], mesh: Mesh) -> Callable[[], float]:
-    """``step(0)``, ``step(1)``, ... one a call, from a common start of all ranks; its seconds."""
+    """Return a function that calls ``step(0)``, then ``step(1)``, ..., and returns its seconds.
+
+    All ranks start each step together.
+    """
     count = 0
 
     def once() -> float:
@@ -34,7 +37,7 @@ def timed(step: Callable[[int], None], mesh: Mesh) -> Callable[[], float]:
         step(count)
         count += 1
         seconds = time.perf_counter() - start
-        mesh.trace.clear()  # or every round would be slower than the one before
+        mesh.trace.clear()  # else every round would be slower than the one before
         mesh.ledger.clear()
         return seconds
 
@@ -52,7 +55,9 @@ def interleave(
     ``say`` is called with the round and the contestant before each call.
     """
     if rounds < 1:
-        raise ValueError(f"rounds={rounds}: at least 1 is wanted, 20 for a ratio good to 5 %")
+        raise ValueError(
+            f"expected at least 1 round, got rounds={rounds}; take 20 for ratios within 5 %"
+        )
     names = list(contestants)
     times: Times = {name: [] for name in names}
     for number in range(-warmup, rounds):
@@ -67,7 +72,7 @@ def interleave(
 
 
 def slowest_rank(by_rank: list[Times]) -> Times:
-    """The times of a step that is over when its last rank is done."""
+    """Return the step times of the slowest rank in each round."""
     return {
         name: [max(rank[name][turn] for rank in by_rank) for turn in range(len(rounds))]
         for name, rounds in by_rank[0].items()
@@ -75,7 +80,7 @@ def slowest_rank(by_rank: list[Times]) -> Times:
 
 
 def ratios(times: Times, peer: str) -> dict[str, float]:
-    """Median over the rounds of (contestant / peer), for every contestant but the peer."""
+    """Return the median over rounds of (contestant / peer), for all contestants except the peer."""
     return {
         name: median(one / base for one, base in zip(rounds, times[peer], strict=True))
         for name, rounds in times.items()

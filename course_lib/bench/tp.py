@@ -1,10 +1,11 @@
-"""`course bench tp`: our tensor and sequence parallelism beside torch's DTensor.
+"""`course bench tp`: compare our tensor and sequence parallelism with torch's DTensor.
 
-All contestants live in the same four processes and go forward and backward through their own copy
+All contestants run in the same four processes. Each computes forward and backward of its own copy
 of the same four blocks, until every gradient is ready for an optimizer. ``dtensor again`` is a
-second DTensor: its ratio to the first is the noise. DTensor gets what it needs to send as little
-as we do: one PrepareModuleInput for the linears that share an input. Last, wider blocks on an
-emulated slow link: our sequence parallelism with collectives, and with rings between products.
+second DTensor: its ratio to the first is the noise. DTensor has one PrepareModuleInput for the
+linears that share an input, so that it sends as few bytes as we do. The last part compares our
+sequence parallelism with collectives and with rings between products, for wider blocks on an
+emulated slow link.
 """
 
 from __future__ import annotations
@@ -36,9 +37,11 @@ from course_lib.mesh import Link, Links, Mesh, make_mesh
 from course_lib.model import ModelConfig, build_model
 
 CONFIG = ModelConfig(layers=4, hidden=256, heads=8, kv_heads=8, ffn=1024, max_seq_len=128)
-WIDE = replace(CONFIG, layers=2, hidden=512, ffn=2048, max_seq_len=256)  # products worth hiding
+WIDE = replace(
+    CONFIG, layers=2, hidden=512, ffn=2048, max_seq_len=256
+)  # products long enough to overlap
 BATCH, RANKS = 4, 4
-SLOW = Link(alpha=1e-4, beta=100e6)  # WIDE's gathers take about as long as the products beside
+SLOW = Link(alpha=1e-4, beta=100e6)  # WIDE's gathers take about as long as its products
 ALARM = 1.25
 PEERS = {"tp": "dtensor tp", "sp": "dtensor sp"}
 Step = Callable[[int], None]
@@ -46,7 +49,7 @@ Make = Callable[[Mesh], Step]
 
 
 def measure(rounds: int = 20, say: Say = quiet) -> dict:
-    """Median ratios to DTensor and bytes; then rings beside plain collectives on a slow link."""
+    """Return median ratios to DTensor and bytes, then rings and collectives on a slow link."""
     deadline = 120 + 20 * rounds
     with World(RANKS) as world:
         sent = world.run(sent_in_a_step)[0]
@@ -72,7 +75,7 @@ def measure(rounds: int = 20, say: Say = quiet) -> dict:
 
 
 def sent_in_a_step() -> dict[str, float]:
-    """Bytes that this rank sends in one step, by contestant, counted below comm and DTensor."""
+    """Return the bytes that this rank sends per step, counted below comm and DTensor."""
     mesh, sent = make_mesh(tp=RANKS), {}
     for name, make in _CONTESTANTS.items():
         step = make(mesh)
@@ -83,25 +86,25 @@ def sent_in_a_step() -> dict[str, float]:
 
 
 def text(result: dict) -> str:
-    """The result as two tables."""
+    """Return the result as two tables."""
     lines = [
-        f"Tensor parallelism beside DTensor: {result['ranks']} ranks, 4 blocks, forward and "
+        f"Tensor parallelism and DTensor: {result['ranks']} ranks, 4 blocks, forward and "
         f"backward, {result['rounds']} rounds",
-        f"{'':<16}{'ms':>8}{'to DTensor':>12}{'bytes a rank':>14}",
+        f"{'':<16}{'ms':>8}{'to DTensor':>12}{'bytes per rank':>16}",
     ]
     for name, milliseconds in result["milliseconds"].items():
         ratio = result["ratio"].get(name)
         shown = "1" if ratio is None else f"{ratio:.2f}"
-        lines.append(f"{name:<16}{milliseconds:>8.1f}{shown:>12}{result['bytes'][name]:>14,.0f}")
-    lines.append(f"A second DTensor takes {result['noise']:.2f} of the first: that is the noise.")
+        lines.append(f"{name:<16}{milliseconds:>8.1f}{shown:>12}{result['bytes'][name]:>16,.0f}")
+    lines.append(f"A second DTensor takes {result['noise']:.2f} of the first: this is the noise.")
     slow = result["slow"]
     lines.append(
         f"On an emulated link of {slow['link']}: "
         + ", ".join(f"{name} {ms:.1f} ms" for name, ms in slow["milliseconds"].items())
-        + f"; rings take {slow['rings_to_plain']:.2f} of plain."
+        + f"; rings take {slow['rings_to_plain']:.2f} of the time of collectives."
     )
     lines += [
-        f"{name} takes more than {ALARM} times as long as DTensor: something is wrong"
+        f"{name} takes more than {ALARM} times as long as DTensor: check it"
         for name in ("tp", "sp")
         if result["ratio"][name] > ALARM
     ]
@@ -119,7 +122,7 @@ def _time_ranks(rounds: int, makes: dict[str, Make], say: Say) -> Times:
 
 
 def _step(blocks: nn.ModuleList, seq_len: int, finish: Callable[[], None]) -> Step:
-    """Forward and backward through ``blocks`` from the same ``seq_len`` rows."""
+    """Return a step: forward and backward through ``blocks`` from the same ``seq_len`` rows."""
     config: ModelConfig = blocks[0].config  # type: ignore[assignment]
     torch.manual_seed(0)
     x_BSD = torch.randn(BATCH, seq_len, config.hidden)
@@ -154,7 +157,7 @@ def _ours(region: Region, config: ModelConfig = CONFIG, *, rings: bool = False) 
 
 
 def _dtensor(outside: Any) -> Make:
-    """The same blocks by torch; ``outside`` is how an activation lies between the linears."""
+    """Return the same blocks by torch; ``outside`` is the placement between the linears."""
     inside = Replicate()
     plan: dict[str, Any] = {
         "attn": PrepareModuleInput(
@@ -182,7 +185,7 @@ def _dtensor(outside: Any) -> Make:
 
 
 def _whole_norms(blocks: nn.ModuleList) -> None:
-    """DTensor leaves the gradients of norms as partial sums: have them added up."""
+    """Sum the gradients of norms, which DTensor leaves as partial sums."""
     for parameter in blocks.parameters():
         gradient: Tensor | None = parameter.grad
         if isinstance(gradient, DTensor) and any(p.is_partial() for p in gradient.placements):

@@ -20,12 +20,12 @@ from course_lib.mesh import Axis, make_mesh
 from course_lib.trace import SentBytes, traffic_matrices
 
 RANKS = 4
-PAYLOAD = 2**20  # bytes a rank hands to each call
+PAYLOAD = 2**20  # input bytes per rank and call
 _NATIVE = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 
 def _natively(x: Tensor, axis: Axis) -> None:
-    """What torch.distributed does on gloo when it is asked for a reduce-scatter."""
+    """Call torch.distributed's own reduce-scatter on gloo."""
     _NATIVE(x.new_empty(x.numel() // axis.size), x, group=axis.group)
 
 
@@ -37,7 +37,7 @@ def _one_message(x: Tensor, axis: Axis) -> None:
 
 
 Operation = Callable[[Tensor, Axis], object]
-# Name -> what is done, the formula that it is held to, and on how many ranks that is sent.
+# Name -> the operation, the operation of the formula, and the number of ranks that send.
 _OPERATIONS: dict[str, tuple[Operation, str, int]] = {
     "all_reduce": (comm.all_reduce, "all_reduce", RANKS),
     "all_reduce, a ring of messages": (comm.ring_all_reduce, "all_reduce", RANKS),

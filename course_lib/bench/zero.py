@@ -1,9 +1,9 @@
-"""`course bench zero`: our ZeRO stages beside torch's ZeroRedundancyOptimizer and FSDP2.
+"""`course bench zero`: compare our ZeRO stages with torch's ZeroRedundancyOptimizer and FSDP2.
 
-All contestants live in the same four processes and train their own copy of one model of 4.2 M
-parameters with AdamW on the same batches. Bytes are what gloo really moves (its reduce-scatter is
-an all-reduce inside), counted below torch's own calls. Peak is the most that is alive on a rank
-during a step: parameters, gradients, optimizer state, buffers and activations together.
+All contestants run in the same four processes. Each trains its own copy of a model with 4.2 M
+parameters with AdamW on the same batches. Bytes are counted below torch's own calls, as gloo sends
+them (its reduce-scatter runs an all-reduce). Peak is the maximum of live bytes on a rank during a
+step: parameters, gradients, optimizer state, buffers and activations together.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ Step = Callable[[int], None]
 
 
 def measure(rounds: int = 20, say: Say = quiet) -> dict:
-    """Milliseconds, bytes sent and peak bytes of one training step, and their ratios to peers."""
+    """Return ms, bytes sent and peak bytes per training step, and their ratios to the peers."""
     with World(RANKS) as world:
         by_rank = world.run(_time_ranks, rounds, say, timeout=120 + 10 * rounds)
         say("bytes and peak memory")
@@ -42,7 +42,7 @@ def measure(rounds: int = 20, say: Say = quiet) -> dict:
 
 
 def summary(times: Times, sizes: list[dict[str, tuple[float, int]]]) -> dict:
-    """Seconds by contestant, and each rank's (bytes sent, peak bytes), side by side."""
+    """Combine the seconds by contestant with each rank's (bytes sent, peak bytes)."""
     sent = {name: sizes[0][name][0] for name in times}
     peak = {name: max(rank[name][1] for rank in sizes) for name in times}
     return {
@@ -64,11 +64,11 @@ def summary(times: Times, sizes: list[dict[str, tuple[float, int]]]) -> dict:
 
 
 def text(result: dict) -> str:
-    """The result as a table."""
+    """Return the result as a table."""
     lines = [
-        f"ZeRO beside torch's own: {result['ranks']} ranks, "
+        f"ZeRO and torch's: {result['ranks']} ranks, "
         f"{result['parameters'] / 1e6:.1f} M parameters, {result['rounds']} rounds",
-        f"{'':<16}{'ms a step':>10}{'MB sent':>10}{'peak MB':>10}   to its peer: time, bytes, peak",
+        f"{'':<16}{'ms/step':>10}{'MB sent':>10}{'peak MB':>10}   to its peer: time, bytes, peak",
     ]
     for name, milliseconds in result["milliseconds"].items():
         line = f"{name:<16}{milliseconds:>10.1f}"
@@ -77,7 +77,10 @@ def text(result: dict) -> str:
             shown = ", ".join(f"{value:.2f}" for value in result["ratio"][name].values())
             line += f"   {PEERS[name]}: {shown}"
         lines.append(line)
-    lines.append(f"'fsdp2 again' to 'fsdp2', the noise of this measurement: {result['noise']:.2f}")
+    lines.append(
+        "The ratio of 'fsdp2 again' to 'fsdp2', the noise of this measurement, is "
+        f"{result['noise']:.2f}."
+    )
     return "\n".join(lines)
 
 
@@ -88,13 +91,13 @@ def _time_ranks(rounds: int, say: Say) -> dict[str, list[float]]:
 
 
 def _sizes() -> dict[str, tuple[float, int]]:
-    """(bytes that gloo moves for this rank, peak bytes alive on it) of each contestant's step."""
+    """Return (bytes that gloo sends, peak live bytes) of this rank per step, by contestant."""
     mesh = make_mesh()
     return {name: _size(make, mesh) for name, make in _CONTESTANTS.items()}
 
 
 def _size(make: Callable[[Mesh], Step], mesh: Mesh) -> tuple[float, int]:
-    with PeakLiveBytes() as live:  # from the start: what is made here is resized later
+    with PeakLiveBytes() as live:  # from the start, because these tensors are resized later
         step, peaks = make(mesh), []
         for number in range(3):
             live.peak = live.now
@@ -102,9 +105,9 @@ def _size(make: Callable[[Mesh], Step], mesh: Mesh) -> tuple[float, int]:
             peaks.append(live.peak)
     with WireCalls() as wire:
         step(3)
-    inside = {"reduce_scatter": 2}  # as gloo does it
+    inside = {"reduce_scatter": 2}  # gloo runs an all-reduce
     sent = sum(call.wire(RANKS) * inside.get(call.op, 1) for call in wire.calls)
-    return float(sent), min(peaks[1:])  # gloo may let go of a buffer a moment late
+    return float(sent), min(peaks[1:])  # gloo may free a buffer a moment late
 
 
 def _inputs(step: int, mesh: Mesh) -> tuple[torch.Tensor, torch.Tensor]:
@@ -146,7 +149,7 @@ def _theirs(model: nn.Module, optimizer: torch.optim.Optimizer, mesh: Mesh) -> S
 
 
 def _zero_redundancy(views: bool) -> Callable[[Mesh], Step]:
-    """As it comes, and with every option that saves it a copy."""
+    """Return it with its defaults, or with every option that avoids a copy (``views``)."""
 
     def make(mesh: Mesh) -> Step:
         model = DistributedDataParallel(build_model(CONFIG), gradient_as_bucket_view=views)

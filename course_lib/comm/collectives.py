@@ -18,7 +18,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from course_lib.comm.p2p import checked_coordinate
 from course_lib.comm.transfer import Call, Completed, Handle, issue
 from course_lib.mesh import Axis
 

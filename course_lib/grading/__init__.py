@@ -1,10 +1,11 @@
 """Grading: ``check("03-2", answer)`` in a notebook, and the official run behind ``course grade``.
 
-A grade is for a learner who wants to know. What an answer asks of the network is counted below
-our own code and the parameters are drawn anew, so neither raw torch nor a table of results slips
-past; code that patches the grader itself would, and is out of scope.
+A grade is for a learner who wants feedback. Network operations of an answer are counted below
+course_lib, and the parameters are drawn again for each check, so that raw torch and tables of
+results do not pass. Code that patches the grader would pass; that is out of scope.
 
-Importing this loads no torch: every pytest run of this Python imports the plugin beside it.
+Importing this package does not import torch, because every pytest run of this Python imports the
+plugin next to it.
 """
 
 from course_lib.grading.check import check

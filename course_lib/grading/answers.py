@@ -1,4 +1,4 @@
-"""What a learner's code does when it is called: it raises, runs for ever, prints without end."""
+"""Call a learner's code safely: it may raise, run forever or print without end."""
 
 from __future__ import annotations
 
@@ -11,44 +11,44 @@ import traceback
 from collections.abc import Callable, Iterator
 from typing import Any
 
-MOST_PRINTED = 20_000  # characters that a check lets through
-DEADLINE = 5.0  # seconds of a live check
+MOST_PRINTED = 20_000  # characters of output per check
+DEADLINE = 5.0  # seconds per live check
 
 
 class NotRight(Exception):
-    """An answer that cannot be judged further; the text is the message of the verdict."""
+    """Raised when an answer cannot be judged further; the text is the message of the verdict."""
 
 
 class _Late(BaseException):
-    """The deadline has come. No Exception, so that an answer does not catch it by accident."""
+    """Raised at the deadline. It is no Exception, so that an answer does not catch it."""
 
 
 class _Bounded(io.TextIOBase):
-    """Passes text on until there was too much of it, and says where it cut."""
+    """Forwards text up to a limit, and writes a note where it stops."""
 
     def __init__(self, stream: Any) -> None:
         self.stream, self.left = stream, MOST_PRINTED
 
     def write(self, text: str) -> int:
-        """Pass on what there is still room for."""
+        """Forward the text up to the limit."""
         if self.left > 0:
             self.stream.write(text[: self.left])
             if len(text) > self.left:
-                self.stream.write("\n... the rest of what your code printed is left out\n")
+                self.stream.write("\n... the rest of your code's output is not shown\n")
         self.left -= len(text)
         return len(text)
 
     def flush(self) -> None:
-        """Nothing is kept back here."""
+        """Flush the stream; this object has no buffer."""
         self.stream.flush()
 
 
 @contextlib.contextmanager
 def guarded(seconds: float = DEADLINE) -> Iterator[None]:
-    """Inside, printing is bounded and code that runs longer than ``seconds`` is stopped.
+    """Limit the output of the body, and stop it after ``seconds``.
 
-    Raises NotRight when time is up. Where signals cannot be had (Windows, another thread) only
-    the official run's timeout holds.
+    Raises NotRight at the deadline. Without signals (on Windows, or in another thread) only the
+    timeout of the official run applies.
     """
     with (
         contextlib.redirect_stdout(_Bounded(sys.stdout)),
@@ -68,23 +68,23 @@ def _deadline(seconds: float) -> Iterator[None]:
         raise _Late
 
     before = signal.signal(signal.SIGALRM, late)
-    signal.setitimer(signal.ITIMER_REAL, seconds, 0.5)  # again, where an answer caught it
+    signal.setitimer(signal.ITIMER_REAL, seconds, 0.5)  # again, if an answer caught it
     try:
         yield
     except _Late:
-        raise NotRight(f"not done after {seconds:g} s: does a loop in it ever end?") from None
+        raise NotRight(f"not done after {seconds:g} s: check that every loop ends") from None
     finally:
         signal.setitimer(signal.ITIMER_REAL, 0)
         signal.signal(signal.SIGALRM, before)
 
 
 def main_thread() -> threading.Thread:
-    """The thread that signals interrupt."""
+    """Return the thread that signals interrupt."""
     return threading.main_thread()
 
 
 def called(name: str, fn: Callable, args: dict[str, Any]) -> Any:
-    """``fn`` called with ``args`` in order; what it raises becomes NotRight with the call in it."""
+    """Call ``fn`` with ``args`` in order; its exceptions become NotRight with the call."""
     try:
         return fn(*args.values())
     except NotImplementedError as error:
@@ -96,12 +96,12 @@ def called(name: str, fn: Callable, args: dict[str, Any]) -> Any:
 
 
 def shown_call(name: str, args: dict[str, Any]) -> str:
-    """``coordinates(rank=3, sizes={...})``, as one would type it."""
+    """Return the call as source: ``coordinates(rank=3, sizes={...})``."""
     return f"{name}({', '.join(f'{key}={shown(value)}' for key, value in args.items())})"
 
 
 def shown(value: Any, room: int = 160) -> str:
-    """``repr``, cut; a value whose repr fails is named by its type."""
+    """Return the repr, cut to ``room`` characters; if the repr fails, name the type."""
     try:
         text = " ".join(repr(value).split())
     except Exception:
@@ -110,7 +110,7 @@ def shown(value: Any, room: int = 160) -> str:
 
 
 def described(error: BaseException) -> str:
-    """``KeyError: 'tp', in line 3: sizes['tp']``: the innermost line that is the learner's."""
+    """Return the error with the learner's innermost line: ``KeyError: 'tp', in line 3: ...``."""
     what = f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
     frames = traceback.extract_tb(error.__traceback__)
     own = [frame for frame in frames[1:] if "course_lib" not in frame.filename]

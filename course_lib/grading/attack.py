@@ -1,4 +1,4 @@
-"""``make attack``: every exercise against its wrong answers and its right ones, as a table."""
+"""``make attack``: check every exercise against its wrong and its right answers, as a table."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from course_lib.grading import registry
 from course_lib.grading.exercise import Answers, Exercise, each
 from course_lib.grading.verdict import Verdict
 
-DEADLINE = 2.0  # seconds of a check: many of these answers hang
-PATIENCE = 20.0  # where one that should not hang is late: this machine may be busy
+DEADLINE = 2.0  # seconds per check, because many of these answers hang
+PATIENCE = 20.0  # seconds for the second check of an answer that is late on a busy machine
 
 
 @dataclass
 class Attack:
-    """How an exercise stood up to its answers. ``failures`` says what went otherwise."""
+    """The results of one exercise. ``failures`` has a line per unexpected verdict."""
 
     ex: str
     wrong: int = 0
@@ -28,14 +28,14 @@ class Attack:
 
 
 def attack(exercise: Exercise, seed: int = 0) -> Attack:
-    """Judge all answers that ``exercise`` lists, and its stub, which must score 0."""
+    """Judge all listed answers of ``exercise``, and its stub, which must score 0."""
     result = Attack(exercise.id)
     for number, wrong in enumerate(exercise.wrong):
         verdict, good = _judge(exercise, wrong.answer, seed, partial(_rejects, wrong.wanted))
         result.wrong += 1
         result.rejected += good
         if not good:
-            result.failures.append(f"wrong {number}: {verdict.line} (wanted: {wrong.wanted})")
+            result.failures.append(f"wrong {number}: {verdict.line} (expected: {wrong.wanted})")
     for number, answer in enumerate(exercise.right):
         verdict, good = _judge(exercise, answer, seed, lambda verdict: verdict.ok)
         result.right += 1
@@ -55,7 +55,7 @@ def _rejects(words: str, verdict: Verdict) -> bool:
 def _judge(
     exercise: Exercise, answers: Answers, seed: int, wanted: Callable[[Verdict], bool]
 ) -> tuple[Verdict, bool]:
-    """The verdict and whether it is as wanted; a second one where time alone may have spoilt it."""
+    """Return the verdict and whether it is as expected; after a deadline, judge once more."""
     verdict = exercise.judge(each(answers), seed, DEADLINE)
     if not wanted(verdict) and f"after {DEADLINE:g} s" in verdict.message:
         verdict = exercise.judge(each(answers), seed, PATIENCE)
@@ -63,7 +63,7 @@ def _judge(
 
 
 def table(attacks: Sequence[Attack]) -> str:
-    """exercise, wrong tried, rejected, right tried, accepted; what failed below."""
+    """Return a line per exercise with the counts of answers, and the failures below."""
     lines = [f"{'exercise':<10}{'wrong':>8}{'rejected':>10}{'right':>8}{'accepted':>10}"]
     for found in attacks:
         lines.append(
@@ -74,7 +74,7 @@ def table(attacks: Sequence[Attack]) -> str:
 
 
 def main() -> int:
-    """Attack every exercise; 1 when one did not stand."""
+    """Attack every exercise; return 1 if one has failures."""
     attacks = [
         attack(exercise)
         for lesson in registry.lesson_numbers()

@@ -1,4 +1,4 @@
-"""``check``: what a check cell calls."""
+"""``check``, the function that a check cell calls."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from course_lib.grading.verdict import Verdict, failed
 def check(
     exercise_id: str, *answers: Any, seed: int | None = None, deadline: float = DEADLINE
 ) -> Verdict:
-    """The verdict on ``answers``, the functions that the exercise asks for, in its order.
+    """Return the verdict on ``answers``, the functions of the exercise in its order.
 
-    Parameters are drawn anew at each call, or from ``seed``. ``deadline`` is in seconds. Never
-    raises, an interrupt by hand aside.
+    Parameters are drawn again in each call, or from ``seed``. ``deadline`` is in seconds. Never
+    raises, except for a keyboard interrupt.
     """
     from course_lib.grading import registry
 
@@ -33,7 +33,7 @@ def check(
 
 
 def _note(verdict: Verdict, root: Path) -> None:
-    """In the learner's own folder a check is an attempt; in the official run it is not."""
+    """Count the check as an attempt in the learner's folder, but not in the official run."""
     with contextlib.suppress(OSError):
         if in_work(Path.cwd() / "notebook", root):
             progress = Progress(root)

@@ -1,4 +1,4 @@
-"""What is wrong with a tensor, in words: shape, dtype, a wrong factor, one rank's share."""
+"""Describe a wrong tensor in words: its shape, its dtype, a wrong factor, the wrong ranks."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-RELATIVE, ABSOLUTE = 1e-4, 1e-5  # float32 sums in another order; a mistake is far larger
+RELATIVE, ABSOLUTE = 1e-4, 1e-5  # for float32 sums in another order; a mistake is much larger
 
 
 def agrees(got: Any, wanted: Tensor) -> bool:
-    """Whether ``got`` is a tensor of that shape and, up to rounding, of those values."""
+    """Return whether ``got`` is a tensor equal to ``wanted`` up to rounding, with its shape."""
     return (
         isinstance(got, Tensor)
         and got.shape == wanted.shape
@@ -24,7 +24,7 @@ def agrees(got: Any, wanted: Tensor) -> bool:
 
 
 def factor(got: Tensor, wanted: Tensor) -> float | None:
-    """k, if ``got`` is k times ``wanted`` and k is neither 0 nor 1; else None."""
+    """Return k if ``got`` is k times ``wanted`` and k is neither 0 nor 1; else None."""
     got, wanted = got.double().flatten(), wanted.double().flatten()
     norm = float(wanted @ wanted)
     if norm == 0 or got.shape != wanted.shape:
@@ -36,17 +36,17 @@ def factor(got: Tensor, wanted: Tensor) -> float | None:
 
 
 def times(k: float) -> str:
-    """``exactly 4 times too large``, ``exactly 4 times too small``, ``-2 times what is right``."""
+    """Return ``exactly 4 times too large``, ``... too small`` or ``-2 times the right value``."""
     for size, word in ((k, "large"), (1 / k, "small")):
         if size > 1:
             return f"exactly {round(size, 3):g} times too {word}"
-    return f"{round(k, 3):g} times what is right"
+    return f"{round(k, 3):g} times the right value"
 
 
 def difference(what: str, got: Sequence[Any], wanted: Sequence[Tensor]) -> str:
-    """What is wrong with the tensors ``got`` by rank; empty where all are right.
+    """Describe what is wrong with the tensors ``got`` by rank; return "" if all are right.
 
-    ``what`` names them in the plural: "outputs", "gradients".
+    ``what`` names the tensors in the plural: "outputs", "gradients".
     """
     bad = [rank for rank, value in enumerate(got) if not agrees(value, wanted[rank])]
     if not bad:
@@ -54,11 +54,12 @@ def difference(what: str, got: Sequence[Any], wanted: Sequence[Tensor]) -> str:
     rank = bad[0]
     value, right = got[rank], wanted[rank]
     if not isinstance(value, Tensor):
-        return f"rank {rank} returned a {type(value).__name__}; a tensor is wanted"
+        return f"expected a tensor from rank {rank}, got a {type(value).__name__}"
     if value.shape != right.shape:
-        return f"{what} of rank {rank} have shape {list(value.shape)}; {list(right.shape)} is right"
+        expected = f"expected {what} of shape {list(right.shape)} on rank {rank}"
+        return f"{expected}, got shape {list(value.shape)}"
     if value.dtype != right.dtype:
-        return f"{what} of rank {rank} have {value.dtype}; {right.dtype} is right"
+        return f"expected {what} of {right.dtype} on rank {rank}, got {value.dtype}"
     if (k := _common_factor(got, wanted)) is not None:
         return f"your {what} are {times(k)}"
     where = "every rank" if len(bad) == len(got) else f"ranks {', '.join(map(str, bad))} only"
@@ -66,7 +67,7 @@ def difference(what: str, got: Sequence[Any], wanted: Sequence[Tensor]) -> str:
 
 
 def _common_factor(got: Sequence[Any], wanted: Sequence[Tensor]) -> float | None:
-    """k, if on every rank the result is k times what is right."""
+    """Return k if the result on every rank is k times the right value; else None."""
     found: set[float] = set()
     for value, right in zip(got, wanted, strict=True):
         k = factor(value, right) if isinstance(value, Tensor) else None
@@ -77,9 +78,9 @@ def _common_factor(got: Sequence[Any], wanted: Sequence[Tensor]) -> float | None
 
 
 def _worst(value: Tensor, right: Tensor, rank: int) -> str:
-    """How many elements are wrong on a rank, and the first of them."""
+    """Return the number of wrong elements on a rank, and the first of them."""
     bad = ~torch.isclose(value.double(), right.double(), RELATIVE, ABSOLUTE)
     place = bad.nonzero()[0].tolist()
     got, wanted = value[tuple(place)].item(), right[tuple(place)].item()
     count = f"{int(bad.sum())} of {value.numel()} elements"
-    return f"on rank {rank}, {count}, first at {place}: {got:.4g} where {wanted:.4g} is right"
+    return f"on rank {rank}, {count}; first at {place}: expected {wanted:.4g}, got {got:.4g}"

@@ -1,4 +1,4 @@
-"""What an exercise is: its cases, its hints, and the wrong answers that it must see through."""
+"""An exercise: its cases, its hints, and the wrong answers that it must reject."""
 
 from __future__ import annotations
 
@@ -20,22 +20,22 @@ from course_lib.grading.refuse import refusing
 from course_lib.grading.verdict import CaseResult, Verdict, failed
 
 Answer = Callable[..., Any]
-Answers = Any  # an Answer or, in an exercise worked by hand, a table; a tuple of several names
+Answers = Any  # an Answer, a table in an exercise worked by hand, or a tuple of several answers
 Instance = dict[str, Any]  # the arguments of one call, by name, in order
 DRAWS = 50
 
 
 def each(answers: Answers) -> tuple[Answer, ...]:
-    """The answers as ``check`` takes them, one or several."""
+    """Return the answers as a tuple, as ``check`` takes them."""
     return answers if isinstance(answers, tuple) else (answers,)
 
 
 @dataclass(frozen=True)
 class Wrong:
-    """A wrong answer and words that its message must hold.
+    """A wrong answer, and words that its verdict must contain.
 
-    Where ``message`` is given it is told to a learner whose results are those of ``answer``: a
-    classic mistake. ``words`` default to it; they are for the attack alone.
+    If ``message`` is given, a learner with the same results as ``answer`` sees it: it explains a
+    classic mistake. ``words`` default to ``message``; only the attack uses them.
     """
 
     answer: Answers
@@ -44,13 +44,13 @@ class Wrong:
 
     @property
     def wanted(self) -> str:
-        """What the verdict on this answer must hold."""
+        """Words that the verdict on this answer must contain."""
         return self.words or self.message
 
 
 @dataclass(frozen=True)
 class Exercise:
-    """What all exercises have. ``names`` are those of the answers, as ``check`` takes them."""
+    """The base of all exercises. ``names`` are the names of the answers, in ``check``'s order."""
 
     id: str
     title: str
@@ -71,42 +71,42 @@ class Exercise:
         return len(self.cases)
 
     def judge(self, answers: Sequence[Any], seed: int, deadline: float = DEADLINE) -> Verdict:
-        """The verdict on ``answers``, with parameters drawn from ``seed``. Never raises."""
+        """Return the verdict on ``answers``, with parameters drawn from ``seed``. Never raises."""
         try:
             if len(answers) != len(self.names):
                 wanted = ", ".join((f'"{self.id}"', *self.names))
-                raise NotRight(f"the check cell was changed: it says check({wanted})")
+                raise NotRight(f"the check cell was changed: expected check({wanted})")
             for name, answer in zip(self.names, answers, strict=True):
                 self.usable(name, answer)
             return Verdict(self.id, self.results(answers, random.Random(seed), deadline))
         except NotRight as error:
             return self.failed(str(error))
         except Exception as error:  # values so odd that comparing them fails
-            return self.failed(f"what was returned cannot be judged: {described(error)}")
+            return self.failed(f"the returned value cannot be judged: {described(error)}")
 
     def usable(self, name: str, answer: Any) -> None:
-        """Raises NotRight where ``answer`` is of the wrong kind; by default no function."""
+        """Raise NotRight if ``answer`` has the wrong type; by default, if it is no function."""
         if not callable(answer):
-            raise NotRight(f"{name} is {shown(answer)}; a function is wanted")
+            raise NotRight(f"expected {name} to be a function, got {shown(answer)}")
 
     def failed(self, message: str) -> Verdict:
-        """The verdict in which nothing passed, for one reason."""
+        """Return a verdict in which no case passed, for one reason."""
         return failed(self.id, message, self.cases)
 
     def results(
         self, answers: Sequence[Answer], rng: random.Random, deadline: float
     ) -> list[CaseResult]:
-        """Every case in order. Raises NotRight where none can be judged."""
+        """Judge every case in order. Raises NotRight if no case can be judged."""
         raise NotImplementedError
 
 
 @dataclass(frozen=True)
 class Case:
-    """One thing that counts in an exercise without ranks.
+    """One case of an exercise without ranks.
 
-    ``draw`` makes the arguments of a few calls from a seeded generator. The case passes when the
-    answer is right in all of them. It must be out of reach of None, of any constant and of the
-    stub, so its right results must not all be equal: where they are, it is drawn again.
+    ``draw`` makes the arguments of a few calls from a seeded generator. The case passes if the
+    answer is right in all of them. None, a constant and the stub must not pass, so the right
+    results must not all be equal: if they are, the arguments are drawn again.
     """
 
     title: str
@@ -117,10 +117,10 @@ class Case:
 class Function(Exercise):
     """An exercise that asks for one function without ranks, judged by ``reference``.
 
-    ``normal`` brings a result to the form in which it is compared and raises NotRight with the
-    reason when it is no such result at all, which the verdict tells behind the call. ``refused``
-    are library functions ("course_lib.layout:make_layout") that are the answer: they do not run
-    while one is judged.
+    ``normal`` converts a result to the form in which it is compared. If this is impossible, it
+    raises NotRight with a reason, which is shown after the call in the verdict. ``refused`` are
+    library functions ("course_lib.layout:make_layout") that would be the answer: they raise an
+    error while an answer is judged.
     """
 
     reference: Answer = field(repr=False)
@@ -146,7 +146,7 @@ class Function(Exercise):
         return results
 
     def counting(self, case: Case, rng: random.Random) -> list[Instance]:
-        """Arguments for ``case`` that None, every constant and the stub get wrong."""
+        """Return arguments for ``case`` with which None, every constant and the stub fail."""
         for _ in range(DRAWS):
             instances = case.draw(rng)
             wanted = [self.normal(self.reference(*args.values())) for args in instances]
@@ -154,13 +154,13 @@ class Function(Exercise):
             trivial = [*constants, lambda *_: None, each(self.stub)[0]]
             if not any(self._passes(answer, instances) for answer in trivial):
                 return instances
-        raise AssertionError(f"{self.id}, {case.title}: a constant passes it, whatever is drawn")
+        raise AssertionError(f"{self.id}, {case.title}: a constant passes with all drawn arguments")
 
     def _passes(self, answer: Answer, instances: list[Instance]) -> bool:
         return not any(self._call(answer, args).message for args in instances)
 
     def _call(self, answer: Answer, args: Instance) -> _Call:
-        """One call of ``answer`` and what is wrong with its result."""
+        """Call ``answer`` once and describe what is wrong with its result."""
         given = {name: _copied(value) for name, value in args.items()}
         wanted = self.normal(self.reference(*args.values()))
         try:
@@ -171,24 +171,25 @@ class Function(Exercise):
         call = shown_call(self.names[0], args)
         for name, copy in given.items():
             if copy is not args[name] and not _equal(copy, args[name]):
-                return _Call(args, None, f"{call} changed {name}, which is its caller's: copy it")
+                reason = f"{call} changed its argument {name}: copy it before you change it"
+                return _Call(args, None, reason)
         got = self._read(value)
         if isinstance(got, _Unfit):
             return _Call(args, got, f"{call}: {got.reason}")
         if _equal(got, wanted):
             return _Call(args, got)
-        said = f"    {call}\n    gave {shown(got)};\n    right is {shown(wanted)}"
+        said = f"    {call}:\n    expected {shown(wanted)},\n    got {shown(got)}"
         return _Call(args, got, said)
 
     def _read(self, value: Any) -> Any:
-        """``value`` in the form in which it is compared, or why it has none."""
+        """Return ``value`` in the form in which it is compared, or why this is impossible."""
         try:
             return self.normal(value)
         except NotRight as error:
             return _Unfit(str(error))
 
     def _mistake(self, calls: list[_Call]) -> str:
-        """The classic mistake that gives the results of all ``calls``, if there is one."""
+        """Return the message of the classic mistake with the results of all ``calls``, or ""."""
         for wrong in self.wrong:
             if wrong.message and all(self._same(each(wrong.answer)[0], call) for call in calls):
                 return f"{wrong.message}\n"
@@ -203,14 +204,14 @@ class Function(Exercise):
 
 @dataclass(frozen=True)
 class _Unfit:
-    """A result that cannot be compared: two of them are the same mistake for the same reason."""
+    """A result that cannot be compared; two with the same reason are the same mistake."""
 
     reason: str
 
 
 @dataclass(frozen=True)
 class _Call:
-    """One call of an answer: its arguments, its result, what is wrong with it."""
+    """One call of an answer: its arguments, its result and its fault."""
 
     args: Instance
     got: Any
@@ -218,7 +219,7 @@ class _Call:
 
 
 def _copied(value: Any) -> Any:
-    """A copy of a plain container: an answer may write into what it is given."""
+    """Return a copy of a plain container, because an answer may change its arguments."""
     return type(value)(value) if isinstance(value, dict | list) else value
 
 

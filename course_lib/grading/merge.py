@@ -1,9 +1,9 @@
-"""A learner's answers in a copy of the pristine notebook: what the official run executes.
+"""Put a learner's answers into a copy of the pristine notebook, for the official run.
 
-Only answer cells are taken, by their metadata and in the order of the document: JupyterLab gives
-new ids to a cell that was copied or split. All else (given cells, checks and their expected
-lines) comes from the course, so nothing that was edited or deleted there matters. The learner's
-file is read and never written.
+Only answer cells are taken, by their metadata and in the order of the document, because
+JupyterLab gives new ids to a cell that was copied or split. All other cells (given cells, checks
+and their expected lines) come from the course, so edits of them have no effect. The learner's
+file is never written.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ Notebook = Any  # nbformat's NotebookNode, which is a dict with attributes
 class Merged:
     """A notebook to run, with the points of its exercises, in order, by id.
 
-    ``problems`` says of an exercise why its answer was not taken.
+    ``problems`` has the reason why an answer was not taken, by exercise.
     """
 
     lesson: str
@@ -36,13 +36,16 @@ class Merged:
     problems: Mapping[str, str]
 
     def exercise_of_cell(self, number: int) -> str | None:
-        """The exercise of code cell ``number`` (from 0), which is how nbval counts."""
+        """Return the exercise of code cell ``number``, from 0 as nbval counts."""
         cells = [cell for cell in self.notebook.cells if cell.cell_type == "code"]
         return course(cells[number]).get("ex")
 
 
 def read(path: Path) -> Notebook:
-    """The notebook in ``path``; a blank file is an empty one. Raises ValueError if it is none."""
+    """Return the notebook in ``path``; a blank file is an empty notebook.
+
+    Raises ValueError if the file is not a notebook.
+    """
     import nbformat
 
     try:
@@ -50,7 +53,7 @@ def read(path: Path) -> Notebook:
     except OSError as error:
         raise ValueError(f"{path}: cannot be read ({error.strerror})") from None
     except UnicodeDecodeError:
-        raise ValueError(f"{path}: this is no notebook") from None
+        raise ValueError(f"{path}: this is not a notebook") from None
     if not text.strip():
         return nbformat.v4.new_notebook()
     try:
@@ -58,12 +61,12 @@ def read(path: Path) -> Notebook:
         if not isinstance(data, dict) or "nbformat" not in data:
             raise ValueError("no nbformat")
         return nbformat.convert(nbformat.from_dict(_joined(data)), 4)
-    except Exception as error:  # nbformat raises by whatever it stumbles over
-        raise ValueError(f"{path}: this is no notebook ({type(error).__name__})") from None
+    except Exception as error:  # nbformat raises errors of many types
+        raise ValueError(f"{path}: this is not a notebook ({type(error).__name__})") from None
 
 
 def _joined(data: dict[str, Any]) -> dict[str, Any]:
-    """A notebook as it is stored may hold sources as lists of lines."""
+    """Join the sources that a stored notebook has as lists of lines."""
     for cell in data.get("cells", []):
         if isinstance(cell.get("source"), list):
             cell["source"] = "".join(cell["source"])
@@ -71,17 +74,17 @@ def _joined(data: dict[str, Any]) -> dict[str, Any]:
 
 
 def pristine(root: Path, notebook: Notebook, path: Path) -> Path:
-    """The exercise file of the course that ``notebook`` was made from.
+    """Return the exercise file of the course from which ``notebook`` was made.
 
-    Found by the notebook's metadata, else by its exercise ids, else by the file's name. Raises
-    ValueError that names the lessons.
+    It is found by the notebook's metadata, else by its exercise ids, else by the file's name.
+    Raises ValueError with the names of the lessons.
     """
     known = {_lesson(file): file for file in _exercise_files(root)}
     for lesson in _guesses(notebook, path):
         if lesson in known:
             return known[lesson]
     guess = next(_guesses(notebook, path), None)
-    says = f"lesson {guess} has no exercises" if guess else "this is no exercise of the course"
+    says = f"lesson {guess} has no exercises" if guess else "this is not an exercise of the course"
     raise ValueError(f"{path}: {says}; {_expected(root)}")
 
 
@@ -94,8 +97,8 @@ def _lesson(file: Path) -> str:
 
 
 def _expected(root: Path) -> str:
-    names = ", ".join(file.stem for file in _exercise_files(root)) or "none is there"
-    return f"expected is a copy of one of exercises/: {names}"
+    names = ", ".join(file.stem for file in _exercise_files(root)) or "the folder is empty"
+    return f"expected a copy of a file in exercises/: {names}"
 
 
 def _guesses(notebook: Notebook, path: Path) -> Iterator[str]:
@@ -116,10 +119,10 @@ def merge(
     without: Collection[str] = (),
     only: str | None = None,
 ) -> Merged:
-    """The pristine notebook with the answers of ``path`` in it.
+    """Return the pristine notebook with the answers of ``path``.
 
-    Answers of exercises ``without`` are left out; with ``only`` the cells of other exercises are.
-    Raises ValueError when the file is no exercise of this course.
+    Answers of the exercises ``without`` are left out; with ``only``, the cells of all other
+    exercises are left out. Raises ValueError if the file is not an exercise of this course.
     """
     try:
         learner = read(path)
@@ -132,7 +135,7 @@ def merge(
     if only is not None:
         if only not in points:
             names = ", ".join(points)
-            raise ValueError(f"lesson {lesson} has no exercise {only!r}; it has {names}")
+            raise ValueError(f"expected an exercise of lesson {lesson}: {names}, got {only!r}")
         points = {only: points[only]}
         notebook.cells = [cell for cell in notebook.cells if course(cell).get("ex") in (None, only)]
     problems = {}
@@ -145,7 +148,7 @@ def merge(
 
 
 def _cells(notebook: Notebook, role: str, ex: str | None = None) -> list[Notebook]:
-    """The code cells of that role, and exercise if given."""
+    """Return the code cells with a role, of one exercise if given."""
     return [
         cell
         for cell in notebook.get("cells", [])
@@ -156,14 +159,14 @@ def _cells(notebook: Notebook, role: str, ex: str | None = None) -> list[Noteboo
 
 
 def _take_answer(notebook: Notebook, learner: Notebook, ex: str) -> str:
-    """Put the learner's answer of ``ex`` into ``notebook``; return why that cannot be done."""
+    """Put the answer of ``ex`` into ``notebook``; return why this is impossible, or ""."""
     sources = [str(cell.get("source", "")) for cell in _cells(learner, "answer", ex)]
     if not sources:
-        return f"the file has no answer cell of {ex}: write into the cell that stands there for it"
+        return f"the file has no answer cell of {ex}: write your answer into the given answer cell"
     if problem := _syntax_error("\n\n".join(sources)):
         return problem
     places = _cells(notebook, "answer", ex)
-    if len(places) != len(sources):  # split, copied or deleted: all of it in the first place
+    if len(places) != len(sources):  # split, copied or deleted: join all in the first place
         sources = ["\n\n".join(sources)] + [""] * (len(places) - 1)
     for place, source in zip(places, sources, strict=True):
         place.source = source
@@ -177,13 +180,13 @@ def _syntax_error(source: str) -> str:
         ast.parse(TransformerManager().transform_cell(source))
     except SyntaxError as error:
         return f"the answer has a syntax error in line {error.lineno}: {error.msg}"
-    except (ValueError, RecursionError, MemoryError) as error:  # a null byte, a monstrous nesting
+    except (ValueError, RecursionError, MemoryError) as error:  # a null byte or very deep nesting
         return f"the answer cannot be read as Python: {error}"
     return ""
 
 
 def _expected_lines(solution: Path) -> dict[str, str]:
-    """The line of full marks of each exercise, as the committed solution shows it."""
+    """Return the line of full marks of each exercise, from the committed solution."""
     lines: dict[str, str] = {}
     if solution.exists():
         for cell in _cells(read(solution), "check"):
@@ -194,7 +197,7 @@ def _expected_lines(solution: Path) -> dict[str, str]:
 
 
 def _expect(notebook: Notebook, lines: Mapping[str, str], seed: int) -> None:
-    """Give every check its expected line and its seed; other cells are run and not compared."""
+    """Give every check its expected line and its seed; outputs of other cells are not compared."""
     import nbformat
 
     for cell in notebook.cells:
@@ -211,7 +214,7 @@ def _expect(notebook: Notebook, lines: Mapping[str, str], seed: int) -> None:
 
 
 def _seeded(source: str, seed: int) -> str:
-    """The source of a check cell with ``seed=...`` in its call."""
+    """Return the source of a check cell with ``seed=...`` in its call."""
     tree = ast.parse(source)
     last = tree.body[-1] if tree.body else None
     if not isinstance(last, ast.Expr) or not isinstance(last.value, ast.Call):

@@ -1,7 +1,7 @@
-"""The pytest plugin beside nbval: what it must not compare, verdicts, and kernels that die.
+"""The pytest plugin for nbval: outputs to ignore, verdicts, and kernels that die.
 
-It is registered as an entry point, so plain ``pytest --nbval`` has it too. It does nothing where
-no notebook is collected, and imports nothing heavy.
+It is registered as an entry point, so plain ``pytest --nbval`` uses it too. Without notebooks it
+does nothing, and it imports no large package.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from course_lib.grading.verdict import MIME
 
 NOT_COMPARED = ("stdout", "stderr", "text/html", MIME)
 VERDICT, STOPPED, ERROR = "course_verdict", "course_stopped", "course_error"
-LOOK = 0.5  # seconds between two looks whether the kernel is alive
-MOST_PRINTED = 10_000  # characters kept of a printed message: a flood would fill the memory
+LOOK = 0.5  # seconds between two checks that the kernel is alive
+MOST_PRINTED = 10_000  # characters stored per printed message, to limit memory
 
 
 def _is_cell(item: pytest.Item) -> bool:
@@ -26,14 +26,14 @@ def _is_cell(item: pytest.Item) -> bool:
 
 
 def pytest_itemcollected(item: Any) -> None:
-    """Prints, pages for people and data for the grader are not compared."""
+    """Exclude printed text, HTML and verdict data from the comparison."""
     if _is_cell(item) and MIME not in item.parent.skip_compare:
         item.parent.skip_compare = (*item.parent.skip_compare, *NOT_COMPARED)
 
 
 @pytest.hookimpl(trylast=True)
 def pytest_runtest_setup(item: Any) -> None:
-    """Have nbval notice that its kernel died, instead of waiting out the timeout of the cell."""
+    """Let nbval notice at once that its kernel died, not only at the timeout of the cell."""
     kernel = getattr(item.parent, "kernel", None)
     if _is_cell(item) and kernel is not None and "get_message" not in vars(kernel):
         kernel.get_message = _watching(kernel)
@@ -45,7 +45,7 @@ def _watching(kernel: Any) -> Any:
     def get_message(stream: str, timeout: float | None = None) -> Any:
         end = time.monotonic() + (float("inf") if timeout is None else timeout)
         while True:
-            alive = kernel.is_alive()  # before the look: what it said last is still read
+            alive = kernel.is_alive()  # checked first, so that its last message is still read
             left = end - time.monotonic()
             try:
                 return _cut(plain(stream, timeout=max(0.0, min(LOOK, left))))
@@ -59,7 +59,7 @@ def _watching(kernel: Any) -> Any:
 
 
 def _cut(message: Any) -> Any:
-    """What is printed is not compared, so the beginning of it is enough."""
+    """Cut printed text, which is not compared."""
     if message.get("msg_type") == "stream":
         message["content"]["text"] = message["content"]["text"][:MOST_PRINTED]
     return message
@@ -67,7 +67,7 @@ def _cut(message: Any) -> Any:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_runtest_makereport(item: Any, call: Any) -> None:
-    """Put the verdict, or what went wrong, into ``item.user_properties``."""
+    """Put the verdict or the error into ``item.user_properties``."""
     if call.when != "call" or not _is_cell(item):
         return
     for output in item.test_outputs or []:

@@ -13,7 +13,7 @@ from typing import Any
 
 @dataclass
 class Entry:
-    """What is known of one exercise, or of a lesson's lab (which has no hints)."""
+    """The progress in one exercise, or in a lesson's lab (which has no hints)."""
 
     attempts: int = 0
     best: int = 0
@@ -22,17 +22,17 @@ class Entry:
 
     @property
     def done(self) -> bool:
-        """Whether all cases passed once."""
+        """Whether all cases have passed at least once."""
         return self.best == self.total > 0
 
     def attempt(self, passed: int, total: int) -> None:
-        """Note an attempt."""
+        """Count an attempt."""
         self.attempts += 1
         self.best, self.total = max(min(self.best, total), passed), total
 
 
 class Progress:
-    """The progress file of the course in ``root``; a file that cannot be read is put aside."""
+    """The progress file of the course in ``root``; a file that cannot be read is renamed."""
 
     def __init__(self, root: Path) -> None:
         self.path = root / "work" / ".course" / "progress.json"
@@ -47,19 +47,19 @@ class Progress:
                 self.path.replace(self.path.with_suffix(".unreadable.json"))
 
     def of(self, ex: str) -> Entry:
-        """The entry of an exercise, made when it is new."""
+        """Return the entry of an exercise; make it if necessary."""
         return self.entries.setdefault(ex, Entry())
 
     def lab(self, lesson: str) -> Entry:
-        """The entry of a lesson's lab, made when it is new."""
+        """Return the entry of a lesson's lab; make it if necessary."""
         return self.labs.setdefault(lesson, Entry())
 
     def attempt(self, ex: str, passed: int, total: int) -> None:
-        """Note an attempt at an exercise."""
+        """Count an attempt at an exercise."""
         self.of(ex).attempt(passed, total)
 
     def save(self) -> None:
-        """Write the file, whole or not at all."""
+        """Write the file atomically."""
         self.path.parent.mkdir(parents=True, exist_ok=True)
         data = {"exercises": _as_data(self.entries), "labs": _as_data(self.labs)}
         handle, name = tempfile.mkstemp(dir=self.path.parent, suffix=".tmp")
@@ -82,5 +82,5 @@ def _entry(found: Mapping[str, Any]) -> Entry:
 
 
 def in_work(path: Path, root: Path) -> bool:
-    """Whether ``path`` lies in the learner's folder work/: only there a grade is an attempt."""
+    """Return whether ``path`` is in the learner's folder work/, where a grade is an attempt."""
     return (root / "work").resolve() in path.resolve().parents

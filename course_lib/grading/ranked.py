@@ -1,4 +1,4 @@
-"""Exercises that run on real ranks: each trial is one launch, each case a look at what it gave."""
+"""Exercises that run on real ranks: each trial is one launch, each case examines its results."""
 
 from __future__ import annotations
 
@@ -23,22 +23,22 @@ from course_lib.launch import RankDeadline, RankError, run, warm_up
 from course_lib.mesh import Mesh, make_mesh
 from course_lib.trace import PeakLiveBytes
 
-RESULTS = ("outputs", "gradients", "weights")  # what an answer is for; the other axes say how
-PATIENCE = 15.0  # seconds of a second try, where the machine was too busy for the first
+RESULTS = ("outputs", "gradients", "weights")  # the results; the other axes are costs
+PATIENCE = 15.0  # seconds for a second try, if the machine was too busy for the first
 DEAF = (
-    ". Every rank waits for a message: either nobody has sent one, or what isend returned was "
-    "dropped before its wait(), and the message with it"
+    ". Every rank waits for a message: either no rank has sent one, or the handle that isend "
+    "returned was dropped before its wait(), and its message was lost"
 )
-LATER = "this counts only once the results are right on two ranks or more"
+LATER = "this counts only after the results are right on two or more ranks"
 
 
 @dataclass(frozen=True)
 class Trial:
-    """One launch: ``n`` ranks; ``size`` is what the exercise makes of it (elements, layers).
+    """One launch of ``n`` ranks; ``size`` is a number of the exercise, such as elements or layers.
 
-    ``hang`` is the mistake to name where some ranks of this trial wait for ever for one that is
-    done; where all wait, the machine may just be slow. Where calls met that do not fit together it
-    is told as what may be the reason.
+    ``hang`` explains the mistake if some ranks of this trial wait forever for a rank that has
+    returned; if all ranks wait, the machine may only be slow. After mismatched calls, it is given
+    as a possible reason.
     """
 
     n: int
@@ -48,9 +48,9 @@ class Trial:
 
 @dataclass(frozen=True)
 class Observed:
-    """What one rank gave: its result, its calls, its peak of live bytes, its inputs afterwards.
+    """The observations of one rank: result, calls, peak of live bytes, inputs after the call.
 
-    ``waits`` is how often it waited for one of its calls.
+    ``waits`` is the number of waits for its calls.
     """
 
     value: Any
@@ -62,7 +62,7 @@ class Observed:
 
 @dataclass(frozen=True)
 class Seen:
-    """All that a case may look at: the trial, its seed, and what each rank gave."""
+    """The input of a case: the trial, its seed, and the observations of each rank."""
 
     trial: Trial
     seed: int
@@ -75,26 +75,27 @@ class Seen:
 
 
 def unwaited(seen: Seen) -> str:
-    """For exercises made of messages alone: which rank left one that it had begun to itself.
+    """Return which rank did not wait for a message that it started, or "".
 
-    A wait too many for one message can hide one too few for another; no right answer is refused.
+    For exercises with messages only. An extra wait for one message can hide a missing wait for
+    another; no right answer is rejected.
     """
     for rank, observed in enumerate(seen.ranks):
         messages = sum(call.op in ("send", "recv") for call in observed.calls)
         if observed.waits < messages:
             return (
-                f"rank {rank} began {messages} messages and waited for {observed.waits} of them: "
-                "until wait() returns the network still reads what isend was given, and has not "
-                "filled what irecv was given"
+                f"rank {rank} started {messages} messages and waited for {observed.waits} of "
+                "them: until wait() returns, the network still reads the tensor of isend, and the "
+                "tensor of irecv is not complete"
             )
     return ""
 
 
 @dataclass(frozen=True)
 class RankCase:
-    """One thing that counts: ``look`` says what is wrong in trial number ``trial``, or "".
+    """One case: ``look`` returns what is wrong in trial number ``trial``, or "".
 
-    ``later`` is for a case of the results that an answer which does nothing would pass.
+    ``later`` marks a case of the results that an answer without any effect would pass.
     """
 
     axis: str
@@ -112,9 +113,9 @@ class Ranked(Exercise):
     """An exercise whose answer runs on ranks.
 
     ``inputs(trial, rank, seed)`` makes the arguments of one rank; ``act(answers, inputs, mesh)``
-    calls the answers there. ``refused`` are library functions ("course_lib.comm:name") that are
-    the answer themselves. Outputs, gradients and weights on two ranks or more are looked at first:
-    only when all of them are right do wire, peak and one-rank cases count.
+    calls the answers there. ``refused`` are library functions ("course_lib.comm:name") that would
+    be the answer. Outputs, gradients and weights on two or more ranks are judged first: wire, peak
+    and one-rank cases count only if all of these are right.
     """
 
     trials: tuple[Trial, ...] = field(repr=False)
@@ -128,19 +129,19 @@ class Ranked(Exercise):
         return tuple((case.axis, case.title) for case in self.looks)
 
     def first(self, case: RankCase) -> bool:
-        """Whether this case must pass before the others count."""
+        """Return whether this case must pass before the others count."""
         return case.axis in RESULTS and self.trials[case.trial].n > 1 and not case.later
 
     def results(
         self, answers: Sequence[Answer], rng: random.Random, deadline: float
     ) -> list[CaseResult]:
-        with _torch_as_it_comes():  # whatever the notebook has set
+        with _torch_as_it_comes():  # without the settings of the notebook
             return self._results(answers, rng, deadline)
 
     def _results(
         self, answers: Sequence[Answer], rng: random.Random, deadline: float
     ) -> list[CaseResult]:
-        warm_up()  # the first check in a kernel is not to pay for imports with its deadline
+        warm_up()  # imports must not count against the deadline of the first check
         end = time.monotonic() + deadline
         seen: dict[int, Seen] = {}
         found: dict[RankCase, str] = {}
@@ -154,7 +155,7 @@ class Ranked(Exercise):
                     seed = rng.randrange(2**31)
                     seen[case.trial] = self._launch(case.trial, seed, answers, left, deadline)
                 found[case] = case.look(seen[case.trial])
-            except NotRight as error:  # the run broke: another would break in the same way
+            except NotRight as error:  # the run failed, and another would fail in the same way
                 return self._broken(found, case, str(error))
         return [
             CaseResult(case.axis, case.title, found[case], judged=found[case] != LATER)
@@ -162,7 +163,7 @@ class Ranked(Exercise):
         ]
 
     def _broken(self, found: dict[RankCase, str], case: RankCase, reason: str) -> list[CaseResult]:
-        """What was seen before the run broke counts only if it is a result; the rest waits."""
+        """Return the cases after a failed run: only results from before the failure are judged."""
         seen = {each: text for each, text in found.items() if self.first(each)} | {case: reason}
         return [
             CaseResult(each.axis, each.title, seen.get(each, reason), judged=each in seen)
@@ -174,7 +175,7 @@ class Ranked(Exercise):
     ) -> Seen:
         trial = self.trials[number]
         try:
-            with guarded(left + 5):  # prints are bounded; the launch holds the deadline itself
+            with guarded(left + 5):  # limits the output; the launch enforces the deadline
                 ranks = run(graded_rank, self.id, number, seed, *answers, n=trial.n, timeout=left)
         except RankError as error:
             if _starved(error) and left < PATIENCE:
@@ -184,15 +185,15 @@ class Ranked(Exercise):
             left_alone = isinstance(error, RankDeadline) and "had returned" in error.report
             hint = f". {trial.hang}" if trial.hang and left_alone else ""
             if trial.hang and "(SIGABRT)" in error.report.splitlines()[0]:
-                hint = f". The reason may be this. {trial.hang}"
+                hint = f". A possible reason: {trial.hang}"
             raise NotRight(f"on {trial.n} ranks {said(error, deadline)}{hint}") from None
-        except TypeError as error:  # an answer that cannot travel
+        except TypeError as error:  # the answer cannot be sent to the ranks
             raise NotRight(str(error)) from None
         return Seen(trial, seed, ranks)
 
 
 def graded_rank(exercise_id: str, number: int, seed: int, *answers: Answer) -> Observed:
-    """Runs in a rank: the answers on this rank's inputs, with all that is measured."""
+    """Run the answers on the inputs of this rank and measure them. Called in a rank."""
     exercise = registry.find(exercise_id)
     assert isinstance(exercise, Ranked)
     mesh = make_mesh()
@@ -208,14 +209,14 @@ def graded_rank(exercise_id: str, number: int, seed: int, *answers: Answer) -> O
 
 
 def _starved(error: RankError) -> bool:
-    """Whether no rank came as far as to say where it stands: the machine was too busy for them."""
+    """Return whether no rank could report its place, because the machine was too busy."""
     places = error.standing.values() if isinstance(error, RankDeadline) else []
     return bool(places) and all("unknown (no answer)" in place for place in places)
 
 
 @contextmanager
 def _torch_as_it_comes() -> Iterator[None]:
-    """torch's own defaults inside, and what the learner had set afterwards."""
+    """Use torch's defaults in the body, and restore the learner's settings afterwards."""
     before = torch.get_default_dtype()
     torch.set_default_dtype(torch.float32)
     try:
@@ -226,9 +227,9 @@ def _torch_as_it_comes() -> Iterator[None]:
 
 
 def said(error: RankError, deadline: float) -> str:
-    """The report of a launch as the sentence of a verdict.
+    """Return the report of a launch as the sentence of a verdict.
 
-    Cells are not numbered in it: the official run does not number them as the notebook does.
+    It has no cell numbers, because the official run numbers cells differently.
     """
     return re.sub(r"\bcell \d+ line", "line", _said(error, deadline))
 
@@ -240,7 +241,7 @@ def _said(error: RankError, deadline: float) -> str:
         if len(waits) == len(error.standing):
             return (
                 "every rank waits in send: a send returns only when the other side receives, so "
-                "they wait for ever; post both at once, or let half of the ranks receive first "
+                "they wait forever; start both at once, or let half of the ranks receive first "
                 f"({places})"
             )
         heard = [line for line in error.standing.values() if re.search(r"was at: \S*recv", line)]
@@ -248,6 +249,6 @@ def _said(error: RankError, deadline: float) -> str:
         return f"the answer had not returned after {deadline:g} s: {places}{why}"
     lines = error.report.splitlines()
     own = [line.strip() for line in lines[1:] if re.match(r"  (cell|line)", line)]
-    if "(SIGABRT)" in lines[0]:  # what the backend does then, and a rank's own words do not say it
-        own.append("calls met that do not fit together: compare calls, peers and shapes by rank")
+    if "(SIGABRT)" in lines[0]:  # the backend aborts after mismatched calls, without a message
+        own.append("the calls of the ranks do not match: compare calls, peers and shapes by rank")
     return ", ".join([lines[0], *own[-1:]])

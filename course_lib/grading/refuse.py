@@ -1,4 +1,4 @@
-"""Library functions that *are* the answer: while an answer is judged, they refuse to run."""
+"""Library functions that *are* the answer: while an answer is judged, they raise an error."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from typing import Any
 
 @contextmanager
 def refusing(names: Sequence[str]) -> Iterator[None]:
-    """In the body each "module:function" (or "module:Class.method") raises PermissionError.
+    """Let each "module:function" (or "module:Class.method") raise PermissionError in the body.
 
-    Its code is replaced, not its name, so that every name that it has refuses.
+    The code of the function is replaced, not its name, so that all its names raise.
     """
     functions = [find(name) for name in names]
     before = [(function.__code__, function.__kwdefaults__) for function in functions]

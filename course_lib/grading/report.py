@@ -1,4 +1,4 @@
-"""Grades in the forms that others read: text, JSON, CSV for a table, JUnit for a build server."""
+"""Grades as text, as JSON, as CSV for a spreadsheet, and as JUnit XML for a build server."""
 
 from __future__ import annotations
 
@@ -12,18 +12,18 @@ from course_lib.grading.run import Grade
 
 
 def as_json(grades: Sequence[Grade], several: bool) -> dict[str, Any]:
-    """One file as it is, several as ``{"files": [...]}``."""
+    """Return the grade of one file, or of several files as ``{"files": [...]}``."""
     found = [grade.as_dict() for grade in grades]
     return {"files": found} if several else found[0]
 
 
 def as_text(grade: Grade) -> str:
-    """The file, and what it got."""
+    """Return the file name and its scores."""
     return "\n".join([grade.file, *(f"  {line}" for line in score_lines(grade))])
 
 
 def score_lines(grade: Grade) -> list[str]:
-    """A line an exercise, what is wrong below it, and the sum."""
+    """Return a line per exercise, with its message below, and the sum."""
     lines = []
     for ex, score in grade.scores.items():
         lines.append(f"{ex}  {score.passed} of {score.total}")
@@ -33,7 +33,7 @@ def score_lines(grade: Grade) -> list[str]:
 
 
 def as_csv(grades: Sequence[Grade]) -> str:
-    """A row an exercise and file: file, exercise, passed, total, message."""
+    """Return a row per file and exercise: file, exercise, passed, total, message."""
     text = io.StringIO()
     rows = csv.writer(text, lineterminator="\n")
     rows.writerow(("file", "exercise", "passed", "total", "message"))
@@ -45,12 +45,12 @@ def as_csv(grades: Sequence[Grade]) -> str:
 
 
 def _no_formula(text: str) -> str:
-    """A spreadsheet must not take a learner's text for a formula."""
+    """Quote a text that a spreadsheet would take for a formula."""
     return f"'{text}" if text.startswith(("=", "+", "-", "@")) else text
 
 
 def as_junit(grades: Sequence[Grade]) -> str:
-    """A suite a file, a test case an exercise."""
+    """Return a test suite per file, with a test case per exercise."""
     root = ElementTree.Element("testsuites")
     for grade in grades:
         failures = sum(score.passed < score.total for score in grade.scores.values())
@@ -65,5 +65,5 @@ def as_junit(grades: Sequence[Grade]) -> str:
 
 
 def _xml(text: str) -> str:
-    """Without the characters that XML cannot hold."""
+    """Replace the characters that are not allowed in XML."""
     return "".join(each if each.isprintable() else "?" for each in text)

@@ -1,4 +1,4 @@
-"""A learner's schedule, as rows of cells."""
+"""Read a learner's schedule, a list of rows of cells."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from course_lib.schedule import Schedule, ScheduleError, from_rows, validate
 
 
 def schedule_of(value: Any) -> Schedule:
-    """The legal schedule that ``value`` writes, a list of rows; raises NotRight with the reason."""
+    """Return the schedule in ``value``, a list of rows; raises NotRight if it is not legal."""
     if not isinstance(value, Sequence) or isinstance(value, str) or not value:
-        raise NotRight(f"a list of rows, one for each rank, is wanted, not {shown(value)}")
+        raise NotRight(f"expected a list of rows, one per rank, got {shown(value)}")
     rows = [row.split() if isinstance(row, str) else row for row in value]
     for row in rows:
         if not isinstance(row, Sequence) or not all(isinstance(cell, str) for cell in row):
-            raise NotRight(f"a row is a list of cells such as '0F3', not {shown(row)}")
+            raise NotRight(f"expected a row to be a list of cells such as '0F3', got {shown(row)}")
     try:
         schedule = from_rows(rows)
         validate(schedule)

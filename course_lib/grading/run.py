@@ -22,16 +22,16 @@ from course_lib.grading.merge import Merged, merge
 from course_lib.grading.plugin import ERROR, STOPPED, VERDICT
 
 CELL_TIMEOUT = 30.0  # seconds; no cell of the course takes 20
-STARTING = 120.0  # seconds that starting pytest and the kernel may take besides
-LOOK = 0.5  # seconds between looks at which cell is running
+STARTING = 120.0  # seconds for the start of pytest and the kernel
+LOOK = 0.5  # seconds between two reads of the log
 LOG = "pytest.log"
 LOG_END = 2**12  # bytes of the log that are searched for it
-Say = Callable[[str], object]  # takes what happens next, for a learner who waits
+Say = Callable[[str], object]  # receives a line of progress
 
 
 @dataclass(frozen=True)
 class Score:
-    """What one exercise got."""
+    """The score of one exercise."""
 
     passed: int
     total: int
@@ -40,7 +40,7 @@ class Score:
 
 @dataclass(frozen=True)
 class Grade:
-    """What one file got, exercise by exercise."""
+    """The scores of one file, by exercise."""
 
     file: str
     lesson: str
@@ -48,21 +48,21 @@ class Grade:
 
     @property
     def passed(self) -> int:
-        """Cases passed, over all exercises."""
+        """Number of passed cases, over all exercises."""
         return sum(score.passed for score in self.scores.values())
 
     @property
     def total(self) -> int:
-        """Cases, over all exercises."""
+        """Number of cases, over all exercises."""
         return sum(score.total for score in self.scores.values())
 
     @property
     def ok(self) -> bool:
-        """Whether everything passed."""
+        """Whether all cases passed."""
         return self.passed == self.total > 0
 
     def as_dict(self) -> dict[str, Any]:
-        """The grade as ``course grade --json`` prints it."""
+        """Return the grade as ``course grade --json`` prints it."""
         exercises = {ex: vars(score) for ex, score in self.scores.items()}
         return {
             "file": self.file,
@@ -83,9 +83,9 @@ def grade(
 ) -> Grade:
     """Grade the notebook in ``path`` against the course in ``root``; ``path`` is only read.
 
-    An answer that hangs or kills its kernel is taken out and the rest is run again, so that the
-    other exercises get their marks. ``say`` is called with each exercise that is being run. Raises
-    ValueError when the file is no exercise of the course.
+    An answer that hangs or kills its kernel is left out and the notebook is run again, so
+    that the other exercises get their marks. ``say`` is called with each exercise as it runs.
+    Raises ValueError if the file is not an exercise of the course.
     """
     seed = random.SystemRandom().randrange(2**31) if seed is None else seed
     stopped: dict[str, str] = {}
@@ -104,7 +104,7 @@ def grade(
 
 @dataclass(frozen=True)
 class Cell:
-    """How a code cell ended under nbval."""
+    """The end of a code cell under nbval."""
 
     number: int
     verdict: dict[str, Any] | None = None
@@ -113,7 +113,7 @@ class Cell:
 
 
 def run_nbval(merged: Merged, cell_timeout: float, say: Say) -> list[Cell]:
-    """Run the notebook under ``pytest --nbval`` in a private folder; what each code cell gave."""
+    """Run the notebook with ``pytest --nbval`` in a temporary folder; return its code cells."""
     import nbformat
 
     with tempfile.TemporaryDirectory(prefix="course-grade-") as name:
@@ -141,7 +141,7 @@ def _running(merged: Merged, log: Path) -> str:
 
 
 def _pytest(folder: Path, cell_timeout: float, limit: float, look: Callable[[], object]) -> None:
-    """pytest with nbval and our plugin alone, ended with its kernel when it takes too long."""
+    """Run pytest with only nbval and our plugin; kill it and its kernel after ``limit`` seconds."""
     command = [sys.executable, "-m", "pytest", "-p", "nbval.plugin"]
     command += ["-p", "course_lib.grading.plugin", "-p", "no:cacheprovider", "-v"]
     command += ["--nbval", "--nbval-current-env", f"--nbval-cell-timeout={cell_timeout:g}"]
@@ -177,7 +177,7 @@ def _pytest(folder: Path, cell_timeout: float, limit: float, look: Callable[[], 
 
 
 def _end(process: subprocess.Popen) -> None:
-    """End the run that we started; its kernel sees its parent go and leaves too."""
+    """Kill the run; its kernel ends when its parent has ended."""
     if hasattr(os, "killpg"):
         os.killpg(process.pid, signal.SIGKILL)
     else:
@@ -195,14 +195,14 @@ def _cells(report: Path) -> list[Cell]:
 
 
 def _culprit(merged: Merged, cells: list[Cell], cell_timeout: float) -> tuple[str, str] | None:
-    """The exercise in which the run stopped, and how; None when all cells were reached."""
+    """Return the exercise in which the run stopped, and why; None if all cells were run."""
     first = next((cell for cell in cells if cell.stopped), None)
     ex = merged.exercise_of_cell(first.number) if first else None
     if first is None or ex is None:
         return None
     if first.stopped == "died":
-        return ex, "the answer ended the kernel: does it call os._exit, or fill the memory?"
-    says = f"not done after {cell_timeout:g} s: does a loop in it ever end?"
+        return ex, "the answer ended the kernel: check for os._exit and for very large tensors"
+    says = f"not done after {cell_timeout:g} s: check that every loop ends"
     waited = first.error and not first.error.startswith("KeyboardInterrupt")
     return ex, f"{says} {first.error}" if waited else says
 

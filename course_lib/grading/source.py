@@ -1,13 +1,13 @@
 """The source of a lesson, ``notebooks/NN_slug.py``: its cells, their roles, answers and stubs.
 
-The file is jupytext's percent format. A cell that belongs to an exercise says so in its head::
+The file is in jupytext's percent format. A cell of an exercise has metadata in its head::
 
     # %% course={"ex": "03-2", "role": "answer"}
 
-Roles: ``answer`` (what the learner writes), ``check`` (imports ``check``, and its last line calls
-it), ``given`` (code that stands there for everybody; without ``ex`` it serves all exercises of the
-lesson). A markdown cell with ``ex`` is the text of the exercise; with the role ``answer`` it is a
-remark on the solution and stands only there. An answer cell holds the solution between marks::
+Roles: ``answer`` (the learner writes it), ``check`` (imports ``check`` and calls it in its last
+line), ``given`` (code of the course; without ``ex`` it is for all exercises of the lesson). A
+markdown cell with ``ex`` is the text of the exercise; with the role ``answer`` it is a remark that
+appears only in the solutions. An answer cell has the solution between marks::
 
     def square(x):
         '''x times x.'''
@@ -15,10 +15,10 @@ remark on the solution and stands only there. An answer cell holds the solution 
         return x * x
         # END SOLUTION
 
-In the exercise a ``raise`` takes the place of the marked lines, or, where a line ``# STUB`` parts
-them, what follows that line, its comment signs removed. A solution that the library holds is
-named by a line of its own and never copied: ``# solution: course_lib.dp:all_reduce_gradients as
-my_own``. Its stub keeps the signature and the docstring.
+In the exercise, a ``raise`` replaces the marked lines. If there is a line ``# STUB`` between the
+marks, the lines after it replace them, without their comment signs. If the solution is a function
+of the library, a line names it instead of a copy: ``# solution: course_lib.dp:all_reduce_gradients
+as my_own``. Its stub has the signature and the docstring.
 """
 
 from __future__ import annotations
@@ -35,19 +35,19 @@ IMPORT = "from course_lib.grading import check"  # the first line of a check cel
 LIBRARY = Path(__file__).resolve().parents[1]
 NAME = re.compile(r"(\d\d[a-z]?)_\w+")
 EXERCISE = re.compile(r"(\d\d[a-z]?)-\w+")
-LAYOUT_KEYS = {"lines_to_next_cell", "lines_to_end_of_cell_marker"}  # jupytext's, of the text
+LAYOUT_KEYS = {"lines_to_next_cell", "lines_to_end_of_cell_marker"}  # jupytext's own keys
 HEAD = re.compile(r"# ?%%")
 BEGIN, STUB, END = "# BEGIN SOLUTION", "# STUB", "# END SOLUTION"
 FROM_LIBRARY = re.compile(r"# solution: course_lib\.(?P<module>[\w.]+):(?P<name>\w+)(?: as (\w+))?")
 
 
 class SourceError(ValueError):
-    """A lesson's source that cannot be built; the message begins with file and line."""
+    """Raised for a lesson that cannot be built; the message begins with file and line."""
 
 
 @dataclass(frozen=True)
 class Cell:
-    """One cell. ``metadata`` is the notebook's own; ``ex`` and ``role`` are read from it."""
+    """One cell. ``metadata`` is from the notebook; it has ``ex`` and ``role``."""
 
     kind: str  # "markdown" or "code"
     source: str
@@ -57,22 +57,22 @@ class Cell:
 
     @property
     def ex(self) -> str | None:
-        """The exercise that the cell belongs to, such as "03-2"; None in the lesson."""
+        """The exercise of the cell, such as "03-2"; None for a cell of the lesson."""
         return self.metadata.get("course", {}).get("ex")
 
     @property
     def role(self) -> str | None:
-        """answer, check or given; None for a cell of the lesson or a text."""
+        """answer, check or given; None for a cell of the lesson or the text of an exercise."""
         return self.metadata.get("course", {}).get("role")
 
     def error(self, message: str, line: int = 0) -> SourceError:
-        """The error to raise for ``line`` of the cell (1 is its first line, 0 the head)."""
+        """Return an error for ``line`` of the cell (1 is its first line, 0 the head)."""
         return SourceError(f"{self.file}:{self.line + line}: {message}")
 
 
 @dataclass(frozen=True)
 class Lesson:
-    """A lesson as its author wrote it: all cells, in order."""
+    """The source of a lesson: all cells, in order."""
 
     slug: str  # "03_data_parallel"
     cells: tuple[Cell, ...]
@@ -101,9 +101,7 @@ def read_lesson(path: Path) -> Lesson:
     import jupytext
 
     if not NAME.fullmatch(path.stem):
-        raise SourceError(
-            f"{path.name}:1: a lesson is named NN_slug.py, such as 03_data_parallel.py"
-        )
+        raise SourceError(f"{path.name}:1: expected a name NN_slug.py, such as 03_data_parallel.py")
     text = path.read_text(encoding="utf-8")
     try:
         notebook = jupytext.reads(text, fmt="py:percent")
@@ -113,7 +111,7 @@ def read_lesson(path: Path) -> Lesson:
     number = path.stem.partition("_")[0]
     if notebook.metadata.get("course", {}).get("lesson") != number:
         raise SourceError(
-            f"{path.name}:1: the header must say course: lesson: '{number}', in quotes"
+            f"{path.name}:1: expected course: lesson: '{number}' in the header, with quotes"
         )
     lines = text.splitlines()
     cells, line = [], _before_first_cell(lines, path)
@@ -121,25 +119,25 @@ def read_lesson(path: Path) -> Lesson:
         line = _next_head(lines, line)
         metadata = {key: cell.metadata[key] for key in cell.metadata if key not in LAYOUT_KEYS}
         cells.append(Cell(cell.cell_type, cell.source, metadata, path.name, line))
-        line += len(cell.source.splitlines())  # a head inside a string is no head
+        line += len(cell.source.splitlines())  # a head inside a string does not count
     lesson = Lesson(path.stem, tuple(cells))
     _check(lesson)
     return lesson
 
 
 def _before_first_cell(lines: list[str], path: Path) -> int:
-    """How many lines stand before the first cell: the YAML header between two lines ``# ---``."""
+    """Return the number of lines before the first cell: the YAML header between ``# ---``."""
     header = [number for number, line in enumerate(lines, 1) if line == "# ---"][1]
     for number, line in enumerate(lines[header:], header + 1):
         if HEAD.match(line):
             return number - 1
         if line.strip():
             break
-    raise SourceError(f"{path.name}:{number}: a cell begins with a line '# %%'; it is missing")
+    raise SourceError(f"{path.name}:{number}: expected a line '# %%' at the start of a cell")
 
 
 def _next_head(lines: list[str], after: int) -> int:
-    """The number, from 1, of the next line that begins a cell."""
+    """Return the number, from 1, of the next line that begins a cell."""
     return next(n for n, line in enumerate(lines[after:], after + 1) if HEAD.match(line))
 
 
@@ -152,47 +150,47 @@ def _check(lesson: Lesson) -> None:
         first = next(cell for cell in lesson.cells if cell.ex == ex)
         if roles.count("check") != 1 or roles[-1] != "check" or "answer" not in roles:
             raise first.error(
-                f"exercise {ex} has the cells {', '.join(map(str, roles)) or 'of text only'}: "
-                "wanted are one or more answers and, last, one check"
+                f"expected one or more answers and, as the last cell, one check in exercise {ex}, "
+                f"got {', '.join(map(str, roles)) or 'only text'}"
             )
 
 
 def _check_cell(cell: Cell, lesson: str) -> None:
     if "incorrectly_encoded_metadata" in cell.metadata:
         raise cell.error(
-            "cannot read this head; write it as "
-            '# %% course={"ex": "00-1", "role": "answer"}, the value in JSON'
+            'expected a head such as # %% course={"ex": "00-1", "role": "answer"}, with the value '
+            "in JSON"
         )
     course = cell.metadata.get("course", {})
     if not isinstance(course, dict) or set(course) - {"ex", "role"}:
-        raise cell.error(f"course={course!r}: its keys are ex and role")
+        raise cell.error(f"expected the keys ex and role, got course={course!r}")
     if cell.ex is not None:
         match = EXERCISE.fullmatch(str(cell.ex))
         if not match or match[1] != lesson:
-            raise cell.error(f'ex is {cell.ex!r}: in this lesson an id is such as "{lesson}-1"')
+            raise cell.error(f'expected an id such as "{lesson}-1" in this lesson, got {cell.ex!r}')
     allowed = (*ROLES, None) if cell.kind == "markdown" else ROLES
     if course and cell.role not in allowed:
-        raise cell.error(f"role is {cell.role!r}: it must be {', '.join(ROLES)}")
+        raise cell.error(f"expected one of the roles {', '.join(ROLES)}, got {cell.role!r}")
     if course and cell.ex is None and cell.role != "given":
-        raise cell.error(f"role {cell.role} needs an ex: only a given cell serves all exercises")
+        raise cell.error(f"role {cell.role} needs an ex: only a given cell may be without one")
     if cell.kind == "code" and cell.role == "answer":
         if stub(cell) == solution(cell):
-            raise cell.error(f"an answer needs {BEGIN} and {END}, or a line '# solution: …'")
+            raise cell.error(f"expected {BEGIN} and {END}, or a line '# solution: …', in an answer")
     elif cell.kind == "code" and any(_mark(line) for line in cell.source.splitlines()):
-        raise cell.error("marks of a solution belong in a cell with the role answer")
+        raise cell.error("marks of a solution are allowed only in a cell with the role answer")
     if cell.kind == "code" and cell.role == "check":
         _check_the_check(cell)
 
 
 def _check_the_check(cell: Cell) -> None:
-    """It imports check, lest a learner's own name get in its way, and ends in its verdict."""
+    """Require that the cell imports check, whose name the learner may have used, and calls it."""
     body = ast.parse(_checked(cell, [cell.source])).body
     if not body or ast.unparse(body[0]) != IMPORT:
-        raise cell.error(f"the first line of this cell must be {IMPORT}")
+        raise cell.error(f"expected {IMPORT} as the first line of this cell")
     match body[-1]:
         case ast.Expr(ast.Call(ast.Name("check"), [ast.Constant(ex), *_])) if ex == cell.ex:
             return
-    raise cell.error(f'the last line of this cell must be check("{cell.ex}", …)')
+    raise cell.error(f'expected check("{cell.ex}", …) as the last line of this cell')
 
 
 def _mark(line: str) -> bool:
@@ -201,12 +199,12 @@ def _mark(line: str) -> bool:
 
 
 def solution(cell: Cell) -> str:
-    """The source of an answer cell as it stands in the solutions: solved, without marks."""
+    """Return the source of an answer cell for the solutions: solved, without marks."""
     return _checked(cell, [line for solved, _ in _parts(cell) for line in solved])
 
 
 def stub(cell: Cell) -> str:
-    """The source of an answer cell as it stands in the exercises: nothing solved."""
+    """Return the source of an answer cell for the exercises: the stub."""
     return _checked(cell, [line for _, unsolved in _parts(cell) for line in unsolved])
 
 
@@ -215,14 +213,14 @@ def _checked(cell: Cell, lines: list[str]) -> str:
     try:
         ast.parse(source)
     except SyntaxError as error:
-        raise cell.error(f"what is built from this cell is not Python: {error.msg}") from None
+        raise cell.error(f"the code built from this cell is not Python: {error.msg}") from None
     return source
 
 
 def _parts(cell: Cell) -> Iterator[tuple[list[str], list[str]]]:
-    """Piece by piece the lines of an answer cell, solved and as a stub."""
+    """Yield the lines of an answer cell region by region, solved and as a stub."""
     lines = cell.source.splitlines()
-    number = 0  # of lines that are done
+    number = 0  # lines that are done
     while number < len(lines):
         line = lines[number]
         if line.strip() == BEGIN:
@@ -242,12 +240,14 @@ def _parts(cell: Cell) -> Iterator[tuple[list[str], list[str]]]:
 
 
 def _region(cell: Cell, lines: list[str], first: int) -> tuple[list[str], list[str]]:
-    """Both forms of ``lines``, which begin with BEGIN in line ``first`` and end before END."""
+    """Return ``lines``, from BEGIN in line ``first`` until before END, solved and as a stub."""
     begin, *lines = lines
     marks = [n for n, line in enumerate(lines) if line.strip() in (BEGIN, STUB)]
     wrong = [n for n in marks if lines[n].strip() == BEGIN] or marks[1:]
     if wrong:
-        raise cell.error(f"one {BEGIN}, at most one {STUB}, one {END}", first + wrong[0] + 1)
+        raise cell.error(
+            f"expected one {BEGIN}, at most one {STUB} and one {END}", first + wrong[0] + 1
+        )
     solved = []
     for number, line in enumerate(lines[: marks[0]] if marks else lines, first + 1):
         is_name = line.strip().startswith("# solution:")
@@ -257,7 +257,7 @@ def _region(cell: Cell, lines: list[str], first: int) -> tuple[list[str], list[s
         after = enumerate(lines[marks[0] + 1 :], first + marks[0] + 2)
         return solved, [_uncomment(cell, line, number) for number, line in after]
     if not indent:
-        raise cell.error(f"outside a function write the stub too, after {STUB}", first)
+        raise cell.error(f"outside a function, write the stub too, after {STUB}", first)
     return solved, [indent + _raising(cell)]
 
 
@@ -269,15 +269,15 @@ def _uncomment(cell: Cell, line: str, number: int) -> str:
     """``    # return None`` -> ``    return None``."""
     match = re.fullmatch(r"(\s*)#(?: (.*))?|\s*", line)
     if not match:
-        raise cell.error(f"between {STUB} and {END} every line is a comment", number)
+        raise cell.error(f"expected a comment in every line between {STUB} and {END}", number)
     return (match[1] or "") + match[2] if match[2] else ""
 
 
 def library_source(cell: Cell, text: str, number: int) -> str:
-    """The source of the function or class that a line ``# solution: …`` names, renamed by it."""
+    """Return the source of the function or class in a line ``# solution: …``, renamed."""
     match = FROM_LIBRARY.fullmatch(text)
     if not match:
-        raise cell.error("write # solution: course_lib.module:name, or … :name as other", number)
+        raise cell.error("expected # solution: course_lib.module:name, or … :name as other", number)
     module, name, new_name = match.groups()
     base = LIBRARY.joinpath(*module.split("."))
     path = base / "__init__.py" if base.is_dir() else base.with_suffix(".py")
@@ -293,7 +293,7 @@ def library_source(cell: Cell, text: str, number: int) -> str:
 
 
 def stub_of(cell: Cell, source: str, number: int) -> str:
-    """``source`` with a ``raise`` in the place of every function's body; docstrings stay."""
+    """Return ``source`` with a ``raise`` as the body of every function, after its docstring."""
     lines = source.splitlines()
     for node in reversed(_functions(ast.parse(source))):
         first = node.body[0]
@@ -302,16 +302,16 @@ def stub_of(cell: Cell, source: str, number: int) -> str:
         else:
             heads = [first, *getattr(first, "decorator_list", [])]
             kept = min(head.lineno for head in heads) - 1
-            while lines[kept - 1].strip().startswith("#"):  # a remark on what is not there
+            while lines[kept - 1].strip().startswith("#"):  # a comment on removed code
                 kept -= 1
         if kept < node.lineno:
-            raise cell.error(f"{node.name} is written on one line: it has no stub", number)
+            raise cell.error(f"{node.name} is written on one line and has no stub", number)
         lines[kept : node.end_lineno] = [" " * first.col_offset + _raising(cell)]
     return "\n".join(lines)
 
 
 def _functions(tree: ast.Module) -> list[ast.FunctionDef]:
-    """The functions of a module and the methods of its classes, in the order of the lines."""
+    """Return the functions of a module and the methods of its classes, in order of lines."""
     found = []
     for node in tree.body:
         for inner in node.body if isinstance(node, ast.ClassDef) else [node]:

@@ -1,4 +1,4 @@
-"""The verdict on one answer: what passed on which axis, and the one sentence that helps most."""
+"""The verdict on one answer: passed cases by axis, and one message."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from html import escape
 from typing import Any
 
-AXES = ("outputs", "gradients", "weights", "wire", "peak")  # in the order in which they are told
+AXES = ("outputs", "gradients", "weights", "wire", "peak")  # in the order of their messages
 TITLES = {
     "outputs": "outputs",
     "gradients": "gradients",
@@ -16,16 +16,16 @@ TITLES = {
     "peak": "peak live bytes",
 }
 MIME = "application/vnd.course.verdict+json"
-GOOD, BAD = "#009E73", "#D55E00"  # green and vermillion that every eye tells apart
-LONGEST = 600  # characters of a message: a report that scrolls away helps nobody
+GOOD, BAD = "#009E73", "#D55E00"  # green and vermillion, which color-blind readers distinguish
+LONGEST = 600  # characters per message
 
 
 @dataclass(frozen=True)
 class CaseResult:
-    """How one case ended. ``message`` says what is wrong; it is empty where the case passed.
+    """The result of one case. ``message`` says what is wrong; it is empty if the case passed.
 
-    A message may have several lines; those that are indented are code.
-    ``judged`` is False where the case was not looked at because another one failed.
+    A message may have several lines; indented lines are code. ``judged`` is False if the case was
+    not judged because another case failed.
     """
 
     axis: str
@@ -35,13 +35,13 @@ class CaseResult:
 
     @property
     def passed(self) -> bool:
-        """Whether the case counts for the learner."""
+        """Whether the case passed."""
         return not self.message
 
 
 @dataclass(frozen=True)
 class Verdict:
-    """What is shown for an answer: no form of it holds a time or a seed."""
+    """The verdict that is shown for an answer; it contains no time and no seed."""
 
     ex: str
     results: Sequence[CaseResult] = field(default=(), repr=False)
@@ -63,7 +63,7 @@ class Verdict:
 
     @property
     def axes(self) -> dict[str, tuple[int, int]]:
-        """(passed, total) of each axis that the exercise looks at."""
+        """(passed, total) of each axis of the exercise."""
         return {
             axis: (sum(result.passed for result in mine), len(mine))
             for axis in AXES
@@ -72,9 +72,9 @@ class Verdict:
 
     @property
     def message(self) -> str:
-        """What is wrong, of the first axis that fails; empty where all passed.
+        """The message of the first axis that fails; empty if all cases passed.
 
-        What was not judged for the sake of another case has nothing to tell while that one has.
+        A case that was not judged gives its message only if no judged case failed.
         """
         return _shortened(self._told)
 
@@ -87,11 +87,11 @@ class Verdict:
 
     @property
     def line(self) -> str:
-        """The one stable line, which the official run compares."""
+        """The stable line that the official run compares."""
         return " ".join([f"{self.ex}: {self.passed} of {self.total} passed.", self.message]).strip()
 
     def as_dict(self) -> dict[str, Any]:
-        """The verdict as data, without time and seed."""
+        """Return the verdict as data, without time and seed."""
         return {
             "ex": self.ex,
             "passed": self.passed,
@@ -104,7 +104,7 @@ class Verdict:
         return self.line
 
     def _repr_html_(self) -> str:
-        """Ink and ground are those of the theme; only the marks and the bar have a colour."""
+        """Return HTML with the colors of the theme; only the marks and the bar have their own."""
         bar = f"border-left:4px solid {GOOD if self.ok else BAD};padding-left:12px"
         head = f"<b>{escape(self.ex)}: {self.passed} of {self.total} passed</b>"
         said = "".join(map(_said, self._told.splitlines()))
@@ -118,30 +118,30 @@ class Verdict:
 def failed(
     ex: str, message: str, cases: Sequence[tuple[str, str]] = (("outputs", "runs"),)
 ) -> Verdict:
-    """A verdict in which every case, given as (axis, title), fails for one reason."""
+    """Return a verdict in which every case, given as (axis, title), fails for one reason."""
     return Verdict(ex, [CaseResult(axis, title, message) for axis, title in cases])
 
 
 def _said(line: str) -> str:
-    """One line of a message; an indented one is code."""
+    """Return one line of a message as HTML; an indented line is code."""
     text = escape(_shortened(line))
     code = "font-family:monospace;margin:2px 0;padding-left:2em"
     return f"<div style='{code if line.startswith(' ') else 'margin:6px 0'}'>{text}</div>"
 
 
 def _row(result: CaseResult) -> str:
-    mark, colour, word = (
+    mark, color, word = (
         ("&#10003;", GOOD, "passed") if result.passed else ("&#10007;", BAD, "failed")
     )
     if not result.judged:
-        mark, colour, word = "&ndash;", "inherit", "not judged yet"
-    state = f"<b style='color:{colour}'>{mark}</b> {word}"
+        mark, color, word = "&ndash;", "inherit", "not judged yet"
+    state = f"<b style='color:{color}'>{mark}</b> {word}"
     cells = (state, TITLES.get(result.axis, result.axis), escape(result.title))
     return "<tr>" + "".join(f"<td style='text-align:left'>{cell}</td>" for cell in cells) + "</tr>"
 
 
 def _shortened(message: str) -> str:
-    """The message on one line, the middle left out where it is long."""
+    """Return the message on one line; the middle of a long message is left out."""
     text = " ".join(message.split())
     if len(text) <= LONGEST:
         return text

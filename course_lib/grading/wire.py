@@ -1,7 +1,7 @@
-"""What a rank really asks of torch's network layer, counted below comm.
+"""Count a rank's calls of torch's network layer, below course_lib.comm.
 
-A dispatch mode sees every ``c10d`` operation, send and recv_ too, so raw torch answers are counted
-like those that use comm, and none can slip past.
+A dispatch mode sees every ``c10d`` operation, including send and recv_. Answers in raw torch are
+therefore counted like answers that use course_lib.comm.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from course_lib.ledger import wire
 
-# torch's operation -> (what it is called here, which argument is the caller's input)
+# torch's operation -> (its name here, the index of the argument with the caller's input)
 OPERATIONS = {
     "send": ("send", 0),
     "recv_": ("recv", 0),
@@ -40,20 +40,20 @@ SILENT = {"barrier", "monitored_barrier_", "wait_tensor", "_wrap_tensor_autograd
 
 @dataclass(frozen=True, slots=True)
 class WireCall:
-    """One operation: its name, the bytes handed to it, the peer of a message in its group."""
+    """One operation: its name, the bytes of its input, the peer of a message in its group."""
 
     op: str
     payload: int
     peer: int | None = None
 
     def wire(self, n: int) -> Fraction:
-        """Bytes that one of ``n`` ranks sends for it; all of them for an operation not known."""
+        """Return the bytes that one of ``n`` ranks sends; the payload for an unknown operation."""
         known = {op for op, _ in OPERATIONS.values()}
         return wire(self.op, self.payload, n) if self.op in known else Fraction(self.payload)
 
 
 class WireCalls(TorchDispatchMode):
-    """Inside, every operation on the network is noted in ``calls``, in order."""
+    """Record every network operation of the body in ``calls``, in order."""
 
     def __init__(self) -> None:
         super().__init__()

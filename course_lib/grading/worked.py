@@ -1,4 +1,4 @@
-"""Exercises worked out by hand: the learner types a table of values, and no code of his runs."""
+"""Exercises worked out by hand: the learner types a table of values, and no code is run."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from course_lib.grading.verdict import CaseResult
 
 @dataclass(frozen=True)
 class Worked(Exercise):
-    """A table from keys to values. Each key of ``wanted`` is one case, named by it.
+    """A table from keys to values. Each key of ``wanted`` is one case with that title.
 
-    A value is a number, a text (its spaces do not count) or a list of such; None means that it is
-    not filled in. The numbers stand in the exercise's text, so there is nothing to draw: the table
-    is the answer. The verdict never tells a right value. Where an entry is the one of a ``Wrong``
-    table that has a message, and differs from what is wanted, the message is told.
+    A value is a number, a text (its spaces do not count) or a list of these; None means that it is
+    not filled in. The numbers are in the exercise's text, so nothing is drawn: the table is the
+    answer. The verdict never shows a right value. If a wrong entry equals the entry of a ``Wrong``
+    table with a message, the message is shown.
     """
 
     wanted: Mapping[str, Any] = field(repr=False)
@@ -34,17 +34,19 @@ class Worked(Exercise):
         return tuple(("outputs", key) for key in self.wanted)
 
     def usable(self, name: str, answer: Any) -> None:
-        """Raises NotRight where the answer is no such table."""
+        """Raise NotRight if the answer is not a table with these keys."""
         keys = ", ".join(map(repr, self.wanted))
         if not isinstance(answer, Mapping):
-            raise NotRight(f"{name} is {shown(answer)}; a dict with the keys {keys} is wanted")
+            raise NotRight(
+                f"expected {name} to be a dict with the keys {keys}, got {shown(answer)}"
+            )
         if missing := [key for key in self.wanted if key not in answer]:
-            raise NotRight(f"{name} lacks {missing[0]!r}: its keys are {keys}")
+            raise NotRight(f"expected the keys {keys} in {name}, but {missing[0]!r} is missing")
 
     def results(
         self, answers: Sequence[Any], rng: random.Random, deadline: float
     ) -> list[CaseResult]:
-        """Every entry in order."""
+        """Judge every entry in order."""
         table = answers[0]
         return [CaseResult("outputs", key, self._said(key, table[key])) for key in self.wanted]
 
@@ -62,18 +64,18 @@ class Worked(Exercise):
 
 
 def _listed(value: Any) -> Any:
-    """The numbers of an array or tensor as Python's own; anything else as it is."""
+    """Return the numbers of an array or tensor as Python's own; other values unchanged."""
     return value.tolist() if hasattr(type(value), "tolist") else value
 
 
 def _words(text: str) -> list[str]:
-    """A text without its spaces and commas."""
+    """Return the words of a text, without spaces and commas."""
     return text.replace(",", " ").split()
 
 
 def same(value: Any, wanted: Any) -> bool:
-    """Whether two entries are equal: numbers up to rounding, texts up to spaces and commas, lists
-    in order. An array or tensor counts as the list of its numbers."""
+    """Return whether two entries are equal: numbers up to rounding, texts up to spaces and commas,
+    lists in order. An array or tensor counts as the list of its numbers."""
     value = _listed(value)
     if isinstance(wanted, str):
         return isinstance(value, str) and _words(value) == _words(wanted)
@@ -91,7 +93,7 @@ def same(value: Any, wanted: Any) -> bool:
 
 
 def _hint_at(value: Any, wanted: Any) -> str:
-    """Where it goes wrong, without what is right: the form, or the first place that differs."""
+    """Return a hint without the right value: the form, or the first place that differs."""
     value = _listed(value)
     if isinstance(wanted, str) and isinstance(value, str):
         value, wanted = _words(value), _words(wanted)
@@ -100,16 +102,16 @@ def _hint_at(value: Any, wanted: Any) -> str:
     if not isinstance(wanted, Sequence) or isinstance(wanted, str):
         return ""
     if not isinstance(value, Sequence) or isinstance(value, str):
-        return f"; {len(wanted)} values are wanted"
+        return f"; expected {len(wanted)} values"
     if len(value) != len(wanted):
         values = "1 value" if len(value) == 1 else f"{len(value)} values"
-        return f": it has {values}, {len(wanted)} are wanted"
+        return f": expected {len(wanted)} values, got {values}"
     place = next(n for n, pair in enumerate(zip(value, wanted, strict=True)) if not same(*pair))
     return f": look at {shown(value[place])}, number {place + 1}"
 
 
 def _rounded(value: Real, wanted: Real) -> bool:
-    """Whether ``value`` is what a fraction looks like with two to five digits."""
+    """Return whether ``value`` is a fraction rounded to two to five digits."""
     return float(wanted) % 1 != 0 and any(
         math.isclose(value, round(float(wanted), digits), rel_tol=1e-9) for digits in range(2, 6)
     )

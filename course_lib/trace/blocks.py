@@ -1,4 +1,4 @@
-"""Measure, and where wanted pace, the forward and backward of single modules."""
+"""Measure the forward and backward of single modules, and pad them by sleep."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from course_lib.trace.spans import Sleep, Trace
 
 
 class MeasuredBlocks:
-    """Writes a span F and a span B for every forward and backward of each of ``blocks``.
+    """Adds a span F and a span B to the trace for every forward and backward of ``blocks``.
 
-    ``pace`` gives F and B a fixed length in seconds. The padding comes *before* the arithmetic
-    (pace minus what that block's arithmetic took before, its median), so that a gradient is
-    handed on when the paced backward ends and not before: an overlap drawn from it is earned.
-    A forward that was quicker than before is padded again at its end, where nobody waits for it.
-    Use it in a ``with``; the hooks go when it ends.
+    ``pace`` gives F and B a fixed length in seconds. The padding comes *before* the arithmetic: it
+    is the pace minus the median time of that block's arithmetic so far. The gradient is therefore
+    available only when the padded backward ends, and overlap in the trace is real. A forward that
+    was faster than the median is padded again at its end, where no other rank waits for it. Use it
+    in a ``with`` statement; the hooks are removed at its end.
     """
 
     def __init__(
@@ -60,5 +60,7 @@ class MeasuredBlocks:
             self._trace.sleep(start + pace - time.perf_counter())
         end = time.perf_counter()
         self._trace.add(op, start, end, label=f"block {index}")
-        if pace and end - start > pace:  # the pace was not held: overshoot must hear of it
+        if (
+            pace and end - start > pace
+        ):  # the block took longer than its pace: count it as overshoot
             self._trace.sleeps.append(Sleep(pace, end - start))

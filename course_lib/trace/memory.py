@@ -1,14 +1,14 @@
-"""Memory meters: exact bytes of what a rank keeps, saves for backward, and has alive at once.
+"""Memory meters: exact bytes of a rank's state, saved activations and live tensors.
 
-Memory belongs to *storages*, not to tensors: tied weights, views of a flat buffer and the two
-operations that save the same input share one storage, and it is counted once, whole, padding
-included. Sizes are bytes.
+Memory belongs to *storages*, not to tensors. Tied weights, views of a flat buffer and two
+operations that save the same input share one storage. It is counted once, with all its bytes
+including padding. Sizes are in bytes.
 
 ========================  ==========================================================
 :func:`state_bytes`       parameters, gradients and optimizer state, now
-:class:`SavedActivations` what autograd keeps for backward, by saved-tensor hooks
-:class:`PeakLiveBytes`    every storage made during a call and alive, by a dispatch mode
-:class:`AllocatorPeak`    the same as the CUDA allocator sees it
+:class:`SavedActivations` tensors saved for backward, by saved-tensor hooks
+:class:`PeakLiveBytes`    live storages allocated during a call, by a dispatch mode
+:class:`AllocatorPeak`    the same by the CUDA allocator
 ========================  ==========================================================
 """
 
@@ -30,7 +30,7 @@ State = nn.Module | Tensor | Iterable["State"]
 
 @dataclass(frozen=True, slots=True)
 class StateBytes:
-    """Bytes that one rank keeps between two steps."""
+    """Bytes that one rank stores between two steps."""
 
     parameters: int
     gradients: int = 0
@@ -38,21 +38,22 @@ class StateBytes:
 
     @property
     def total(self) -> int:
-        """Parameters, gradients and optimizer state together."""
+        """Bytes of parameters, gradients and optimizer state together."""
         return self.parameters + self.gradients + self.optimizer
 
 
 def state_bytes(model: State, optimizer: Any = None) -> StateBytes:
-    """Exact bytes of parameters, gradients and optimizer state, each storage counted once.
+    """Return the exact bytes of parameters, gradients and optimizer state.
 
-    ``model`` is a module, or an iterable of modules and tensors (the stages of a pipeline rank).
-    ``optimizer`` is anything with ``state`` and ``param_groups`` as torch.optim has them. Every
-    tensor in its state counts, the step counter (4 bytes a parameter in Adam) included, and so
-    do parameters that only the optimizer has (float32 master weights). Buffers are not counted.
+    Each storage is counted once. ``model`` is a module, or an iterable of modules and tensors (the
+    stages of a pipeline rank). ``optimizer`` has ``state`` and ``param_groups`` as in torch.optim.
+    Every tensor in its state counts, including the step counter (4 bytes per parameter tensor in
+    Adam), and so do parameters that only the optimizer has (float32 master weights). Buffers are
+    not counted.
 
-    A storage that serves two purposes counts for the first of: parameters, gradients,
-    optimizer. A parameter that is a view of something larger counts as all of it, since all of
-    it stays in memory. Raises ValueError when ``optimizer`` has no such fields.
+    A storage with two purposes counts for the first of: parameters, gradients, optimizer. A
+    parameter that is a view counts with its whole storage, because the whole storage stays in
+    memory. Raises ValueError if ``optimizer`` does not have these attributes.
     """
     seen: set[int] = set()
     own = list(_parameters(model))
@@ -70,14 +71,14 @@ def state_bytes(model: State, optimizer: Any = None) -> StateBytes:
 def _optimizer_field(optimizer: Any, name: str) -> Any:
     if not hasattr(optimizer, name):
         raise ValueError(
-            f"{type(optimizer).__name__} has no .{name}: state_bytes wants an optimizer with "
-            "state and param_groups, as those of torch.optim have; pass the optimizer inside"
+            "expected an optimizer with state and param_groups, as in torch.optim, but "
+            f"{type(optimizer).__name__} has no .{name}; pass the optimizer inside it"
         )
     return getattr(optimizer, name)
 
 
 def _count(tensors: Iterable[Tensor], seen: set[int]) -> int:
-    """Bytes of the storages of ``tensors`` that are not in ``seen``; they are added to it."""
+    """Return the bytes of the storages of ``tensors`` not in ``seen``; add them to ``seen``."""
     total = 0
     for tensor in tensors:
         storage = _storage(tensor)
@@ -88,7 +89,7 @@ def _count(tensors: Iterable[Tensor], seen: set[int]) -> int:
 
 
 def _storage(tensor: Tensor) -> torch.UntypedStorage:
-    """The memory behind ``tensor``; of a DTensor, that of this rank's shard."""
+    """Return the storage of ``tensor``; for a DTensor, the storage of this rank's shard."""
     return getattr(tensor, "_local_tensor", tensor).untyped_storage()
 
 
@@ -103,7 +104,7 @@ def _parameters(state: State) -> Iterator[Tensor]:
 
 
 def _tensors(value: Any) -> Iterator[Tensor]:
-    """The tensors in nested containers."""
+    """Yield the tensors in nested containers."""
     if isinstance(value, Tensor):
         yield value
     elif isinstance(value, Mapping):
@@ -115,7 +116,7 @@ def _tensors(value: Any) -> Iterator[Tensor]:
 
 
 class _Saved:
-    """What autograd holds instead of a saved tensor; its end is the end of the saving."""
+    """The object that autograd stores instead of a saved tensor, and deletes to free it."""
 
     __slots__ = ("__weakref__", "tensor")
 
@@ -124,7 +125,7 @@ class _Saved:
 
 
 class SavedActivations(saved_tensors_hooks):
-    """Count the bytes that autograd saves for backward and still holds.
+    """Count the bytes that autograd has saved for backward.
 
     ::
 
@@ -132,25 +133,26 @@ class SavedActivations(saved_tensors_hooks):
             loss = model(x).sum()
         saved.peak, saved.now      # bytes
         loss.backward()
-        saved.now                  # 0: backward has let go of all of it
+        saved.now                  # 0: backward has freed all of it
 
-    ``state`` are modules and tensors that do not count: parameters and buffers are state, not
-    activations, and they are recognised by storage, so that a transposed view of a weight does
-    not count either. Tokens and targets do count when an operation saves them, unless given.
+    ``state`` has modules and tensors that do not count: parameters and buffers are state, not
+    activations. They are recognized by storage, so that a transposed view of a weight does not
+    count either. Tokens and targets count if an operation saves them, unless they are in
+    ``state``.
 
-    A forward run within the context is counted also after it has ended. Hooks do not nest in
-    torch: what non-reentrant ``torch.utils.checkpoint`` recomputes in backward goes through its
-    own hooks and is not seen here, only the inputs that it keeps are. :class:`PeakLiveBytes`
-    sees it, and so it does tensors that are alive without being saved.
+    Tensors saved in the context are counted until they are freed, also after its end. Hooks do not
+    nest in torch: activations that non-reentrant ``torch.utils.checkpoint`` recomputes in backward
+    pass through its own hooks and are not counted, only its saved inputs are.
+    :class:`PeakLiveBytes` counts them, and also live tensors that are not saved.
     """
 
     def __init__(self, *state: State) -> None:
         super().__init__(self._pack, self._unpack)
         self.peak = 0
         self.now = 0
-        # The storages are held, so that none of their ids is given to a new storage.
+        # References to the storages, so that no new storage gets one of their ids.
         self._excluded = {each._cdata: each for part in state for each in _state_storages(part)}
-        self._holders: dict[int, int] = {}  # storage -> how many saved tensors lie in it
+        self._holders: dict[int, int] = {}  # storage -> number of saved tensors in it
 
     def _pack(self, tensor: Tensor) -> _Saved:
         saved = _Saved(tensor)
@@ -189,17 +191,17 @@ def _state_storages(state: State) -> Iterator[torch.UntypedStorage]:
 
 
 class PeakLiveBytes(TorchDispatchMode):
-    """Count the storages made during the context and alive: forward, backward, optimizer, all.
+    """Count the live storages allocated in the context, in forward, backward and optimizer.
 
-    ``peak`` and ``now`` are bytes, ``timeline`` is a list of (seconds on the clock of Trace,
-    bytes alive from then on). Tensors made before the context count nothing, nor does writing
-    into them; views and in-place operations add nothing. A tensor that outlives the context is
-    still counted in ``now`` until it dies. Scratch memory inside a kernel or inside a collective
-    is not seen. A storage that was resized (to 0, to free it early) counts with the size it has;
-    those of ``state`` (modules, tensors), made before, count by what they have grown since.
+    ``peak`` and ``now`` are bytes; ``timeline`` is a list of (seconds on the clock of Trace, live
+    bytes from then on). Tensors allocated before the context do not count, and neither do views
+    and in-place operations. A tensor that outlives the context is counted in ``now`` until it is
+    freed. Scratch memory inside a kernel or a collective is not counted. A resized storage (to 0,
+    to free it early) counts with its current size. Storages of ``state`` (modules, tensors), which
+    were allocated before, count with their growth.
 
-    Each operation costs some 20 microseconds more, and each new peak a look at all live
-    storages: meant for measuring a step, not for training.
+    Each operation takes about 20 microseconds longer, and each new peak visits all live storages.
+    Use it to measure a step, not in training.
     """
 
     def __init__(self, *state: State) -> None:
@@ -215,7 +217,7 @@ class PeakLiveBytes(TorchDispatchMode):
 
     @property
     def now(self) -> int:
-        """Bytes made during the context and alive at this moment."""
+        """Live bytes allocated in the context."""
         self._refresh()
         return self._now
 
@@ -228,7 +230,7 @@ class PeakLiveBytes(TorchDispatchMode):
         given = self._storages_of(args, kwargs)
         result = func(*args, **(kwargs or {}))
         if func is torch.ops.aten.lift_fresh.default:
-            given = {}  # torch.tensor(...) makes its memory before this mode is asked
+            given = {}  # torch.tensor(...) allocates its memory before this mode is called
         for key, storage in self._storages_of(result).items():
             if key not in self._alive and key not in given:
                 self._track(key, storage)
@@ -244,24 +246,24 @@ class PeakLiveBytes(TorchDispatchMode):
         return {storage._cdata: storage for storage in storages}
 
     def _track(self, key: int, storage: torch.UntypedStorage, before: int = 0) -> None:
-        # PyTorch keeps the Python object of a storage as long as its memory, so that a weak
-        # reference to it dies exactly when the last tensor on it does.
+        # The Python object of a storage lives as long as its memory, so a weak reference to it
+        # ends exactly when the last tensor on the storage is freed.
         def died(_: weakref.ref) -> None:
             self._change(-self._alive.pop(key)[2])
 
         size = storage.nbytes() - before
         if self._now + size > self.peak:
-            self._refresh()  # a storage freed by resizing tells nobody
+            self._refresh()  # freeing a storage by a resize calls no hook
         self._alive[key] = weakref.ref(storage, died), before, size
         self._change(size)
 
     def _resized(self, key: int, storage: torch.UntypedStorage) -> bool:
-        """Whether a storage that is counted has another size than it had then."""
+        """Return whether the size of a counted storage has changed."""
         _, before, counted = self._alive.get(key, (None, storage.nbytes(), 0))
         return storage.nbytes() - before != counted
 
     def _refresh(self) -> None:
-        """Find the storages that were resized since they were counted."""
+        """Update the sizes of all resized storages."""
         difference = 0
         for key, (reference, before, counted) in list(self._alive.items()):
             storage = reference()
@@ -282,10 +284,10 @@ class PeakLiveBytes(TorchDispatchMode):
 
 
 class AllocatorPeak:
-    """Peak bytes that the CUDA allocator handed out during the context, beyond those before it.
+    """Measure the peak bytes of the CUDA allocator in the context, above those before it.
 
-    The allocator rounds every tensor up to 512 bytes and sees scratch memory of kernels, so that
-    this is a little more than :class:`PeakLiveBytes`. Raises ValueError on a CPU, which has no
+    The allocator rounds every tensor up to 512 bytes and counts scratch memory of kernels, so the
+    result is a little more than :class:`PeakLiveBytes`. Raises ValueError for a CPU, which has no
     such meter.
     """
 
@@ -293,8 +295,8 @@ class AllocatorPeak:
         self.device = torch.device(device)
         if self.device.type != "cuda":
             raise ValueError(
-                f"AllocatorPeak(device={str(device)!r}): only CUDA has an allocator with a meter; "
-                "use PeakLiveBytes"
+                f"expected a CUDA device, whose allocator has a meter, got {str(device)!r}; use "
+                "PeakLiveBytes"
             )
         self.before = 0
         self.peak = 0

@@ -1,8 +1,8 @@
-"""Measured spans of one rank, and pauses that admit by how much they overshot.
+"""Measured spans of one rank, and sleeps with their overshoot.
 
-The clock is ``time.perf_counter``: on one machine all processes read the same one, so that the
-spans of different ranks can be laid side by side; a launcher that spans machines shifts them to
-rank 0's clock (:meth:`Trace.shift`).
+The clock is ``time.perf_counter``, which is the same for all processes of a machine, so that the
+spans of different ranks can be compared. On several machines, the launcher shifts all spans to the
+clock of rank 0 (:meth:`Trace.shift`).
 """
 
 from __future__ import annotations
@@ -14,20 +14,20 @@ from dataclasses import dataclass, replace
 
 from course_lib.schedule import Span
 
-TOO_BUSY = 0.10  # above this overshoot a picture says: compare order, not time
-SHORTEST = 1e-3  # seconds: the timer itself is late by some 0.1 ms, which says nothing
+TOO_BUSY = 0.10  # overshoot above which pictures have a warning
+SHORTEST = 1e-3  # seconds; shorter sleeps are ignored, because the timer is about 0.1 ms late
 
 
 @dataclass(frozen=True, slots=True)
 class Sleep:
-    """A pause or a paced block: how long it was to be and how long it took, in seconds."""
+    """A sleep or a padded block: its requested and its actual length, in seconds."""
 
     asked: float
     took: float
 
 
 class Trace:
-    """What one rank did and when."""
+    """The spans and sleeps of one rank."""
 
     def __init__(self, rank: int = 0) -> None:
         self.rank = rank
@@ -35,27 +35,26 @@ class Trace:
         self.sleeps: list[Sleep] = []
 
     def clear(self) -> None:
-        """Forget everything measured so far."""
+        """Remove all spans and sleeps."""
         self.spans.clear()
         self.sleeps.clear()
 
     def shift(self, seconds: float) -> None:
-        """Move every span: to the clock of another machine."""
+        """Shift every span by ``seconds``, to the clock of another machine."""
         self.spans = [
             replace(span, start=span.start + seconds, end=span.end + seconds) for span in self.spans
         ]
 
     def add(self, op: str, start: float, end: float, **what) -> None:
-        """Write down a span whose times are known. ``what`` are further fields of Span."""
+        """Add a span with known times. ``what`` has further fields of Span."""
         self.spans.append(Span(self.rank, op, start, end, **what))
 
     @contextmanager
     def span(self, op: str, *, at_least: float = 0.0, **what) -> Iterator[None]:
         """Measure the body as one span; sleep at its end until ``at_least`` seconds are over.
 
-        A body that takes longer than its pace is no sleep that overshot, and yet the pace was
-        not held: so the paced block as a whole is what :func:`overshoot` hears of. A body that
-        raises leaves no span.
+        :func:`overshoot` counts the whole padded block, not only its sleep, so that a body that
+        takes longer than its pace counts too. A body that raises adds no span.
         """
         start = time.perf_counter()
         yield
@@ -68,7 +67,7 @@ class Trace:
         self.add(op, start, end, **what)
 
     def sleep(self, seconds: float) -> None:
-        """Sleep, and remember how long it really took. Nothing happens for 0 or less."""
+        """Sleep and record the actual time. For 0 or less, do nothing."""
         if seconds <= 0:
             return
         start = time.perf_counter()
@@ -77,10 +76,11 @@ class Trace:
 
 
 def overshoot(traces: Iterable[Trace]) -> float:
-    """By which share paused and paced time took longer than asked (0.05 is 5 %), on the worst rank.
+    """Return how much longer sleeps and padded blocks took than requested (0.05 is 5 %).
 
-    Sums over the rank's run are compared, not single pauses: one long stall spoils a step as much
-    as many short ones. Pauses under 1 ms do not count; 0 where there are no others.
+    The result is for the rank with the largest overshoot. The sums of a rank's run are compared,
+    because one long stall spoils a step as much as many short ones. Sleeps under 1 ms do not
+    count; without others, the result is 0.
     """
     shares = [0.0]
     for trace in traces:

@@ -1,7 +1,7 @@
-"""Pictures of what ranks do, send and keep, and the code behind them; all that needs matplotlib.
+"""Pictures of the work, the traffic and the memory of ranks; all code that needs matplotlib.
 
-Every picture is a Figure that belongs to no pyplot state, with its sentence in ``.caption``.
-Sliders need ipywidgets and are imported on their own: ``course_lib.view.sliders``.
+Every picture is a Figure outside pyplot's state, with its caption in ``.caption``. Sliders need
+ipywidgets and are imported separately from ``course_lib.view.sliders``.
 """
 
 from course_lib.view.code import code_lines, show_source

@@ -1,4 +1,4 @@
-"""Stacked bars of bytes, which the ledger and the memory picture share."""
+"""Stacked bars of bytes, for the pictures of traffic and of memory."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ BAR, GAP = 0.34, 0.16  # inches
 LEFT, RIGHT, BELOW, LEGEND = 1.1, 1.3, 0.42, 0.26  # margins around the axes, inches
 UNITS = ((1e9, "GB"), (1e6, "MB"), (1e3, "kB"), (1.0, "B"))
 
-Parts = Mapping[str, float]  # what a bar is stacked of, in bytes
+Parts = Mapping[str, float]  # the segments of a bar, in bytes
 
 
 class Scale(NamedTuple):
-    """Bytes in a unit of the x axis, and units in an inch of paper."""
+    """Bytes per unit of the x axis, and units per inch of paper."""
 
     unit: float
     per_inch: float
@@ -43,9 +43,10 @@ def stacked(
     caption: str,
     width: float,
 ) -> Picture:
-    """Horizontal stacked bars, the total at the right end of each, a legend above.
+    """Draw horizontal stacked bars, with the total at the right end of each and a legend above.
 
-    ``marks`` gives some bars a black line; ``where`` says in words what the bytes are of.
+    ``marks`` gives some bars a black line. ``where`` follows the unit in the label of the x axis,
+    such as "per rank".
     """
     present = {part for parts in bars.values() for part in parts}
     known = [part for part in (*MEMORY, *OPERATIONS) if part in present]
@@ -80,7 +81,7 @@ def _draw_name(ax: Axes, name: str, y: float) -> None:
 def _draw_end(
     ax: Axes, end: float, top: float, total: float, formula: float | None, scale: Scale
 ) -> None:
-    """The total right of a bar that ends at ``end``, and the formula's mark and number."""
+    """Draw the total at the right of a bar that ends at ``end``, and the mark of the formula."""
     text = size_text(total)
     if formula is not None:
         mark = formula / scale.unit
@@ -93,7 +94,7 @@ def _draw_end(
 
 
 def byte_axes(picture: Picture, height: float, longest: float) -> Axes:
-    """Axes ``height`` inches high; x from 0 to ``longest``, y in inches from the top."""
+    """Add axes ``height`` inches high; x from 0 to ``longest``, y in inches from the top."""
     width, inches = picture.get_size_inches()
     bottom = style.caption_height(picture.caption, width) + BELOW
     ax = picture.add_axes(
@@ -111,14 +112,14 @@ def byte_axes(picture: Picture, height: float, longest: float) -> Axes:
 
 
 def _draw_bar(ax: Axes, parts: Parts, looks: Mapping[str, Look], top: float, scale: Scale) -> float:
-    """One bar from left to right; its end in units of the axis."""
+    """Draw one bar from left to right; return its end in units of the axis."""
     left = 0.0
     for part, look in looks.items():
         size = parts.get(part, 0.0) / scale.unit
         if not size:
             continue
-        ink = style.mix(look.colour, look.ink, 0.45)
-        filled = Rectangle((left, top), size, BAR, fc=look.colour, ec=ink, hatch=look.hatch, lw=0)
+        ink = style.mix(look.color, look.ink, 0.45)
+        filled = Rectangle((left, top), size, BAR, fc=look.color, ec=ink, hatch=look.hatch, lw=0)
         ax.add_patch(filled)
         ax.add_patch(
             Rectangle((left, top), size, BAR, fill=False, edgecolor="black", lw=0.7, clip_on=False)
@@ -134,14 +135,14 @@ def _draw_bar(ax: Axes, parts: Parts, looks: Mapping[str, Look], top: float, sca
                 ha="center",
                 va="center_baseline",
                 gid="box",
-                bbox={"facecolor": look.colour, "edgecolor": "none", "pad": 1.0},
+                bbox={"facecolor": look.color, "edgecolor": "none", "pad": 1.0},
             )
         left += size
     return left
 
 
 def size_text(size: float) -> str:
-    """Bytes as text: whole ones below 10,000, else three digits or more of kB, MB or GB."""
+    """Return bytes as text: in B below 10,000, else with three or more digits in kB, MB or GB."""
     if size < 1e4:
         return f"{size:,.0f} B"
     factor, unit = unit_of(size)
@@ -150,5 +151,5 @@ def size_text(size: float) -> str:
 
 
 def unit_of(size: float) -> tuple[float, str]:
-    """The largest unit of which ``size`` bytes are at least one, in bytes, and its name."""
+    """Return the largest unit that is not larger than ``size``, in bytes, and its name."""
     return next((factor, unit) for factor, unit in UNITS if size >= factor or factor == 1.0)

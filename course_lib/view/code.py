@@ -1,4 +1,4 @@
-"""Library code in a lesson: shown as it stands, and how many lines of it there are."""
+"""Show library code in a lesson, and count its lines."""
 
 from __future__ import annotations
 
@@ -23,17 +23,17 @@ SILENT = {
 
 
 def show_source(*objects: Shown) -> None:
-    """Print the source of each, moved to the left margin, a blank line between them."""
+    """Print the source of each object without its indentation, with blank lines in between."""
     print("\n".join(map(_source, objects)), end="")
 
 
 def code_lines(*objects: Shown) -> int:
-    """Lines of code of all of them together: docstrings, comments and blank lines are free."""
+    """Return the lines of code of all objects, without docstrings, comments and blank lines."""
     return sum(len(lines_with_code(_source(one))) for one in objects)
 
 
 def lines_with_code(text: str) -> set[int]:
-    """Numbers, from 1, of the lines of a Python source that hold code."""
+    """Return the numbers, from 1, of the lines with code in a Python source."""
     lines: set[int] = set()
     for token in tokenize.generate_tokens(io.StringIO(text).readline):
         if token.type not in SILENT:
@@ -41,7 +41,7 @@ def lines_with_code(text: str) -> set[int]:
     for node in ast.walk(ast.parse(text)):
         value = getattr(node, "value", None)
         is_text = isinstance(value, ast.Constant) and isinstance(value.value, str)
-        if isinstance(node, ast.Expr) and is_text:  # a docstring, or a string that stands alone
+        if isinstance(node, ast.Expr) and is_text:  # a docstring, or another string as a statement
             lines -= set(range(node.lineno, (node.end_lineno or node.lineno) + 1))
     return lines
 

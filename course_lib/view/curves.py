@@ -1,4 +1,4 @@
-"""Curves by a formula and points measured, over a number that doubles: speed-up against ranks."""
+"""Curves by a formula and measured points on doubling axes, such as speed-up against ranks."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from matplotlib.ticker import FuncFormatter, NullLocator
 
 from course_lib.view import style
 from course_lib.view.bars import BELOW, LEFT, LEGEND
-from course_lib.view.memory import COLOURS, LINES
+from course_lib.view.memory import COLORS, LINES
 from course_lib.view.style import NORMAL, SMALL, WIDTH, Picture, frame
 
 HEIGHT, RIGHT = 3.2, 0.3  # inches
@@ -29,16 +29,20 @@ def curves(
     note: str = "",
     width: float = WIDTH,
 ) -> Picture:
-    """A line for each name of ``formula``, points for those of ``measured``; axes double.
+    """Draw a line for each name of ``formula`` and points for each name of ``measured``.
 
-    ``ideal`` names a thin grey diagonal, where there is to be one. The sentence says which point
-    is farthest from its line. Raises ValueError when nothing is given or more than four names.
+    Both axes are logarithmic with base 2. ``ideal`` is the label of a thin gray diagonal, "" for
+    none. The caption names the point that is farthest from its line. Raises ValueError without
+    curves, for more than four curves, and for points without a curve.
     """
-    if not formula or len(formula) > len(COLOURS):
-        raise ValueError(f"{len(formula)} curves: one to {len(COLOURS)} can be told apart")
+    if not formula or len(formula) > len(COLORS):
+        raise ValueError(f"expected 1 to {len(COLORS)} curves, got {len(formula)}")
     if unknown := set(measured) - set(formula):
-        raise ValueError(f"points for {sorted(unknown)}, but the curves are {list(formula)}")
-    caption = f"Lines by formula, points measured{_farthest(formula, measured)}. {note}".strip()
+        raise ValueError(
+            f"expected points for the curves {list(formula)}, got points for {sorted(unknown)}"
+        )
+    text = f"Lines: formula. Points: measured{_farthest(formula, measured)}."
+    caption = f"{text} {note}".strip()
     picture = frame(width, HEIGHT + LEGEND + BELOW, title, caption)
     inches = picture.get_figheight()
     bottom = style.caption_height(caption, width) + BELOW
@@ -48,14 +52,12 @@ def curves(
     ax.set_xscale("log", base=2)
     ax.set_yscale("log", base=2)
     entries = []
-    for (name, line), colour, dashes, dot in zip(
-        formula.items(), COLOURS, LINES, DOTS, strict=False
-    ):
-        ax.plot(list(line), list(line.values()), dashes, color=colour, lw=1.6)
+    for (name, line), color, dashes, dot in zip(formula.items(), COLORS, LINES, DOTS, strict=False):
+        ax.plot(list(line), list(line.values()), dashes, color=color, lw=1.6)
         points = measured.get(name, {})
-        ax.plot(list(points), list(points.values()), dot, color=colour, ms=6, zorder=3)
+        ax.plot(list(points), list(points.values()), dot, color=color, ms=6, zorder=3)
         marker = dot if points else ""
-        entries.append(Line2D([], [], color=colour, ls=dashes, marker=marker, ms=6, label=name))
+        entries.append(Line2D([], [], color=color, ls=dashes, marker=marker, ms=6, label=name))
     if ideal:
         ends = [min(map(min, formula.values())), max(map(max, formula.values()))]
         ax.plot(ends, ends, color="#999999", lw=0.8, zorder=1)
@@ -75,7 +77,7 @@ def curves(
 
 
 def _farthest(formula: Mapping[str, Values], measured: Mapping[str, Values]) -> str:
-    """The point with the largest ratio to its line, either way, in words."""
+    """Return the point with the largest ratio to its line, up or down, in words."""
     ratios = {
         (name, x): value / formula[name][x]
         for name, points in measured.items()
@@ -85,4 +87,4 @@ def _farthest(formula: Mapping[str, Values], measured: Mapping[str, Values]) -> 
     if not ratios:
         return ""
     name, x = max(ratios, key=lambda point: max(ratios[point], 1 / ratios[point]))
-    return f"; farthest is {name} at {x}: {ratios[name, x]:.2f} of the formula"
+    return f"; the farthest from its line is {name} at {x}, {ratios[name, x]:.2f} of the formula"

@@ -1,4 +1,4 @@
-"""The load of experts as a picture: who is wanted, whose tokens travel, who finds no room."""
+"""The load of experts as a picture: pairs per expert, pairs from other ranks, dropped pairs."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ from course_lib.view.style import GREEN, NORMAL, ORANGE, SMALL, WIDTH, Look, Pic
 BAR, GAP = 0.2, 0.14  # inches: a bar, and the space between two ranks
 LOOKS = {
     "tokens of the same rank": Look(GREEN, ""),
-    "tokens that travel here": Look(ORANGE, "---"),
-    "dropped: no room": Look("#FFFFFF", "xx"),
+    "tokens from other ranks": Look(ORANGE, "---"),
+    "dropped: over capacity": Look("#FFFFFF", "xx"),
 }
 
 
 def load_plot(
     load: Load, *, title: str = "What each expert computes", note: str = "", width: float = WIDTH
 ) -> Picture:
-    """A bar for each expert, ranks apart: pairs from its own rank, from others, and dropped ones.
+    """Draw a bar per expert: (token, expert) pairs from its own rank, from others, and dropped.
 
-    A black line marks an even load. ``note`` is added to the sentence.
+    A black line marks an even load. ``note`` is added to the caption.
     """
     ranks, experts = len(load.kept), len(load.by_expert)
     own = experts // ranks
@@ -32,7 +32,7 @@ def load_plot(
     parts = [_parts(load, expert, expert // own) for expert in range(experts)]
     longest = max(map(sum, parts)) or 1
     ax = byte_axes(picture, height, longest)
-    ax.set_xlabel("pairs of a token and a choice", size=NORMAL, labelpad=2)
+    ax.set_xlabel("(token, expert) pairs", size=NORMAL, labelpad=2)
     for expert, sizes in enumerate(parts):
         rank = expert // own
         top = expert * BAR + (rank + 0.5) * GAP
@@ -53,7 +53,7 @@ def load_plot(
 
 
 def _parts(load: Load, expert: int, home: int) -> tuple[int, int, int]:
-    """Pairs from the expert's own rank, from the others, and dropped."""
+    """Return the pairs from the expert's own rank, from other ranks, and dropped."""
     kept = [row[expert] for row in load.kept]
     wanted = sum(row[expert] for row in load.chosen)
     return kept[home], sum(kept) - kept[home], wanted - sum(kept)
@@ -62,9 +62,9 @@ def _parts(load: Load, expert: int, home: int) -> tuple[int, int, int]:
 def _draw(ax: Axes, sizes: tuple[int, int, int], top: float) -> None:
     start = 0
     for size, look in zip(sizes, LOOKS.values(), strict=True):
-        ink = style.mix(look.colour, look.ink, 0.45)
+        ink = style.mix(look.color, look.ink, 0.45)
         ax.add_patch(
-            Rectangle((start, top), size, BAR, fc=look.colour, ec=ink, hatch=look.hatch, lw=0)
+            Rectangle((start, top), size, BAR, fc=look.color, ec=ink, hatch=look.hatch, lw=0)
         )
         ax.add_patch(Rectangle((start, top), size, BAR, fill=False, ec="black", lw=0.7))
         start += size
@@ -77,7 +77,7 @@ def _caption(load: Load) -> str:
     busiest = load.by_rank.index(max(load.by_rank))
     text = (
         f"Black line: an even load. Rank {busiest} is the busiest, with "
-        f"{imbalance(load.by_rank):.2f} times the mean of ranks, and the others wait for it; "
-        f"{(pairs - stay) / max(pairs, 1):.0%} of the pairs computed travel"
+        f"{imbalance(load.by_rank):.2f} times the mean of all ranks, and the others wait for it; "
+        f"{(pairs - stay) / max(pairs, 1):.0%} of the computed pairs are sent to another rank"
     )
     return text + (f"; {load.dropped:.1%} were dropped." if load.dropped else ".")

@@ -1,4 +1,4 @@
-"""Spans for the trace viewers of browsers: https://ui.perfetto.dev or chrome://tracing.
+"""Export spans for trace viewers: https://ui.perfetto.dev or chrome://tracing.
 
 Format: "Trace Event Format", JSON object form, complete events ("ph": "X"), microseconds.
 """
@@ -21,10 +21,10 @@ def perfetto(
 ) -> Path:
     """Write ``source`` to ``path`` as a Chrome trace and return the path.
 
-    Each rank is a process ("rank 0"); its threads are "compute" and one "comm <axis>" for each
-    axis, with a second thread beside it where operations of one axis overlap (events of one
-    thread must nest). The earliest span starts at 0. ``args`` hold payload in bytes, stage and
-    micro-batch where a span has them.
+    Each rank is a process ("rank 0"). Its threads are "compute" and one "comm <axis>" per axis;
+    operations of one axis that overlap get a second thread, because the events of a thread must
+    nest. The earliest span starts at 0. ``args`` has the payload in bytes, the stage and the
+    micro-batch, if the span has them.
     """
     spans, _ = read(source)
     zero = spans[0].start
@@ -49,7 +49,7 @@ def perfetto(
 
 
 def _threads(spans: list[Span], rank: int) -> list[tuple[str, list[Span]]]:
-    """Thread names of a rank and their spans; overlapping spans go to threads of their own."""
+    """Return a rank's thread names with their spans; overlapping spans get separate threads."""
     mine = [span for span in spans if span.rank == rank]
     axes = sorted({span.axis for span in mine if span.axis is not None})
     threads = []

@@ -1,4 +1,4 @@
-"""Measured times against the bytes of a message, and the model's line through them."""
+"""Measured times against the bytes of a message, with the line of a model."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from matplotlib.ticker import FuncFormatter, LogLocator
 
 from course_lib.view import style
 from course_lib.view.bars import BELOW, LEFT, LEGEND, size_text
-from course_lib.view.memory import COLOURS, LINES
+from course_lib.view.memory import COLORS, LINES
 from course_lib.view.style import NORMAL, SMALL, WIDTH, Picture, frame
 from course_lib.view.summary import milliseconds
 
 HEIGHT, RIGHT = 2.8, 0.3  # inches
 DOTS = "osD^"
-SMOOTH = 60  # points of a model's line
+SMOOTH = 60  # segments of a model's line
 
 Times = Mapping[int, float]  # bytes -> seconds
 Model = Callable[[float], float]  # bytes -> seconds
@@ -30,21 +30,22 @@ def fit_plot(
     note: str = "",
     width: float = WIDTH,
 ) -> Picture:
-    """Points measured, lines by the model, both axes logarithmic.
+    """Draw measured points and the lines of models; both axes are logarithmic.
 
-    ``measured`` gives each name its seconds by bytes, ``models`` a line for some or all of the
-    names. The sentence says which point is farthest from its line. Raises ValueError when a name
-    has no points, a model has no name, or there are more than four.
+    ``measured`` has seconds by bytes for each name, ``models`` a line for some or all names. The
+    caption names the point that is farthest from its line. Raises ValueError when a name has no
+    points, when a model has no points, or for more than four names.
     """
     check(measured, models)
-    caption = f"Points measured, lines by the model{_farthest(measured, models)}. {note}".strip()
+    text = f"Points: measured. Lines: model{_farthest(measured, models)}."
+    caption = f"{text} {note}".strip()
     picture = frame(width, HEIGHT + LEGEND + BELOW, title, caption)
     ax = _axes(picture)
     every = [seconds for times in measured.values() for seconds in times.values()]
-    if max(every) < 100 * min(every):  # a tick a decade would leave the axis almost bare
+    if max(every) < 100 * min(every):  # one tick per decade would be too few
         ax.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
     entries = []
-    for (name, times), *look in zip(measured.items(), COLOURS, LINES, DOTS, strict=False):
+    for (name, times), *look in zip(measured.items(), COLORS, LINES, DOTS, strict=False):
         entries.append(_draw(ax, name, times, models.get(name), *look))
     ax.minorticks_off()
     style.legend(picture, entries, LEFT, BELOW + HEIGHT)
@@ -52,17 +53,20 @@ def fit_plot(
 
 
 def check(measured: Mapping[str, Mapping], models: Mapping[str, Callable]) -> None:
-    """Raise ValueError where points and lines cannot be drawn."""
+    """Raise ValueError if the points and lines cannot be drawn."""
     if not measured or not all(measured.values()):
-        raise ValueError(f"there is nothing to draw: no points for {list(measured) or 'any name'}")
+        empty = [name for name, times in measured.items() if not times]
+        raise ValueError(f"expected points for each name, got no points for {empty or 'any name'}")
     if unknown := set(models) - set(measured):
-        raise ValueError(f"lines for {sorted(unknown)}, but the points are of {list(measured)}")
-    if len(measured) > len(COLOURS):
-        raise ValueError(f"{len(measured)} names: more than {len(COLOURS)} cannot be told apart")
+        raise ValueError(
+            f"expected lines for the names {list(measured)}, got lines for {sorted(unknown)}"
+        )
+    if len(measured) > len(COLORS):
+        raise ValueError(f"expected at most {len(COLORS)} names, got {len(measured)}")
 
 
 def _farthest(measured: Mapping[str, Times], models: Mapping[str, Model]) -> str:
-    """The point with the largest ratio to its line, either way, in words."""
+    """Return the point with the largest ratio to its line, up or down, in words."""
     ratios = {
         (name, size): seconds / models[name](size)
         for name, times in measured.items()
@@ -73,7 +77,8 @@ def _farthest(measured: Mapping[str, Times], models: Mapping[str, Model]) -> str
         return ""
     name, size = max(ratios, key=lambda point: max(ratios[point], 1 / ratios[point]))
     ratio = ratios[name, size]
-    return f"; farthest from its line is {name} at {size_text(size)}: {ratio:.2g} times as long"
+    where = f"{name} at {size_text(size)}"
+    return f"; the farthest from its line is {where}, {ratio:.2g} times the model"
 
 
 def _axes(picture: Picture) -> Axes:
@@ -96,22 +101,22 @@ def _axes(picture: Picture) -> Axes:
 
 
 def _draw(
-    ax: Axes, name: str, times: Times, model: Model | None, colour: str, dashes: str, dot: str
+    ax: Axes, name: str, times: Times, model: Model | None, color: str, dashes: str, dot: str
 ) -> Line2D:
-    """The points of one name and the line of its model."""
-    ax.plot(list(times), list(times.values()), dot, color=colour, ms=5, zorder=3)
+    """Draw the points of one name and the line of its model; return its legend entry."""
+    ax.plot(list(times), list(times.values()), dot, color=color, ms=5, zorder=3)
     if model is not None:
         sizes = smooth(times)
-        ax.plot(sizes, list(map(model, sizes)), dashes, color=colour, lw=1.4)
-    return entry(name, colour, dot, "" if model is None else dashes)
+        ax.plot(sizes, list(map(model, sizes)), dashes, color=color, lw=1.4)
+    return entry(name, color, dot, "" if model is None else dashes)
 
 
 def smooth(points: Collection[float]) -> list[float]:
-    """Where a model's line is drawn: over all ``points``, in even steps of a log axis."""
+    """Return x values for a model's line: over all ``points``, in even steps of a log axis."""
     first, last = min(points), max(points)
     return [first * (last / first) ** (at / SMOOTH) for at in range(SMOOTH + 1)]
 
 
-def entry(name: str, colour: str, dot: str, dashes: str) -> Line2D:
-    """What the legend shows of a name: its point, and its line if it has one."""
-    return Line2D([], [], color=colour, marker=dot, ls=dashes, ms=5, lw=1.4, label=name)
+def entry(name: str, color: str, dot: str, dashes: str) -> Line2D:
+    """Return the legend entry of a name: its point, and its line if it has one."""
+    return Line2D([], [], color=color, marker=dot, ls=dashes, ms=5, lw=1.4, label=name)

@@ -1,4 +1,4 @@
-"""The timeline: who does what, and when. A line for each rank, and one for each axis it uses."""
+"""The timeline of all ranks: one line per rank for compute, and one per axis that it uses."""
 
 from __future__ import annotations
 
@@ -29,34 +29,35 @@ SHORT = {
     "broadcast": "BC",
 }
 LEFT, RIGHT, BELOW = 0.85, 0.12, 0.42  # margins around the axes, inches
-SLIVER = 0.015  # inches: about two pixels; narrower boxes are colour only
-SMALLEST = 5.5  # points: below that no text is better than text
+SLIVER = 0.015  # inches, about two pixels; narrower boxes have a color and no outline
+SMALLEST = 5.5  # points; smaller text is not drawn
 
 
 def timeline(
     source: Iterable[Span | Trace],
     *,
-    title: str = "What each rank does, and when",
+    title: str = "Timeline of all ranks",
     overlay: Iterable[Span] | None = None,
     conditions: Conditions | None = None,
     kind: Literal["measured", "simulated"] = "measured",
     note: str = "",
     width: float = WIDTH,
 ) -> Picture:
-    """Draw spans as boxes over time in ms, and one sentence with the numbers underneath.
+    """Draw spans as boxes over time in ms, with the numbers in a caption.
 
-    ``source`` are spans or traces (of which the overshoot of their sleeps is taken too, and
-    above ``TOO_BUSY`` the sentence warns). Each rank has a line for compute and one for each
-    axis on which it communicates (no line for compute where there are messages on one axis and
-    nothing else); operations in flight at once stand below each other. A box has its operation's
-    colour and hatch, and where it fits its micro-batch or label.
+    ``source`` has spans or traces. For traces whose sleeps took too long (more than ``TOO_BUSY``),
+    the caption has a warning. Each rank has a line for compute and one per axis on which it
+    communicates; if there are only messages on one axis, there is no line for compute. Operations
+    in flight at the same time are drawn below each other. A box has the color and the hatch of its
+    operation, and its micro-batch or label if there is space.
 
-    ``overlay`` are simulated spans in seconds, drawn as outlines in a thin line above each
-    rank's own; both start at 0. ``conditions`` say what was paced and emulated. ``kind`` is
-    what ``source`` is. ``note`` is added to the sentence. ``width`` is in inches.
+    ``overlay`` has simulated spans in seconds, drawn as outlines in a thin line above the line of
+    each rank; both start at 0. ``conditions`` are the pace and the emulated links, for the
+    caption. ``kind`` says whether ``source`` was measured or simulated. ``note`` is added to the
+    caption. ``width`` is in inches.
 
     Raises ValueError when there are no spans. Returns a Figure: show it by returning it from a
-    cell, or ``savefig`` it; its sentence is ``.caption``.
+    cell, or call ``savefig``; its caption is ``.caption``.
     """
     spans, busy = read(source)
     spans, planned = from_zero(spans), from_zero(overlay or ())
@@ -78,7 +79,7 @@ def timeline(
 
 
 def looks_of(spans: Sequence[Span]) -> dict[str, Look]:
-    """The look of each operation present: known ones in fixed order, then the others."""
+    """Return the look of each operation in ``spans``: known ones in fixed order, then others."""
     present = {span.op for span in spans}
     known = [op for op in OPERATIONS if op in present]
     return look_of(known + sorted(present - set(known)))
@@ -87,7 +88,7 @@ def looks_of(spans: Sequence[Span]) -> dict[str, Look]:
 def axes(
     picture: Picture, height: float, end: float, time: str, left: float = LEFT, right: float = RIGHT
 ) -> Axes:
-    """Axes ``height`` inches high from 0 to ``end`` of ``time``; y is in inches from the top."""
+    """Add axes ``height`` inches high; x is ``time`` from 0 to ``end``, y inches from the top."""
     width, inches = picture.get_size_inches()
     bottom = style.caption_height(picture.caption, width) + BELOW
     ax = picture.add_axes(
@@ -104,10 +105,10 @@ def axes(
 
 
 def _draw_lanes(ax: Axes, lanes: Sequence[Lane]) -> None:
-    """Grey ground (idle) behind a rank's first line; the names of ranks and axes at the left."""
+    """Draw a gray (idle) background for each rank's first line, and the names at the left."""
     size = min(style.NORMAL, min(lane.height for lane in lanes) * 72 * 0.8)
     for lane in lanes:
-        weight, colour = ("bold", "black") if lane.leads else ("normal", "#444444")
+        weight, color = ("bold", "black") if lane.leads else ("normal", "#444444")
         if lane.leads:
             ax.axhspan(lane.top, lane.top + lane.height, color=IDLE, lw=0, zorder=0)
         ax.text(
@@ -117,7 +118,7 @@ def _draw_lanes(ax: Axes, lanes: Sequence[Lane]) -> None:
             transform=ax.get_yaxis_transform(),
             size=size,
             weight=weight,
-            color=colour,
+            color=color,
             ha="right",
             va="center",
             gid="lane",
@@ -129,9 +130,9 @@ def _draw_lanes(ax: Axes, lanes: Sequence[Lane]) -> None:
 def draw_boxes(
     ax: Axes, boxes: Sequence[Box], looks: Mapping[str, Look], inches_per_ms: float
 ) -> None:
-    """All boxes; those that look the same are one collection, which keeps long runs fast.
+    """Draw all boxes. Boxes of the same look are one collection, which is fast for long runs.
 
-    ``inches_per_ms`` are inches of paper in one unit of the time axis.
+    ``inches_per_ms`` is the number of inches of paper per unit of the time axis.
     """
     same: dict[tuple[str, bool], list[Box]] = defaultdict(list)
     later = max((box.chunk for box in boxes), default=0)
@@ -141,16 +142,16 @@ def draw_boxes(
         widths = [(box.right - box.left) * inches_per_ms for box in group]
         form = _form(group, widths)
         slivers = median(widths) < SLIVER
-        for chunk in sorted({box.chunk for box in group}):  # a rank's later stages are paler
+        for chunk in sorted({box.chunk for box in group}):  # later stages of a rank are paler
             alike = [box for box in group if box.chunk == chunk]
             corners = [box.corners for box in alike]
-            face = "#FFFFFF" if overlay else looks[op].colour
+            face = "#FFFFFF" if overlay else looks[op].color
             if not overlay:
                 face = style.mix(
                     face, "#FFFFFF", (0.75 if later > 1 else 0.55) * chunk / max(1, later)
                 )
                 _fill(ax, corners, face, "" if slivers else looks[op].hatch, snap=not slivers)
-            if slivers:  # an outline would be all that is seen
+            if slivers:  # an outline would hide the color
                 continue
             outlines = PolyCollection(corners, facecolors="none", edgecolors="black", zorder=3)
             outlines.set_linewidth(min(0.7, median(widths) * 72 / 8))
@@ -160,19 +161,19 @@ def draw_boxes(
 
 
 def _fill(ax: Axes, corners: list, face: str, hatch: str, snap: bool) -> None:
-    """Colour and hatch. Apart from the edge, since a hatch takes its colour and must be fainter."""
+    """Draw color and hatch, without the edge: a hatch has the edge's color and must be fainter."""
     ink = style.mix(face, style.ink_on(face), 0.45)
     boxes = PolyCollection(
         corners, facecolors=face, edgecolors=ink, hatch=hatch or None, linewidths=0, zorder=2
     )
-    boxes.set_snap(None if snap else False)  # slivers moved to whole pixels would make a pattern
+    boxes.set_snap(None if snap else False)  # snapping slivers to pixels would make a pattern
     ax.add_collection(boxes)
 
 
 def _form(group: Sequence[Box], widths: Sequence[float]) -> int:
-    """Which of its names the boxes of one operation bear, so that they look alike.
+    """Return which of its names is written into all boxes of an operation.
 
-    The most telling one that fits into four out of five of the boxes that can bear any.
+    It is the longest name that fits into four out of five of the boxes that have space for any.
     """
     size = _size(group[0])
     names = [_names(box) for box in group]
@@ -188,12 +189,12 @@ def _form(group: Sequence[Box], widths: Sequence[float]) -> int:
 
 
 def _from(names: Sequence[str], form: int) -> Sequence[str]:
-    """``names`` without the first ``form`` ones, but at least the last."""
+    """Return ``names`` without the first ``form`` ones, but at least the last."""
     return names[min(form, len(names) - 1) :]
 
 
 def _label(ax: Axes, box: Box, face: str, names: Sequence[str], inches_per_ms: float) -> None:
-    """Write the first of ``names`` that fits into the box, if any does."""
+    """Write the first of ``names`` that fits into the box, if any fits."""
     size, width = _size(box), (box.right - box.left) * inches_per_ms
     if size < SMALLEST or width <= 0:
         return
@@ -213,17 +214,17 @@ def _label(ax: Axes, box: Box, face: str, names: Sequence[str], inches_per_ms: f
 
 
 def _size(box: Box) -> float:
-    """Points of the text in a box."""
+    """Return the font size in a box, in points."""
     return min(SMALL, (box.bottom - box.top) * 72 * 0.62)
 
 
 def _room(name: str, size: float) -> float:
-    """Inches that ``name`` needs in a box, letters being 0.63 times as wide as high."""
+    """Return the inches that ``name`` needs in a box; letters are 0.63 times as wide as high."""
     return len(name) * size * 0.63 / 72 + 0.05
 
 
 def _names(box: Box) -> list[str]:
-    """What a box may be called, the most telling first."""
+    """Return the possible names of a box, the longest first."""
     span = box.span
     number = "" if span.mb is None else f"{span.mb}{'′' * box.chunk}"
     if span.label:

@@ -1,4 +1,4 @@
-"""Where a timeline puts a span: the line of its rank, and within it the height. No drawing here."""
+"""The layout of a timeline: a line for each rank and axis, and a box for each span."""
 
 from __future__ import annotations
 
@@ -10,25 +10,25 @@ from dataclasses import dataclass
 from course_lib.schedule import Span
 
 COMPUTE, COMM, OVERLAY, GAP = 0.30, 0.19, 0.17, 0.13  # heights in inches
-MOST_LEVELS = 3  # for so many operations in flight at once a line grows; more share its height
+MOST_LEVELS = 3  # operations in flight for which a line grows; more of them share its height
 MAX_HEIGHT = 7.0
-SLACK = 1e-9  # seconds by which neighbours may overlap and still count as one after the other
+SLACK = 1e-9  # seconds of overlap that are ignored between consecutive spans
 
 
 @dataclass(frozen=True, slots=True)
 class Lane:
-    """One line of the picture, ``top`` inches from its top. No axis: compute."""
+    """One line of the picture, ``top`` inches from its top; without an axis, it is for compute."""
 
     rank: int
     axis: str | None
     overlay: bool
     top: float
     height: float
-    leads: bool  # it bears the name of its rank, and what is empty in it is idle
+    leads: bool  # it has the name of its rank, and its empty space is idle time
 
     @property
     def name(self) -> str:
-        """What stands at its left."""
+        """The text at its left."""
         if self.overlay:
             return "simulated"
         return f"rank {self.rank}" if self.leads else str(self.axis)
@@ -38,7 +38,7 @@ class Lane:
 class Box:
     """One span in the picture: ``left`` and ``right`` in ms, ``top`` and ``bottom`` in inches.
 
-    ``chunk`` says which of its rank's stages the span belongs to.
+    ``chunk`` is the index of the span's stage among the stages of its rank.
     """
 
     span: Span
@@ -60,11 +60,11 @@ Key = tuple[int, str | None, bool]  # rank, axis, overlay
 
 
 def layout(spans: Sequence[Span], planned: Sequence[Span]) -> tuple[list[Lane], list[Box], float]:
-    """Lines and boxes for ``spans`` and the ``planned`` ones above them, and the whole height.
+    """Return lines and boxes for ``spans`` and the ``planned`` spans above them, and the height.
 
-    A rank has a line for the overlay if there is one, a line for compute, and one for each axis;
-    where nothing but messages on one axis is shown, that one alone. All ranks have the same lines,
-    so that they can be compared.
+    A rank has a line for the overlay if there is one, a line for compute, and one per axis. If
+    there are only messages on one axis, it has only the line of that axis. All ranks have the same
+    lines, so that they can be compared. The height is in inches.
     """
     members: dict[Key, list[Span]] = defaultdict(list)
     for part, overlay in ((spans, False), (planned, True)):
@@ -86,7 +86,7 @@ def layout(spans: Sequence[Span], planned: Sequence[Span]) -> tuple[list[Lane], 
 
 
 def _stack(levels: dict[Key, list[int]], with_overlay: bool) -> tuple[list[Lane], float]:
-    """The lines from top to bottom, squeezed to MAX_HEIGHT inches, and their height in all."""
+    """Return the lines from top to bottom, in at most MAX_HEIGHT inches, and the total height."""
     ranks = sorted({rank for rank, _, _ in levels})
     axes = sorted({axis for _, axis, _ in levels if axis is not None})
     computes = with_overlay or len(axes) != 1 or any(axis is None for _, axis, _ in levels)
@@ -110,9 +110,9 @@ def _stack(levels: dict[Key, list[int]], with_overlay: bool) -> tuple[list[Lane]
 
 
 def depths(spans: Sequence[Span]) -> list[int]:
-    """For each of ``spans``, in order of start, the lowest level where nothing overlaps it.
+    """Return, for each of ``spans`` in order of start, the lowest level without an overlap.
 
-    All zeros when one follows the other; two operations in flight at once get levels 0 and 1.
+    All levels are 0 if no spans overlap; two operations in flight at once get levels 0 and 1.
     """
     free: list[int] = []  # levels that are not in use
     running: list[tuple[float, int]] = []  # (end, level)
@@ -127,7 +127,7 @@ def depths(spans: Sequence[Span]) -> list[int]:
 
 
 def chunks(spans: Sequence[Span]) -> dict[tuple[int, int | None], int]:
-    """For each (rank, stage), which of its rank's stages it is: 0, 1, ... in order of stage."""
+    """Return the index of each (rank, stage) among the stages of its rank: 0, 1, ..."""
     stages: dict[int, set[int]] = defaultdict(set)
     for span in spans:
         if span.stage is not None and not span.is_comm:

@@ -1,4 +1,4 @@
-"""Memory as pictures: what a rank keeps, and what is alive over one step."""
+"""Pictures of memory: the stored bytes per rank, and live bytes over one step."""
 
 from __future__ import annotations
 
@@ -15,32 +15,32 @@ from course_lib.view.style import NORMAL, SMALL, WIDTH, Picture, frame
 
 HEIGHT = 2.6  # inches of the picture of live bytes
 LINES = ("-", "--", ":", "-.")
-# Each line writes its peak into another corner of the dot, so that close peaks can be read.
+# The number of each peak is at a different corner of its dot, so that close peaks can be read.
 CORNERS = ((6, 4), (-6, -4), (-6, 4), (6, -4))
-COLOURS = (style.BLUE, style.VERMILLION, style.BLACK, style.GREEN)
+COLORS = (style.BLUE, style.VERMILLION, style.BLACK, style.GREEN)
 
 
 def memory_plot(
     rows: Mapping[str, StateBytes],
     *,
     activations: Mapping[str, int] | None = None,
-    title: str = "What a rank keeps in memory",
+    title: str = "Memory per rank",
     note: str = "",
     width: float = WIDTH,
 ) -> Picture:
-    """Stacked bars of parameters, gradients, optimizer state and activations, in bytes.
+    """Draw stacked bars of parameters, gradients, optimizer state and activations, in bytes.
 
-    ``rows`` names the bars (a rank, a technique); ``activations`` gives the peak of saved
-    activations of some or all of them. Raises ValueError when there are no rows, or activations
-    for a row that is not there.
+    ``rows`` has one bar per rank or technique, by name. ``activations`` has the peak of the saved
+    activations of some or all rows. Raises ValueError without rows, and for activations without a
+    row.
     """
     if not rows:
-        raise ValueError(
-            "there is nothing to draw: memory_plot wants at least one row of StateBytes"
-        )
+        raise ValueError("expected at least one row of StateBytes, got none")
     activations = activations or {}
     if unknown := set(activations) - set(rows):
-        raise ValueError(f"activations for {sorted(unknown)}, but the rows are {list(rows)}")
+        raise ValueError(
+            f"expected activations for the rows {list(rows)}, got activations for {sorted(unknown)}"
+        )
     bars = {}
     for name, state in rows.items():
         parts = {
@@ -51,20 +51,18 @@ def memory_plot(
         }
         bars[name] = {what: float(size) for what, size in parts.items() if size}
     caption = f"{_memory_caption(bars, bool(activations))} {note}".strip()
-    return stacked(bars, marks={}, where="a rank", title=title, caption=caption, width=width)
+    return stacked(bars, marks={}, where="per rank", title=title, caption=caption, width=width)
 
 
 def _memory_caption(bars: Mapping[str, Parts], with_activations: bool) -> str:
     sums = {name: sum(parts.values()) for name, parts in bars.items()}
     most, least = max(sums, key=sums.__getitem__), min(sums, key=sums.__getitem__)
-    text = f"Fullest: {most} with {size_text(sums[most])}"
+    text = f"Most memory: {most} with {size_text(sums[most])}"
     if sums[least] < sums[most]:
-        share = f" ({sums[least] / sums[most]:.0%} of that)"
-        text += f"; emptiest: {least} with {size_text(sums[least])}{share}"
-    text += "; exact bytes, each storage counted once"
-    return text + (
-        ", activations at their peak." if with_activations else ", activations not included."
-    )
+        share = f" ({sums[least] / sums[most]:.0%})"
+        text += f"; least memory: {least} with {size_text(sums[least])}{share}"
+    text += ". Each storage is counted once"
+    return text + (", activations at their peak." if with_activations else ", without activations.")
 
 
 def live_plot(
@@ -75,12 +73,12 @@ def live_plot(
     stretched: bool = False,
     width: float = WIDTH,
 ) -> Picture:
-    """Bytes alive over time in ms, a line for each name, its peak marked and numbered.
+    """Draw live bytes over time in ms, with a line for each name and the number of its peak.
 
     Values are :class:`PeakLiveBytes` meters or their timelines: (seconds, bytes from then on).
-    Each starts at 0. ``stretched`` lines all end at 100 %, which compares what takes different
-    times, or was measured on a busy machine. Raises ValueError when there are no lines, an empty
-    one, or more than four.
+    Each line starts at 0. With ``stretched``, all lines end at 100 %, which compares runs of
+    different length, or runs on a busy machine. Raises ValueError without lines, for an empty
+    line, and for more than four lines.
     """
     lines = {
         name: value.timeline if isinstance(value, PeakLiveBytes) else list(value)
@@ -88,28 +86,29 @@ def live_plot(
     }
     if not lines or not all(lines.values()):
         empty = [name for name, line in lines.items() if not line]
-        raise ValueError(f"there is nothing to draw: no points for {empty or 'any line'}")
-    if len(lines) > len(COLOURS):
-        raise ValueError(f"{len(lines)} lines: more than {len(COLOURS)} cannot be told apart")
+        raise ValueError(f"expected points for each line, got no points for {empty or 'any line'}")
+    if len(lines) > len(COLORS):
+        raise ValueError(f"expected at most {len(COLORS)} lines, got {len(lines)}")
     if stretched:
         lines = {name: _stretched(line) for name, line in lines.items()}
     peaks = {name: max(size for _, size in line) for name, line in lines.items()}
     said = ", ".join(f"{name} {size_text(peak)}" for name, peak in peaks.items())
     caption = (
-        f"Peak of what was made during the step and is alive: {said}; "
-        f"{'every line has its own time' if stretched else 'the meter itself takes time'}. {note}"
+        f"Peak of the live bytes allocated during the step: {said}. "
+        f"{'Each line has its own time scale' if stretched else 'The meter itself takes time'}. "
+        f"{note}"
     ).strip()
     picture = frame(width, HEIGHT + LEGEND + BELOW, title, caption)
     factor, unit = unit_of(max(peaks.values()) or 1)
     longest = max((line[-1][0] - line[0][0]) * 1e3 for line in lines.values()) or 1.0
     ax = byte_axes(picture, HEIGHT, longest)
     ax.set_ylim(0, max(peaks.values()) / factor * 1.15 or 1.0)
-    ax.set_xlabel("part of the step (%)" if stretched else "time (ms)", size=NORMAL, labelpad=2)
+    ax.set_xlabel("share of the step (%)" if stretched else "time (ms)", size=NORMAL, labelpad=2)
     _show_bytes_upwards(ax, unit)
     entries = [
         _draw_line(ax, name, line, factor, look)
         for (name, line), look in zip(
-            lines.items(), zip(COLOURS, LINES, CORNERS, strict=True), strict=False
+            lines.items(), zip(COLORS, LINES, CORNERS, strict=True), strict=False
         )
     ]
     style.legend(picture, entries, LEFT, BELOW + HEIGHT)
@@ -117,7 +116,7 @@ def live_plot(
 
 
 def _stretched(line: Sequence[tuple[float, int]]) -> list[tuple[float, int]]:
-    """The same line, 0.1 s long: its ms are then percent."""
+    """Return the line scaled to 0.1 s, so that its milliseconds are percent."""
     begin, length = line[0][0], line[-1][0] - line[0][0] or 1.0
     return [(0.1 * (when - begin) / length, size) for when, size in line]
 
@@ -136,13 +135,13 @@ def _draw_line(
     factor: float,
     look: tuple[str, str, tuple[int, int]],
 ) -> Line2D:
-    """Live bytes over time as steps, with a dot at the peak and a number in its corner of it."""
-    colour, dashes, corner = look
+    """Draw live bytes over time as steps, with a dot and a number at the peak."""
+    color, dashes, corner = look
     times = [(when - line[0][0]) * 1e3 for when, _ in line]
     sizes = [size / factor for _, size in line]
-    (drawn,) = ax.step(times, sizes, where="post", color=colour, ls=dashes, lw=1.6, label=name)
+    (drawn,) = ax.step(times, sizes, where="post", color=color, ls=dashes, lw=1.6, label=name)
     peak = max(range(len(sizes)), key=sizes.__getitem__)
-    ax.plot(times[peak], sizes[peak], "o", color=colour, ms=5)
+    ax.plot(times[peak], sizes[peak], "o", color=color, ms=5)
     ax.annotate(
         size_text(line[peak][1]),
         (times[peak], sizes[peak]),
@@ -151,7 +150,7 @@ def _draw_line(
         ha="left" if corner[0] > 0 else "right",
         va="bottom" if corner[1] > 0 else "top",
         size=SMALL,
-        color=colour,
+        color=color,
         weight="bold",
         bbox={"facecolor": "white", "edgecolor": "none", "pad": 0.5, "alpha": 0.8},
         gid="peak",

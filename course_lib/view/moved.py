@@ -1,7 +1,7 @@
-"""Sliders over any picture: a function of whole numbers that draws one is called at every move.
+"""Sliders for any picture: each move of a slider calls a function that draws the picture.
 
-For a schedule use :mod:`course_lib.view.sliders`, which knows what its controls mean. Put a picture
-of the first values above: where widgets do not live (GitHub, paper) nothing is seen.
+For a schedule use :mod:`course_lib.view.sliders`, which has controls for schedules. Put a picture
+of the first values above the sliders, because widgets are not visible on GitHub and on paper.
 """
 
 from __future__ import annotations
@@ -18,18 +18,18 @@ Values = Sequence[int | float | str]
 
 
 def picture_sliders(draw: Callable[..., Picture], **values: Values) -> PictureSliders:
-    """A slider for each argument of ``draw``, over the values given for it, the first one first.
+    """Return one slider per argument of ``draw``, over the given values, set to the first value.
 
-    ``draw`` may raise ValueError for what does not fit: its reason is shown in place of a picture.
-    Return the result from a cell. Raises ValueError when there is nothing to choose from.
+    ``draw`` may raise ValueError for impossible values: the message is then shown instead of the
+    picture. Return the result from a cell. Raises ValueError for an argument without values.
     """
     if empty := [name for name, options in values.items() if not len(options)]:
-        raise ValueError(f"no values to choose from for {', '.join(empty)}")
+        raise ValueError(f"expected at least one value for {', '.join(empty)}, got none")
     return PictureSliders(draw, values)
 
 
 class PictureSliders(VBox):
-    """The controls by name in ``controls``, the picture in ``image``, its sentence in
+    """The controls by name in ``controls``, the picture in ``image``, its caption in
     ``message``."""
 
     def __init__(self, draw: Callable[..., Picture], values: dict[str, Values]) -> None:
@@ -51,7 +51,7 @@ class PictureSliders(VBox):
         self._changed()
 
     def __repr__(self) -> str:
-        """The same in every kernel, so that a stored output can be compared."""
+        """Return the same text in every kernel, so that a stored output can be compared."""
         return f"PictureSliders({', '.join(self.controls)})"
 
     def _changed(self, change: object = None) -> None:

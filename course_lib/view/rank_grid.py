@@ -1,4 +1,4 @@
-"""Ranks as boxes, node by node, and which of them form the groups of an axis."""
+"""Ranks as boxes, node by node, with the groups of an axis."""
 
 from __future__ import annotations
 
@@ -21,30 +21,30 @@ from course_lib.view.style import (
     frame,
 )
 
-COLOURS = (SKY, ORANGE, GREEN, YELLOW, BLUE, VERMILLION, PURPLE, "#FFFFFF")
+COLORS = (SKY, ORANGE, GREEN, YELLOW, BLUE, VERMILLION, PURPLE, "#FFFFFF")
 HATCHES = ("", "//", "..", "xx")
 LEFT, GAP, LARGEST = 0.8, 0.12, 0.5  # inches
-MOST = 64  # ranks that can be told apart
+MOST = 64  # ranks whose boxes can be distinguished
 
 
 def rank_grid(
     layout: Layout, *axes: str, per_node: int = 8, title: str = "", width: float = WIDTH
 ) -> Picture:
-    """A row of boxes for each node; ranks of one group of ``axes`` look the same.
+    """Draw a row of boxes per node; ranks in one group of ``axes`` have the same look.
 
-    A box holds the rank and, below, the letter of its group; the sentence says how many groups
-    cross nodes. Raises ValueError for more than 64 ranks, and for an axis that is not there.
+    A box has the rank and, below, the letter of its group. The caption has the number of groups
+    that cross nodes. Raises ValueError for more than 64 ranks, and for an unknown axis.
     """
     if layout.world > MOST:
-        raise ValueError(f"{layout.world} ranks cannot be told apart: draw {MOST} at most")
+        raise ValueError(f"expected at most {MOST} ranks, got {layout.world}")
     groups = layout.groups(*axes)
     across = sum(ranks[0] // per_node != ranks[-1] // per_node for ranks in groups)
     name = " and ".join(axes)
     order = "-".join(axis for axis in layout.order if layout.sizes[axis] > 1) or "of one rank"
     caption = (
-        f"The same look is one group of {name}: {len(groups)} of {len(groups[0])} ranks each; "
-        f"{across} of them cross nodes of {per_node}. Order {order}, the first "
-        "is the fastest."
+        f"Boxes with the same look are one group of {name}: {len(groups)} groups of "
+        f"{len(groups[0])} ranks, of which {across} cross nodes of {per_node}. "
+        f"Order {order}; the first axis varies fastest."
     )
     nodes = -(-layout.world // per_node)
     box = min(LARGEST, (width - LEFT - GAP) / per_node)
@@ -60,8 +60,8 @@ def rank_grid(
         y = node * (box + GAP) + box / 2
         ax.text(0.1, y, f"node {node}", size=NORMAL, weight="bold", va="center", gid="lane")
     for number, ranks in enumerate(groups):
-        face = COLOURS[number % len(COLOURS)]
-        hatch = HATCHES[number // len(COLOURS) % len(HATCHES)]
+        face = COLORS[number % len(COLORS)]
+        hatch = HATCHES[number // len(COLORS) % len(HATCHES)]
         for rank in ranks:
             x, y = LEFT + rank % per_node * box, rank // per_node * (box + GAP)
             ax.add_patch(Rectangle((x, y), box, box, fc=face, ec="black", hatch=hatch, lw=0.7))
@@ -81,6 +81,6 @@ def rank_grid(
 
 
 def _letters(number: int) -> str:
-    """a to z, then aa, ab and so on."""
+    """Return a to z, then aa, ab and so on."""
     text = chr(ord("a") + number % 26)
     return text if number < 26 else _letters(number // 26 - 1) + text

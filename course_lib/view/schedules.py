@@ -1,4 +1,4 @@
-"""A simulated schedule as a picture: who works when, where the bubble is, what is in flight."""
+"""A simulated schedule as a picture: actions, bubble and micro-batches in flight per rank."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from course_lib.view.gantt import BELOW, LEFT, SMALLEST, WORDS, axes, draw_boxes
 from course_lib.view.lanes import Box, chunks
 from course_lib.view.style import NORMAL, SMALL, WIDTH, Picture, frame
 
-WORK, FLIGHT, GAP = 0.30, 0.22, 0.12  # heights in inches: actions, what is in flight, space
+WORK, FLIGHT, GAP = 0.30, 0.22, 0.12  # heights in inches: actions, micro-batches in flight, space
 MAX_HEIGHT = 7.0
 RIGHT = 0.7  # inches right of the axes, for the peaks
 BUBBLE, BUBBLE_INK = "#FBE3DC", "#D98870"
@@ -28,10 +28,10 @@ def schedule_picture(
 ) -> Picture:
     """Draw a simulated schedule; time is in the unit of its costs.
 
-    A rank has a line with its actions, dotted where it is idle, and under it how many (stage,
-    micro-batch) pairs it keeps in flight, to one scale for all ranks, with the peak at the right
-    end. ``title`` is the schedule's name and costs unless given; ``note`` is added to the
-    sentence. ``width`` is in inches. Returns a Figure with its sentence in ``.caption``.
+    Each rank has a line with its actions, dotted where it is idle. Below it are the (stage,
+    micro-batch) pairs in flight, on the same scale for all ranks, with the peak at the right end.
+    ``title`` defaults to the schedule's name and costs; ``note`` is added to the caption.
+    ``width`` is in inches. Returns a Figure with its caption in ``.caption``.
     """
     caption = _caption(simulation, note)
     looks = looks_of(simulation.spans)
@@ -86,14 +86,14 @@ def _boxes(simulation: Simulation, tops: Sequence[float], height: float) -> list
 
 
 def _draw_bubble(ax: Axes, tops: Sequence[float], end: float, height: float) -> None:
-    """Dotted ground, which shows where no action covers it."""
+    """Draw a dotted background, which is visible where there is no action."""
     for top in tops:
         ground = Rectangle((0, top), end, height, fc=BUBBLE, ec=BUBBLE_INK, hatch="..", lw=0)
         ax.add_patch(ground)
 
 
 def _draw_in_flight(ax: Axes, simulation: Simulation, tops: Sequence[float], height: float) -> None:
-    """Steps below each rank's actions: one step up at the start of F, one down after B or W."""
+    """Draw steps below each rank's actions: one up at the start of F, one down after B or W."""
     most = max(simulation.schedule.peak_in_flight())
     areas = [
         _outline(in_flight(row), top + height, height / most)
@@ -107,7 +107,7 @@ def _draw_in_flight(ax: Axes, simulation: Simulation, tops: Sequence[float], hei
 def _outline(
     steps: Sequence[tuple[float, int]], base: float, unit: float
 ) -> list[tuple[float, float]]:
-    """The steps as corners of an area that stands on ``base`` (y grows downwards)."""
+    """Return the corners of the area between ``base`` and the steps (y grows downwards)."""
     corners = [(steps[0][0], base)]
     for (start, count), (end, _) in pairwise(steps):
         corners += [(start, base - count * unit), (end, base - count * unit)]
@@ -115,7 +115,7 @@ def _outline(
 
 
 def in_flight(row: Sequence[Span]) -> list[tuple[float, int]]:
-    """(time, how many are in flight from then on); what ends as another begins is gone first."""
+    """Return (time, micro-batches in flight from then on); ends count before starts."""
     changes = [(span.start, 1) for span in row if span.op == "F"]
     changes += [(span.end, -1) for span in row if span.op in ("B", "W")]
     steps: list[tuple[float, int]] = []
@@ -130,7 +130,7 @@ def in_flight(row: Sequence[Span]) -> list[tuple[float, int]]:
 
 
 def _draw_names(ax: Axes, simulation: Simulation, tops: Sequence[float], scale: float) -> None:
-    """Ranks at the left, peaks at the right; of many ranks only every second, third, ..."""
+    """Write ranks at the left and peaks at the right; for many ranks, only every n-th."""
     pitch = (WORK + FLIGHT + GAP) * scale
     size = max(SMALLEST, min(NORMAL, WORK * scale * 72 * 0.8))
     every = max(1, -(-int(size * 1.2) // int(pitch * 72))) if pitch * 72 < size * 1.2 else 1

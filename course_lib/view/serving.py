@@ -11,12 +11,13 @@ from matplotlib.ticker import FixedLocator, FuncFormatter, NullLocator
 from course_lib.view import style
 from course_lib.view.bars import BELOW, LEGEND
 from course_lib.view.fit_plot import DOTS, check, entry, smooth
-from course_lib.view.memory import COLOURS, LINES
+from course_lib.view.memory import COLORS, LINES
 from course_lib.view.style import NORMAL, SMALL, WIDTH, Picture, frame
 
 HEIGHT, LEFT, BETWEEN, RIGHT = 2.6, 0.65, 0.75, 0.2  # inches
 
-Points = Mapping[int, tuple[float, float]]  # requests at once -> tokens a second, seconds a token
+# requests at once -> tokens per second, seconds per token
+Points = Mapping[int, tuple[float, float]]
 Model = Callable[[float], tuple[float, float]]  # the same by a formula
 
 
@@ -24,27 +25,27 @@ def serving_plot(
     measured: Mapping[str, Points],
     models: Mapping[str, Model],
     *,
-    title: str = "More requests at once: more tokens a second, and each one later",
+    title: str = "More requests at once: more throughput, higher latency",
     note: str = "",
     width: float = WIDTH,
 ) -> Picture:
-    """Tokens a second (left) and seconds from token to token (right) against requests at once.
+    """Draw tokens per second (left) and time per token (right) against requests at once.
 
-    Points measured, lines by the model of the same name, if there is one. The sentence says who
-    has most throughput at the fewest and at the most requests. Raises ValueError when a name has no
-    points, a model has no name, or there are more than four.
+    Points are measured; lines are by the model of the same name, if there is one. The caption
+    names the highest throughput at the fewest and at the most requests. Raises ValueError when a
+    name has no points, when a model has no points, or for more than four names.
     """
     check(measured, models)
-    lines = ", lines by the model" if models else ""
-    caption = " ".join(filter(None, (f"Points measured{lines}.", _best(measured), note)))
+    lines = " Lines: model." if models else ""
+    caption = " ".join(filter(None, (f"Points: measured.{lines}", _best(measured), note)))
     picture = frame(width, HEIGHT + LEGEND + BELOW, title, caption)
     ticks = sorted({size for points in measured.values() for size in points})
     panels = [
-        _axes(picture, 0, "tokens a second", ticks),
-        _axes(picture, 1, "ms from token to token", ticks),
+        _axes(picture, 0, "tokens per second", ticks),
+        _axes(picture, 1, "ms per token", ticks),
     ]
     entries = []
-    for (name, points), *look in zip(measured.items(), COLOURS, LINES, DOTS, strict=False):
+    for (name, points), *look in zip(measured.items(), COLORS, LINES, DOTS, strict=False):
         entries.append(_draw(panels, name, points, models.get(name), *look))
     for ax in panels:
         ax.set_ylim(bottom=0)
@@ -53,15 +54,15 @@ def serving_plot(
 
 
 def _best(measured: Mapping[str, Points]) -> str:
-    """Who has the highest throughput at the smallest and at the largest common batch."""
+    """Name the highest throughput at the smallest and at the largest common batch."""
     common = set.intersection(*(set(points) for points in measured.values()))
     if not common or len(measured) < 2:
         return ""
     said = []
     for size in sorted({min(common), max(common)}):
         name = max(measured, key=lambda name: measured[name][size][0])
-        said.append(f"{name} at {size} ({measured[name][size][0]:,.0f} tokens a second)")
-    return "Most throughput: " + ", ".join(said) + "."
+        said.append(f"{name} at {size} ({measured[name][size][0]:,.0f} tokens per second)")
+    return "Highest throughput: " + ", ".join(said) + "."
 
 
 def _axes(picture: Picture, number: int, what: str, ticks: list[int]) -> Axes:
@@ -89,16 +90,16 @@ def _draw(
     name: str,
     points: Points,
     model: Model | None,
-    colour: str,
+    color: str,
     dashes: str,
     dot: str,
 ) -> Line2D:
-    """One name in both panels; its entry in the legend."""
+    """Draw one name in both panels; return its legend entry."""
     for which, (ax, scale) in enumerate(zip(panels, (1.0, 1e3), strict=True)):
         values = [scale * pair[which] for pair in points.values()]
-        ax.plot(list(points), values, dot, color=colour, ms=5, zorder=3)
+        ax.plot(list(points), values, dot, color=color, ms=5, zorder=3)
         if model is not None:
             sizes = smooth(points)
             line = [scale * model(size)[which] for size in sizes]
-            ax.plot(sizes, line, dashes, color=colour, lw=1.4)
-    return entry(name, colour, dot, "" if model is None else dashes)
+            ax.plot(sizes, line, dashes, color=color, lw=1.4)
+    return entry(name, color, dot, "" if model is None else dashes)

@@ -1,7 +1,7 @@
-"""Sliders over a simulated schedule: every move is simulated and drawn anew.
+"""Sliders for a simulated schedule: each move simulates and draws it again.
 
-The picture is a PNG in an ``ipywidgets.Image``: no pyplot, no ``interact``, no ``Output``. Where
-widgets do not live (GitHub, paper) nothing is seen: put a :func:`schedule_picture` above them.
+The picture is a PNG in an ``ipywidgets.Image``: no pyplot, no ``interact``, no ``Output``. Put a
+:func:`schedule_picture` above the sliders, because widgets are not visible on GitHub and on paper.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ HIDDEN, SHOWN = "none", ""
 LAYOUT = {"width": "auto", "margin": "2px"}
 LOOK: dict[str, Any] = {"layout": LAYOUT, "style": {"description_width": "8.5em"}}
 GRID = {"grid_template_columns": "repeat(auto-fit, minmax(250px, 1fr))"}  # 3 in a row of Lab
-# The sentence is in the picture for the eye; this is the same for a screen reader.
+# The caption is part of the picture; this is the same text for a screen reader.
 HEARD = (
     "<span role='status' style='position:absolute;width:1px;height:1px;overflow:hidden;"
     "clip-path:inset(50%)'>{}</span>"
@@ -37,11 +37,11 @@ def schedule_sliders(
     b: float = 2.0,
     comm: float = 0.0,
 ) -> ScheduleSliders:
-    """Controls for schedule, p, m, chunks, F, B (or I and W) and the time of a P2P transfer.
+    """Return controls for schedule, p, m, chunks, F, B (or I and W) and P2P transfer time.
 
-    Another schedule begins with the chunks that are usual for it. What the sliders make
-    impossible is told in a sentence in place of the picture. Return the result from a cell.
-    Raises ValueError when already the first values are impossible.
+    A change of the schedule sets its usual number of chunks. For an impossible combination, the
+    reason is shown instead of the picture. Return the result from a cell. Raises ValueError when
+    the first values are impossible.
     """
     simulate(make(name, ranks, microbatches, chunks), Costs.make(f, b, comm=comm))
     return ScheduleSliders(
@@ -54,8 +54,8 @@ def schedule_sliders(
             "chunks": _whole(
                 "chunks per rank", CHUNKS.get(name, 1) if chunks is None else chunks, 4
             ),
-            "comm": _cost("transfer", comm, 4.0),
-            "split": Checkbox(value=False, description="give I and W", layout=LAYOUT),
+            "comm": _cost("P2P transfer", comm, 4.0),
+            "split": Checkbox(value=False, description="split B into I and W", layout=LAYOUT),
             "f": _cost("F", f, 4.0),
             "b": _cost("B", b, 8.0),
             "i": _cost("I", b / 2, 4.0),
@@ -65,9 +65,9 @@ def schedule_sliders(
 
 
 class ScheduleSliders(VBox):
-    """The controls by name in ``controls``, the picture in ``image``, its sentence in ``message``.
+    """The controls by name in ``controls``, the picture in ``image``, its caption in ``message``.
 
-    Where the settings are impossible there is no picture, and ``message`` has the reason.
+    If the settings are impossible, there is no picture, and ``message`` has the reason.
     """
 
     def __init__(self, controls: dict[str, Any]) -> None:
@@ -85,11 +85,11 @@ class ScheduleSliders(VBox):
         self._changed()
 
     def __repr__(self) -> str:
-        """The same in every kernel, so that a stored output can be compared."""
+        """Return the same text in every kernel, so that a stored output can be compared."""
         return f"ScheduleSliders({', '.join(self.controls)})"
 
     def _keep_b(self, change: object) -> None:
-        """Changing between B and its halves leaves B what it is."""
+        """Keep B equal to I + W when the user splits B or joins I and W."""
         b, i, w = (self.controls[name] for name in "biw")
         if self.controls["split"].value:
             i.value = w.value = b.value / 2
@@ -100,7 +100,7 @@ class ScheduleSliders(VBox):
         self.controls["chunks"].value = CHUNKS.get(self.controls["schedule"].value, 1)
 
     def _changed(self, change: object = None) -> None:
-        """Show the costs that count, then the picture or the reason why there is none."""
+        """Show the controls of the costs in use, then the picture or the reason for its absence."""
         split = self.controls["split"].value
         for name, seen in (("b", not split), ("i", split), ("w", split)):
             self.controls[name].layout.display = SHOWN if seen else HIDDEN
@@ -128,12 +128,12 @@ class ScheduleSliders(VBox):
 
 
 def _whole(description: str, value: int, most: int) -> IntSlider:
-    """A slider from 1 to ``most``, or to ``value`` where that is more."""
+    """Return a slider from 1 to ``most``, or to ``value`` if that is larger."""
     most = max(most, value)
     return IntSlider(value, 1, most, description=description, continuous_update=False, **LOOK)
 
 
 def _cost(description: str, value: float, most: float) -> FloatSlider:
-    """A slider from 0 to ``most``, or to ``value`` where that is more."""
+    """Return a slider from 0 to ``most``, or to ``value`` if that is larger."""
     sizes = {"min": 0, "max": max(most, value), "step": 0.1}
     return FloatSlider(value, **sizes, description=description, continuous_update=False, **LOOK)

@@ -1,7 +1,8 @@
-"""How pictures look: colours for every eye, hatches for grey paper, and one sentence underneath.
+"""The look of pictures: colors for color-blind readers, hatches for gray print, and a caption.
 
-Colours are the eight of Okabe and Ito ("Color Universal Design", 2008). Each operation has its
-own colour *and* hatch; those that stand side by side (F and B, I and W) differ in lightness too.
+The colors are the eight of Okabe and Ito ("Color Universal Design", 2008). Each operation has its
+own color *and* hatch; operations that are often neighbors (F and B, I and W) also differ in
+lightness.
 """
 
 from __future__ import annotations
@@ -24,20 +25,20 @@ WIDTH = 9.0  # inches: the width of a notebook cell
 SCREEN_DPI = 110
 SMALL, NORMAL, LARGE = 8.0, 9.0, 11.0  # font sizes in points
 LEGEND_LINE, LEGEND_COLUMNS = 0.24, 7
-CAPTION_LETTERS = 126  # that fit in a line of WIDTH at NORMAL size
+CAPTION_LETTERS = 126  # letters per line of WIDTH at NORMAL size
 
 
 @dataclass(frozen=True, slots=True)
 class Look:
-    """Colour and hatch of one operation."""
+    """Color and hatch of one operation."""
 
-    colour: str
+    color: str
     hatch: str
 
     @property
     def ink(self) -> str:
-        """Black or white: what can be read on the colour."""
-        return ink_on(self.colour)
+        """Black or white, whichever has more contrast with the color."""
+        return ink_on(self.color)
 
 
 OPERATIONS = {
@@ -64,7 +65,7 @@ SPARE_HATCHES = ("OO", "/-/-", "\\-\\-", "o-", "x-", "o|", "x|", "*-", "*|", "O-
 
 
 def look_of(ops: Iterable[str]) -> dict[str, Look]:
-    """A look for each of ``ops``; those that have none of their own get a spare hatch on grey."""
+    """Return a look for each of ``ops``; unknown operations get a spare hatch on gray."""
     spare = iter(SPARE_HATCHES)
     looks = {}
     for op in dict.fromkeys(ops):
@@ -72,59 +73,59 @@ def look_of(ops: Iterable[str]) -> dict[str, Look]:
     return looks
 
 
-def luminance(colour: str) -> float:
-    """Relative luminance of ``#RRGGBB`` from 0 (black) to 1 (white), as WCAG 2 defines it."""
-    channels = [int(colour[at : at + 2], 16) / 255 for at in (1, 3, 5)]
+def luminance(color: str) -> float:
+    """Return the relative luminance of ``#RRGGBB``, 0 (black) to 1 (white), by WCAG 2."""
+    channels = [int(color[at : at + 2], 16) / 255 for at in (1, 3, 5)]
     linear = [c / 12.92 if c <= 0.04045 else ((c + 0.055) / 1.055) ** 2.4 for c in channels]
     return sum(w * c for w, c in zip((0.2126, 0.7152, 0.0722), linear, strict=True))
 
 
-def ink_on(colour: str) -> str:
-    """Black or white, as ``#RRGGBB``: what can be read on ``colour``."""
-    return "#FFFFFF" if contrast(colour, "#FFFFFF") > contrast(colour, "#000000") else "#000000"
+def ink_on(color: str) -> str:
+    """Return black or white as ``#RRGGBB``, whichever has more contrast with ``color``."""
+    return "#FFFFFF" if contrast(color, "#FFFFFF") > contrast(color, "#000000") else "#000000"
 
 
 def mix(one: str, other: str, share: float) -> str:
-    """The colour ``share`` of the way from ``one`` to ``other``."""
+    """Return the color that is ``share`` of the way from ``one`` to ``other``."""
     pairs = [(int(one[at : at + 2], 16), int(other[at : at + 2], 16)) for at in (1, 3, 5)]
     return "#" + "".join(f"{round(a + (b - a) * share):02X}" for a, b in pairs)
 
 
 def contrast(one: str, other: str) -> float:
-    """Contrast ratio of two colours, from 1 (same grey) to 21 (black on white), WCAG 2."""
+    """Return the contrast ratio of two colors, 1 (same gray) to 21 (black on white), by WCAG 2."""
     dark, light = sorted((luminance(one), luminance(other)))
     return (light + 0.05) / (dark + 0.05)
 
 
 class Picture(Figure):
-    """A matplotlib Figure that any notebook shows, with its sentence in ``caption``.
+    """A matplotlib Figure that any notebook shows, with its caption in ``caption``.
 
-    It belongs to no pyplot state: return it from a cell to see it, or call ``savefig``.
+    It is not part of pyplot's state: return it from a cell to see it, or call ``savefig``.
     """
 
     caption: str = ""
 
     def _repr_png_(self) -> bytes:
-        """PNG for notebooks, also where no inline backend was set up."""
+        """Return a PNG for notebooks, also without an inline backend."""
         drawn, small = io.BytesIO(), io.BytesIO()
         self.savefig(drawn, format="png", dpi=SCREEN_DPI)
-        # 256 colours are enough for few and flat ones, and take less than half the bytes.
+        # 256 colors are enough for a few flat colors and need less than half the bytes.
         Image.open(drawn).convert("RGB").quantize(256).save(small, format="PNG")
         return small.getvalue()
 
 
 def wrap(caption: str, width: float = WIDTH) -> str:
-    """``caption`` in lines that fit under a picture ``width`` inches wide."""
+    """Return ``caption`` in lines that fit under a picture ``width`` inches wide."""
     return textwrap.fill(caption, int(CAPTION_LETTERS * width / WIDTH))
 
 
 def caption_height(caption: str, width: float = WIDTH) -> float:
-    """Inches that ``caption`` takes under a picture ``width`` inches wide."""
+    """Return the height of ``caption`` in inches under a picture ``width`` inches wide."""
     return 0.17 * (wrap(caption, width).count("\n") + 1) + 0.10
 
 
 def frame(width: float, height: float, title: str, caption: str) -> Picture:
-    """An empty picture with its title and caption; ``height`` inches are left for the drawing."""
+    """Return an empty picture with title and caption, and ``height`` inches for the drawing."""
     text = wrap(caption, width)
     below = caption_height(caption, width)
     above = 0.32 if title else 0.08
@@ -139,11 +140,11 @@ def frame(width: float, height: float, title: str, caption: str) -> Picture:
 
 
 def keys(looks: Mapping[str, Look]) -> list[Patch]:
-    """What colours and hatches mean, for a legend."""
+    """Return the legend entries of colors and hatches."""
     return [
         Patch(
-            facecolor=look.colour,
-            edgecolor=mix(look.colour, look.ink, 0.45),
+            facecolor=look.color,
+            edgecolor=mix(look.color, look.ink, 0.45),
             hatch=look.hatch,
             label=name,
         )
@@ -152,12 +153,12 @@ def keys(looks: Mapping[str, Look]) -> list[Patch]:
 
 
 def legend_height(entries: Sequence[Artist]) -> float:
-    """Inches that a legend of ``entries`` takes."""
+    """Return the height of a legend of ``entries`` in inches."""
     return LEGEND_LINE * -(-len(entries) // LEGEND_COLUMNS)
 
 
 def legend(picture: Picture, entries: Sequence[Artist], left: float, above: float) -> None:
-    """A legend ``left`` inches from the left and ``above`` inches over the caption."""
+    """Add a legend ``left`` inches from the left and ``above`` inches over the caption."""
     width, inches = picture.get_size_inches()
     bottom = caption_height(picture.caption, width) + above + 0.02
     picture.legend(

@@ -1,4 +1,4 @@
-"""The numbers under a timeline, and the sentence made of them."""
+"""The numbers of a timeline, and its caption."""
 
 from __future__ import annotations
 
@@ -18,10 +18,11 @@ Interval = tuple[float, float]
 
 @dataclass(frozen=True, slots=True)
 class Summary:
-    """What a timeline shows, in numbers. Times are seconds, averages are over the ranks.
+    """The numbers of a timeline. Times are in seconds; averages are over the ranks.
 
-    ``idle`` is the share of total time (makespan x ranks) without compute; ``comm`` is the time
-    in which some communication was going on, ``exposed`` that part of it without compute beside.
+    ``idle`` is the share of total time (makespan x ranks) without compute. ``comm`` is the time
+    with at least one communication in flight. ``exposed`` is the communication time without
+    compute at the same moment.
     """
 
     ranks: int
@@ -32,9 +33,9 @@ class Summary:
 
 
 def read(source: Iterable[Span | Trace]) -> tuple[list[Span], float | None]:
-    """The spans of ``source`` in order of start, and the overshoot of its traces if it has any.
+    """Return the spans of ``source`` in order of start, and the overshoot of its traces, if any.
 
-    Raises ValueError when there is nothing to draw or a span ends before it starts.
+    Raises ValueError without spans, and for a span that ends before it starts.
     """
     items = list(source)
     traces = [item for item in items if isinstance(item, Trace)]
@@ -42,21 +43,21 @@ def read(source: Iterable[Span | Trace]) -> tuple[list[Span], float | None]:
     spans += [span for trace in traces for span in trace.spans]
     if not spans:
         raise ValueError(
-            "there are no spans to draw: nothing was traced; wrap the work in "
-            "`with mesh.compute('F'):` and pass the traces of the run"
+            "expected at least one span, got none: wrap the work in `with mesh.compute('F'):` "
+            "and pass the traces of the run"
         )
     for span in spans:
         if not span.end >= span.start:
             raise ValueError(
-                f"span {span.op!r} of rank {span.rank} ends at {span.end} s, before it starts at "
-                f"{span.start} s: times are seconds on one clock"
+                f"expected spans in seconds on one clock, got span {span.op!r} of rank "
+                f"{span.rank}, which starts at {span.start} s and ends at {span.end} s"
             )
     sleeps = any(trace.sleeps for trace in traces)
     return sorted(spans, key=lambda span: span.start), overshoot(traces) if sleeps else None
 
 
 def summarize(spans: Sequence[Span]) -> Summary:
-    """Makespan, idle share, communication and its exposed part of ``spans`` (at least one)."""
+    """Return makespan, idle share, communication and exposed communication of ``spans``."""
     makespan = max(span.end for span in spans) - min(span.start for span in spans)
     compute: dict[int, list[Interval]] = defaultdict(list)
     comm: dict[int, list[Interval]] = defaultdict(list)
@@ -75,7 +76,7 @@ def summarize(spans: Sequence[Span]) -> Summary:
 
 
 def covered(intervals: Iterable[Interval]) -> float:
-    """Length of the union of ``intervals``."""
+    """Return the length of the union of ``intervals``."""
     total, reached = 0.0, float("-inf")
     for start, end in sorted(intervals):
         total += max(0.0, end - max(start, reached))
@@ -91,15 +92,16 @@ def sentence(
     busy: float | None = None,
     note: str = "",
 ) -> str:
-    """What stands under a timeline: step time, idle share, what was paced and what measured."""
-    parts = [f"{milliseconds(summary.makespan)} in all"]
+    """Return the caption of a timeline: step time, idle share, communication and conditions."""
+    parts = [f"{milliseconds(summary.makespan)} in total"]
     computes = summary.idle < 1
     if computes:
-        parts[0] += f", ranks idle {summary.idle:.1%} of it"
+        parts[0] += f", of which ranks idle {summary.idle:.1%}"
     if summary.comm:
-        hidden = f", {milliseconds(max(0.0, summary.comm - summary.exposed))} of it behind compute"
+        overlapped = milliseconds(max(0.0, summary.comm - summary.exposed))
+        hidden = f", of which {overlapped} overlap with compute"
         parts.append(
-            f"communication {milliseconds(summary.comm)} a rank, its waiting included"
+            f"communication with its waiting time {milliseconds(summary.comm)} per rank"
             + (hidden if computes else "")
         )
     parts.append(source)
@@ -108,16 +110,16 @@ def sentence(
     text = "; ".join(part for part in parts if part) + "."
     if busy is not None and busy > TOO_BUSY:
         text += (
-            f" Machine too busy: compare order, not time (paced work took {busy:.0%} too long; "
-            "choose a longer pace)."
+            f" The machine was too busy: paced work took {busy:.0%} too long. Compare the order "
+            "of the boxes, not their times, or choose a longer pace."
         )
     return f"{text} {note}".strip()
 
 
 def described(spans: Sequence[Span], planned: Sequence[Span], kind: str) -> str:
-    """What the boxes are, in words."""
+    """Describe the boxes in words."""
     if kind not in SOURCES:
-        raise ValueError(f"kind={kind!r}: it is one of {', '.join(SOURCES)}")
+        raise ValueError(f"expected kind to be one of {', '.join(SOURCES)}, got {kind!r}")
     said = SOURCES[kind]
     if most := max(chunks(spans).values(), default=0):
         said += (
@@ -130,19 +132,19 @@ def described(spans: Sequence[Span], planned: Sequence[Span], kind: str) -> str:
 
 
 def spoken(conditions: Conditions) -> str:
-    """Pace and links in words; empty where nothing was paced or emulated."""
+    """Describe pace and links in words; return "" without pace and emulated links."""
     parts = []
     if conditions.pace:
         by_time: dict[float, list[str]] = defaultdict(list)
         for op, seconds in conditions.pace.items():
             by_time[seconds].append(op if isinstance(op, str) else f"{op[0]} of stage {op[1]}")
         paces = (f"{' and '.join(ops)} {milliseconds(time)}" for time, ops in by_time.items())
-        parts.append(f"paced by sleep to {', '.join(paces)}")
+        parts.append(f"compute padded by sleep to {', '.join(paces)}")
     if conditions.links is not None:
         links = conditions.links
         inside, between = _link(links.inside), _link(links.between)
         where = inside if inside == between else f"{inside} in a node, {between} between nodes"
-        shared = ", which all axes of a rank share" if links.shared else ""
+        shared = ", shared by all axes of a rank" if links.shared else ""
         parts.append(f"emulated links of {where}{shared}")
     return ", ".join(parts)
 
@@ -152,6 +154,6 @@ def _link(link: Link) -> str:
 
 
 def milliseconds(seconds: float) -> str:
-    """``seconds`` as milliseconds: three digits, or whole ones from 100."""
+    """Return ``seconds`` as text in ms: three digits, or whole numbers from 100."""
     value = round(seconds * 1e3, 3)
     return f"{value:,.0f} ms" if value >= 100 else f"{value:.3g} ms"

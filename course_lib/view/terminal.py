@@ -1,4 +1,4 @@
-"""The timeline for terminals: plain ASCII, one character a slice of time."""
+"""The timeline for terminals: plain ASCII, one character per slice of time."""
 
 from __future__ import annotations
 
@@ -28,13 +28,13 @@ def terminal_timeline(
 ) -> str:
     """Draw spans as text, ``width`` characters wide: ``F0-B0==`` is F, then B of micro-batch 0.
 
-    A line for each rank's compute and one for each axis; operations in flight at once stand
-    below each other; dots are idle. Last comes the sentence with the numbers. Raises ValueError
-    when there are no spans or ``width`` is under 20.
+    Each rank has a line for compute and one per axis. Operations in flight at the same time are
+    below each other; dots are idle time. The caption with the numbers is last. Raises ValueError
+    without spans, and for ``width`` under 20.
     """
     spans, busy = read(source)
     if width < NARROWEST:
-        raise ValueError(f"width={width}: at least {NARROWEST} characters are wanted")
+        raise ValueError(f"expected a width of at least {NARROWEST} characters, got width={width}")
     spans = from_zero(spans)
     lanes, boxes, _ = layout(spans, [])
     margin = max(len(_name(lane)) for lane in lanes) + 2
@@ -63,7 +63,7 @@ def _name(lane: Lane) -> str:
 
 
 def _draw(boxes: Sequence[Box], columns: int, per_ms: float) -> list[str]:
-    """The text lines of one lane, a line for each level of boxes (at least one)."""
+    """Return the text lines of one lane, a line per level of boxes (at least one)."""
     tops = sorted({box.top for box in boxes})
     lines = [[" "] * columns for _ in tops] or [[" "] * columns]
     for box in boxes:
@@ -83,6 +83,6 @@ def _text(box: Box) -> str:
 
 
 def _scale(margin: int, columns: int, end: float) -> str:
-    """The time axis: 0 at the left, the end in ms at the right."""
+    """Return the time axis: 0 at the left, the end in ms at the right."""
     right = f"{end:.3g} ms" if end < 1000 else f"{end:.0f} ms"
     return " " * margin + "0" + right.rjust(columns - 1)

@@ -64,8 +64,8 @@ def test_rows_that_are_no_schedule_are_not_split():
     ("rows", "wanted"),
     [
         ("0X0 0F0\n1F0 B", ["'0X0' is no action", "'B' is no action"]),
-        ("0F0 0B0", ["1 row, and 2 are wanted"]),
-        ("", ["0 rows, and 2 are wanted"]),
+        ("0F0 0B0", ["expected 2 rows, one per rank, got 1"]),
+        ("", ["expected 2 rows, one per rank, got 0"]),
         ([["0F0", 7], 3], ["'7' is no action", "'3' is no action"]),
         (
             ONE_F_ONE_B.replace("0F0 0F1 0B0", "0B0 0F1 0F0").replace("1F0 1B0", "1B0 1F0"),
@@ -81,7 +81,10 @@ def test_rows_that_are_no_schedule_are_not_split():
             ["stage 0 has no backward", "stage 1 has half a backward"],
         ),
         (NAIVE.replace("1F0 1B0 1F1 1B1", "1F0 1F1 1B0 1B1"), ["deadlock: no rank can continue"]),
-        (ONE_F_ONE_B.replace("3", "4"), ["the last micro-batch is 4", "micro-batch 3 on stage 0"]),
+        (
+            ONE_F_ONE_B.replace("3", "4"),
+            ["numbered from 0, got 4 as the last one", "micro-batch 3 on stage 0"],
+        ),
     ],
 )
 def test_every_illegal_move_has_its_reason(rows, wanted):
@@ -100,12 +103,14 @@ def test_rows_may_be_a_text_a_list_or_a_schedule():
         schedule, problems = arena.read(which, rows)
         assert problems == []
         assert schedule.rows == wanted.rows
-    assert arena.read(which, None)[1] == ["rows are a text or a list of lists, not NoneType"]
+    assert arena.read(which, None)[1] == [
+        "expected rows as a text or a list of lists, got NoneType"
+    ]
 
 
 def test_a_slip_of_the_finger_has_one_reason_and_a_flood_is_cut():
     (reason,) = arena.play(1, ONE_F_ONE_B.replace("0F3", "0F333333333"), on_ranks=False).reasons
-    assert "the last micro-batch is 333333333; the level has 4" in reason
+    assert "expected 4 micro-batches, numbered from 0, got 333333333 as the last one" in reason
     flood = arena.play(4, "\n".join(f"{rank}F0 {rank}F7" for rank in range(4)), on_ranks=False)
     assert len(flood.reasons) == 32
     assert str(flood).endswith("and 20 more")
@@ -182,5 +187,5 @@ def test_wrong_gradients_do_not_count(tmp_path, monkeypatch):
 
 
 def test_levels_that_are_not_there():
-    with pytest.raises(ValueError, match="the levels are 1 to 10"):
+    with pytest.raises(ValueError, match="a level from 1 to 10, got 11"):
         arena.play(11, ONE_F_ONE_B)

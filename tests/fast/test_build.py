@@ -385,7 +385,7 @@ TAKEN = "# solution: course_lib."
 # what is wrong: the source, the start of the line that the error names, words of the message
 BAD = {
     "lesson number": (changed("lesson: '07'", "lesson: '08'"), "# ---", "course: lesson: '07'"),
-    "unquoted": (changed("lesson: '07'", "lesson: 07"), "# ---", "in quotes"),
+    "unquoted": (changed("lesson: '07'", "lesson: 07"), "# ---", "with quotes"),
     "bad header": (changed("#   course:\n", "#   kernelspec: [\n"), "# ---", "cannot be read: "),
     "no kernel name": (
         changed("#   course:\n", "#   kernelspec:\n#     name: x\n#   course:\n"),
@@ -393,33 +393,49 @@ BAD = {
         "'display_name' is a required property",
     ),
     "no header": (BODY, "# %% [markdown]", "course: lesson: '07'"),
-    "JSON": (changed('"role": "check"', "role: check"), CHECK[:25], "cannot read this head"),
-    "role": (changed('"role": "check"', '"role": "test"'), CHECK[:25], "role is 'test'"),
-    "no role": (changed(', "role": "check"', ""), CHECK[:25], "role is None"),
-    "key": (changed('"role": "check"', '"kind": "check"'), CHECK[:25], "keys are ex and role"),
+    "JSON": (changed('"role": "check"', "role: check"), CHECK[:25], "expected a head such as"),
+    "role": (changed('"role": "check"', '"role": "test"'), CHECK[:25], "got 'test'"),
+    "no role": (changed(', "role": "check"', ""), CHECK[:25], "got None"),
+    "key": (
+        changed('"role": "check"', '"kind": "check"'),
+        CHECK[:25],
+        "expected the keys ex and role",
+    ),
     "other lesson": (changed(CHECK, CHECK.replace("07", "08")), CHECK[:18] + ' "08', "'08-1'"),
     "of no exercise": (changed(CHECK, '# %% course={"role": "check"}\n'), "# %% course=", "an ex"),
-    "wrong check": (changed('check("07-1"', 'check("07-2"'), CHECK, 'must be check("07-1", …)'),
-    "check, then more": (changed("square)\n", "square)\nprint()\n"), CHECK, "the last line"),
-    "no import": (changed("from course_lib.grading import check\n", ""), CHECK, "the first line"),
-    "empty check": (changed(CHECKED, CHECK), CHECK, "the first line"),
+    "wrong check": (
+        changed('check("07-1"', 'check("07-2"'),
+        CHECK,
+        'expected check("07-1", …) as the last',
+    ),
+    "check, then more": (changed("square)\n", "square)\nprint()\n"), CHECK, "as the last line"),
+    "no import": (
+        changed("from course_lib.grading import check\n", ""),
+        CHECK,
+        "as the first line",
+    ),
+    "empty check": (changed(CHECKED, CHECK), CHECK, "as the first line"),
     "syntax of a check": (changed("square)\n", "square\n"), CHECK, "is not Python"),
     "no check": (
         changed(CHECKED, ""),
         '# %% [markdown] course={"ex": "07-1"}',
-        "last, one check",
+        "one check in exercise 07-1, got given, answer",
     ),
     "solution in the open": (
         changed("    # BEGIN SOLUTION\n", "").replace("    # END SOLUTION\n", "", 1),
         ANSWER,
-        "an answer needs # BEGIN SOLUTION",
+        "expected # BEGIN SOLUTION and # END SOLUTION",
     ),
     "no end": (changed("    # END SOLUTION\n", ""), "    # BEGIN SOLUTION", "without # END SOL"),
     "no begin": (changed("    # BEGIN SOLUTION\n", ""), "    # END SOLUTION", "without # BEGIN"),
-    "two begins": (changed("messages = 6", "# BEGIN SOLUTION"), "# BEGIN SOLUTION", "one # BEGIN"),
+    "two begins": (
+        changed("messages = 6", "# BEGIN SOLUTION"),
+        "# BEGIN SOLUTION",
+        "expected one # BEGIN",
+    ),
     "two stubs": (changed("# STUB\n", "# STUB\n# STUB\n"), "# STUB", "at most one # STUB"),
     "no stub": (changed("# STUB\n" + REMARK, ""), "# BEGIN SOLUTION", "write the stub too"),
-    "a stub of code": (changed(REMARK, REMARK[2:]), REMARK[2:], "every line is a comment"),
+    "a stub of code": (changed(REMARK, REMARK[2:]), REMARK[2:], "expected a comment in every line"),
     "marks elsewhere": (changed("one = 1\n", "# STUB\n"), "# %%", "a cell with the role answer"),
     "syntax": (changed("return secret", "return secret ("), ANSWER, "is not Python"),
     "no module": (
@@ -428,8 +444,12 @@ BAD = {
         "no module course_lib.comm.by_mail",
     ),
     "no function": (changed(":ring_all_reduce", ":ring"), TAKEN, "no function or class ring"),
-    "not the library": (changed(TAKEN, "# solution: os."), "# solution: os", "write # solution:"),
-    "code before the first cell": (HEAD + "one = 1\n" + BODY, "one = 1", "begins with a line"),
+    "not the library": (
+        changed(TAKEN, "# solution: os."),
+        "# solution: os",
+        "expected # solution:",
+    ),
+    "code before the first cell": (HEAD + "one = 1\n" + BODY, "one = 1", "expected a line '# %%'"),
 }
 
 
@@ -452,7 +472,9 @@ def test_a_file_needs_the_name_of_a_lesson(tmp_path):
 def test_a_bad_source_ends_in_one_sentence_and_writes_nothing(folders, tmp_path, capsys):
     (tmp_path / "notebooks" / "07_pipes.py").write_text(BAD["role"][0])
     assert main(folders) == 2
-    assert capsys.readouterr().err.startswith("07_pipes.py:49: role is 'test'")
+    assert capsys.readouterr().err.startswith(
+        "07_pipes.py:49: expected one of the roles answer, check, given, got 'test'"
+    )
     assert not list(tmp_path.rglob("*.ipynb"))
 
 

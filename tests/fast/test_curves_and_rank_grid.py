@@ -20,25 +20,25 @@ def test_a_rank_shows_its_group():
         rank, letter = box.split("\n")
         groups.setdefault(letter, []).append(int(rank))
     assert sorted(groups.values()) == make_layout(16, "tp-dp-pp", tp=2, dp=2, pp=4).groups("dp")
-    assert "8 of 2 ranks each; 0 of them cross nodes of 8" in picture.caption
+    assert "8 groups of 2 ranks, of which 0 cross nodes of 8" in picture.caption
     assert texts(picture, "lane") == ["node 0", "node 1"]
 
 
 def test_groups_that_cross_are_counted():
     layout = make_layout(16, "tp-dp-pp", tp=2, dp=2, pp=4)
-    assert "4 of 4 ranks each; 4 of them cross" in rank_grid(layout, "pp").caption
-    assert "4 of 4 ranks each; 0 of them cross" in rank_grid(layout, "tp", "dp").caption
+    assert "4 groups of 4 ranks, of which 4 cross" in rank_grid(layout, "pp").caption
+    assert "4 groups of 4 ranks, of which 0 cross" in rank_grid(layout, "tp", "dp").caption
 
 
 def test_too_many_ranks_are_refused():
-    with pytest.raises(ValueError, match="64 at most"):
+    with pytest.raises(ValueError, match="at most 64 ranks, got 128"):
         rank_grid(make_layout(128, tp=2), "tp")
 
 
 def test_the_farthest_point_is_told():
     lines = {"a": {1: 1.0, 2: 2.0}, "b": {1: 1.0, 2: 1.5}}
     picture = curves(lines, {"a": {2: 1.9}, "b": {2: 1.0}}, across="ranks", up="speed-up")
-    assert "farthest is b at 2: 0.67 of the formula" in picture.caption
+    assert "farthest from its line is b at 2, 0.67 of the formula" in picture.caption
 
 
 def test_points_without_a_curve_are_refused():

@@ -39,7 +39,7 @@ def test_encode_and_decode_are_inverse():
 
 def test_decode_of_half_a_character_and_of_padding():
     assert decode(encode("é")[:1]) == "\N{REPLACEMENT CHARACTER}"
-    with pytest.raises(ValueError, match="token 256 is no byte"):
+    with pytest.raises(ValueError, match="got token 256"):
         decode(torch.tensor([65, 256]))
 
 
@@ -106,16 +106,16 @@ def test_ignore_after_leaves_its_input_alone():
     cut = ignore_after(targets, torch.tensor([0, 2]))
     assert cut.tolist() == [[IGNORE_INDEX] * 3, [3, 4, IGNORE_INDEX]]
     assert targets.tolist() == [[0, 1, 2], [3, 4, 5]]
-    with pytest.raises(ValueError, match="one length a row"):
+    with pytest.raises(ValueError, match="one length per row"):
         ignore_after(targets, torch.tensor([1, 2, 3]))
 
 
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"dp_size": 3}, "batch_size=8 cannot be divided among dp=3"),
-        ({"dp_size": 2, "dp_rank": 2}, r"dp rank 2: there are 2 ranks, 0\.\.1"),
-        ({"dp_rank": -1}, "dp rank -1"),
+        ({"dp_size": 3}, "dp=3 to divide batch_size, .* got batch_size=8"),
+        ({"dp_size": 2, "dp_rank": 2}, "dp_rank from 0 to 1, got dp_rank=2"),
+        ({"dp_rank": -1}, "got dp_rank=-1"),
         ({"dp_size": 0}, "dp_size=0"),
         ({"batch_size": 0}, "batch_size=0"),
         ({"seq_len": 0}, "seq_len=0"),

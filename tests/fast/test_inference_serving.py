@@ -121,13 +121,13 @@ def test_the_bench_as_text_and_as_a_picture():
     assert "too busy" in bench.text(fake_result(0.2))
     picture = bench.picture(fake_result(), "one node of 8")
     assert picture.caption.startswith(
-        "Points measured, lines by the model. Most throughput: tp4+pp2 at 8 (43 tokens a second), "
+        "Points: measured. Lines: model. Highest throughput: tp4+pp2 at 8 (43 tokens per second), "
         "tp4+pp2 at 128 (214"
     )
     assert "too busy" in bench.picture(fake_result(0.2), "two nodes of 4").caption
     left, right = picture.get_axes()
-    assert left.get_ylabel() == "tokens a second"
-    assert right.get_ylabel() == "ms from token to token"
+    assert left.get_ylabel() == "tokens per second"
+    assert right.get_ylabel() == "ms per token"
     assert [len(ax.lines) for ax in (left, right)] == [6, 6]  # points and a line of three layouts
     latencies = right.lines[0].get_ydata()
     assert list(latencies) == pytest.approx([1.1 * 336, 1.1 * 384, 1.1 * 576])
@@ -137,9 +137,9 @@ def test_the_bench_as_text_and_as_a_picture():
     ("measured", "models", "said"),
     [
         ({}, {}, "no points for any name"),
-        ({"dp8": {}}, {}, "nothing to draw"),
+        ({"dp8": {}}, {}, "got no points for .'dp8'."),
         ({"dp8": {1: (1.0, 1.0)}}, {"tp8": lambda batch: (1, 1)}, "lines for .'tp8'."),
-        ({str(n): {1: (1.0, 1.0)} for n in range(5)}, {}, "5 names"),
+        ({str(n): {1: (1.0, 1.0)} for n in range(5)}, {}, "at most 4 names, got 5"),
     ],
 )
 def test_the_picture_refuses_what_it_cannot_show(measured, models, said):
@@ -149,7 +149,7 @@ def test_the_picture_refuses_what_it_cannot_show(measured, models, said):
 
 def test_one_curve_needs_no_winner_and_no_model():
     picture = serving_plot({"dp8": {8: (1.0, 0.1)}}, {}, note="On two cores.")
-    assert picture.caption == "Points measured. On two cores."
+    assert picture.caption == "Points: measured. On two cores."
 
 
 def test_batchings_count_their_steps():

@@ -1,4 +1,4 @@
-"""The serial twin against independent arithmetic, and the properties others rely on."""
+"""The reference model against independent arithmetic, and the properties others rely on."""
 
 from __future__ import annotations
 

@@ -15,7 +15,7 @@ def places(picture):
 
 def test_the_sentence_names_the_least_bubble_with_the_least_memory():
     caption = trade_plot(POINTS, {}, {"bound": 0.05}, note="Simulated alone.").caption
-    assert "Least bubble: zb-v, 6.0% of total time with 4 micro-batches" in caption
+    assert "Smallest bubble: zb-v, 6.0% of total time with 4 micro-batches" in caption
     assert caption.endswith("Simulated alone.")
 
 
@@ -27,7 +27,7 @@ def test_names_of_neighbours_do_not_stand_on_one_another():
 
 
 def test_what_cannot_be_drawn_is_refused():
-    with pytest.raises(ValueError, match="no points"):
+    with pytest.raises(ValueError, match="at least one point, got none"):
         trade_plot({}, {}, {})
-    with pytest.raises(ValueError, match="cannot be told apart"):
+    with pytest.raises(ValueError, match="at most 4 lines and bounds, got 9"):
         trade_plot(POINTS, {str(n): [(1, 0.1)] for n in range(9)}, {})

@@ -23,8 +23,8 @@ def test_load_plot_has_a_lane_for_each_expert_and_a_total_for_each_rank():
 
 def test_load_plot_says_who_is_waited_for_what_travels_and_what_was_dropped():
     caption = load_plot(LOAD, note="Of one layer.").caption
-    assert "Rank 0 is the busiest, with 1.09 times the mean of ranks" in caption
-    assert "36% of the pairs computed travel" in caption  # 4 of 11
+    assert "Rank 0 is the busiest, with 1.09 times the mean of all ranks" in caption
+    assert "36% of the computed pairs are sent to another rank" in caption  # 4 of 11
     assert "8.3% were dropped" in caption  # 1 of 12
     assert caption.endswith("Of one layer.")
 

@@ -88,11 +88,11 @@ def test_entries_that_are_the_same(value, wanted, equal):
         ({"sum": 11}, "'sum': 11 is not right"),
         ({"row": "0B0 0F0"}, "'row': Backward needs its forward."),
         ({"row": "0F0 1B0"}, "'row': '0F0 1B0' is not right: look at '1B0', number 2"),
-        ({"row": "0F0"}, "it has 1 value, 2 are wanted"),
+        ({"row": "0F0"}, "expected 2 values, got 1 value"),
         ({"share": 0.233}, "'share': 0.233 is not right: it looks rounded; type it as a fraction"),
         ({"share": 0.3}, "'share': 0.3 is not right"),
-        ({"turns": [1]}, "'turns': [1] is not right: it has 1 value, 2 are wanted"),
-        ({"turns": 3}, "'turns': 3 is not right; 2 values are wanted"),
+        ({"turns": [1]}, "'turns': [1] is not right: expected 2 values, got 1 value"),
+        ({"turns": 3}, "'turns': 3 is not right; expected 2 values"),
     ],
 )
 def test_the_verdict_names_the_entry_and_never_what_is_right(entry, words):
@@ -103,4 +103,4 @@ def test_the_verdict_names_the_entry_and_never_what_is_right(entry, words):
 
 def test_a_table_of_another_kind_is_said():
     assert "a dict with the keys 'sum', 'row'" in TABLE.judge([[1]], 0).message
-    assert "table lacks 'row'" in TABLE.judge([{"sum": 1}], 0).message
+    assert "in table, but 'row' is missing" in TABLE.judge([{"sum": 1}], 0).message

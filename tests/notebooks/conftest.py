@@ -29,7 +29,7 @@ class Cell:
     number: int
     text: str
     value: str
-    error: str  # the traceback as it stands in the notebook, without colours
+    error: str  # the traceback as shown in the notebook, without colors
     error_name: str
     seconds: float
 

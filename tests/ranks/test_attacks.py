@@ -139,11 +139,11 @@ RIGHT = [torch.tensor([1.0, 2.0, 3.0]), torch.tensor([4.0, 5.0, 6.0])]
         ([x + 1e-7 for x in RIGHT], ""),
         ([4 * x for x in RIGHT], "your gradients are exactly 4 times too large"),
         ([x / 2 for x in RIGHT], "your gradients are exactly 2 times too small"),
-        ([-x for x in RIGHT], "your gradients are -1 times what is right"),
+        ([-x for x in RIGHT], "your gradients are -1 times the right value"),
         ([RIGHT[0], 2 * RIGHT[1]], "wrong on ranks 1 only"),
-        ([x[:2] for x in RIGHT], "gradients of rank 0 have shape [2]; [3] is right"),
-        ([RIGHT[0], None], "rank 1 returned a NoneType"),
-        ([x * float("nan") for x in RIGHT], "3 of 3 elements, first at [0]: nan where 1 is right"),
+        ([x[:2] for x in RIGHT], "expected gradients of shape [3] on rank 0, got shape [2]"),
+        ([RIGHT[0], None], "expected a tensor from rank 1, got a NoneType"),
+        ([x * float("nan") for x in RIGHT], "3 of 3 elements; first at [0]: expected 1, got nan"),
     ],
 )
 def test_differences_in_words(got, words):

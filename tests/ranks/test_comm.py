@@ -357,7 +357,7 @@ def test_flat_bucket_sums_each_tensor(worlds, n):
             assert same(summed, total([tensor(r, shape, torch.float64) for r in range(n)]))
 
 
-# --- pairs of collectives against a serial twin -------------------------------------------------
+# --- pairs of collectives against a single-process reference ------------------------------------
 
 
 def weight(rows, columns, seed):

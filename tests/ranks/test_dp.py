@@ -54,7 +54,7 @@ def rows(step, rank=0, size=1, shortest=None):
 
 
 def serial(config, *, max_norm=None, shortest=None, frozen=(), steps=STEPS):
-    """The twin: one process, the whole batch, a plain loop. (losses, first gradients, weights)."""
+    """Return (losses, first gradients, weights) of the single-process reference, a plain loop."""
     model, adam = prepare(config, frozen)
     losses, first = [], {}
     for step in range(steps):
@@ -105,7 +105,7 @@ def parallel(
 
 
 def check(results, twin, tolerance=1e-12):
-    """Every rank against the twin, and the ranks among themselves."""
+    """Compare every rank with the reference, and the ranks with each other."""
     losses, first, final = twin
     for rank, (got_losses, got_first, got_final, _) in enumerate(results):
         assert max(abs(a - b) for a, b in zip(got_losses, losses, strict=True)) < tolerance * 10

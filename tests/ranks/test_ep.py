@@ -58,7 +58,7 @@ def even(n):
 
 
 def serial(config=F64, steps=STEPS, max_norm=None, **options):
-    """The twin: one process, the whole batch, all experts. (losses, first gradients, weights)."""
+    """Return (losses, first gradients, weights) of the single-process reference, all experts."""
     model = build(config, **options)
     adam = torch.optim.AdamW(model.parameters(), lr=1e-2)
     losses, first = [], {}
@@ -108,7 +108,7 @@ def parallel(ep_size, sizes, config=F64, *, steps=STEPS, sync=ep.ExpertSync, mic
 
 
 def check(results, twin, tolerance=1e-12, after=1e-8):
-    """Every rank against the twin, the copies among themselves, and no expert lost."""
+    """Compare every rank with the reference and the copies with each other; find every expert."""
     losses, first, final = twin
     names = set()
     for rank, (got_losses, got_first, got_final, *_) in enumerate(results):
@@ -142,7 +142,7 @@ def test_equals_serial_with_ranks_of_unequal_tokens(worlds, make, options):
 
 
 def test_micro_batches_sum(worlds):
-    """The auxiliary loss is that of each micro-batch, so the twin adds up the same ones."""
+    """Each micro-batch has its own auxiliary loss, so the reference sums the same losses."""
 
     def twin():
         model = build()
@@ -263,7 +263,7 @@ def test_one_rank_is_the_serial_layer_bit_for_bit(worlds):
 
 @pytest.mark.parametrize("capacity", [0.3, 1.0])
 def test_capacity_is_each_rank_s_own(worlds, capacity):
-    """The twin runs each rank's tokens by themselves, without the loss that knows all of them."""
+    """The reference runs each rank's tokens separately, without the loss over all tokens."""
     sizes, options = [5, 16, 0, 11], {"experts": 8, "capacity": capacity}
     with mock.patch.dict(globals(), COEFFICIENT=0.0):
         want = serial_layer(sizes, by_rank=True, **options)
@@ -340,7 +340,7 @@ def test_every_pair_is_received_once_by_its_expert_and_returned(worlds, n, ep_si
 
 @pytest.mark.parametrize(("n", "ep_size"), [(2, 2), (4, 2), (4, 4), (8, 4)])
 def test_bytes_equal_their_formulas(worlds, n, ep_size):
-    """Tokens from the counts, those of the first step from a twin; gradients from shapes."""
+    """Bytes of tokens from counts, in the first step from a reference; of gradients from shapes."""
     sizes = UNEVEN if n == 4 else even(n)
     results = worlds(n).run(lambda: parallel(ep_size, sizes, steps=2, make=dp.Bucketed))
     twin = loads_of_ranks(sizes)

@@ -104,7 +104,7 @@ def answer(
 
 
 def check(results, want, replicas=1):
-    """Every rank has the twin's tokens of its requests, and together they have all."""
+    """Every rank has the reference's tokens of its requests, and together they have all."""
     found = {}
     for tokens, *_ in results:
         assert tokens == {number: want[number] for number in tokens}
@@ -306,7 +306,7 @@ def test_experts_with_other_axes(worlds, axes):
     def rank():
         mesh = make_mesh(**axes)
         model = make_model(config, experts=True)
-        if mesh.tp.size > 1:  # attention and the ends are cut; experts are whole
+        if mesh.tp.size > 1:  # attention, embedding and LM head are sharded; experts are replicated
             plan = {k: e for k, e in tp.plan_for(model).items() if ".ffn" not in k}
             tp.parallelize(model, mesh.tp, plan=plan)
         ep.parallelize(model, mesh.ep, mesh.dp_cp)

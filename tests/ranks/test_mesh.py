@@ -146,4 +146,7 @@ def test_sizes_that_do_not_fit_the_world_are_refused_on_every_rank(worlds):
         except ValueError as error:
             return str(error)
 
-    assert all("4 ranks cannot be divided by tp=3" in said for said in worlds(4).run(refused))
+    assert all(
+        "expected tp=3 x cp=1 x pp=1 = 3 to divide the world of 4 ranks" in said
+        for said in worlds(4).run(refused)
+    )

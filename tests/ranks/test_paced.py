@@ -67,7 +67,7 @@ def test_each_stage_has_its_own_pace(worlds):
 
 @pytest.mark.parametrize("wrong", [("F",), ("F", "1"), 3, ("F", 1, 2), (1, "F")])
 def test_a_pace_of_something_else_is_refused(wrong):
-    with pytest.raises(ValueError, match=r"pace of .*: an operation or \(operation, stage\)"):
+    with pytest.raises(ValueError, match=r"an operation or \(operation, stage\), got pace of "):
         Conditions({wrong: 0.02})
 
 
@@ -105,5 +105,5 @@ def test_the_table_of_the_bench():
     assert "1.30" in said
     assert "0.50" in said
     assert "1.050" in said
-    assert "something is wrong" in said
+    assert "check it" in said
     assert "too busy" in said

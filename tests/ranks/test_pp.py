@@ -236,7 +236,7 @@ def test_messages_that_block_their_rank_do_not_hang(worlds):
 
 @pytest.mark.parametrize("seed", range(3))
 def test_nor_does_any_legal_schedule(worlds, seed):
-    """Some of their backwards are in halves."""
+    """Some of their backwards are split."""
     schedule = random_schedule(seed, v_shape(4), 5)
     results = worlds(4).run(with_exchange, in_order, [schedule], timeout=30)
     check([ranks[0] for ranks in results], serial(F64, 5, steps=1), 1e-13)

@@ -1,4 +1,4 @@
-"""Backward in halves, and schedules of several chunks: equal to one process, and light."""
+"""Split backward, and schedules of several chunks: equal to one process, with less memory."""
 
 from __future__ import annotations
 
@@ -244,7 +244,9 @@ def test_what_each_schedule_keeps(worlds):
     # 1F1B keeps one pair on the last rank, ZB-H1 p of them, logits and all.
     assert saved["zb-h1"][-1] > 3 * saved["1f1b"][-1]
     for name, pairs in (("zb-v", 8), ("dualpipe-v", 9)):
-        assert len(set(saved[name][1:])) == 1, "a V: as much on every rank, but for the ends"
+        assert len(set(saved[name][1:])) == 1, (
+            "a V: equal on every rank, except for embedding and LM head"
+        )
         assert saved[name][1] / first["1f1b"] == pytest.approx(pairs / 2 / 4, abs=0.02)
 
 

@@ -139,7 +139,7 @@ def test_the_numbers_of_tensor_and_sequence_parallelism(tour):
     rows = {row["technique"]: row for row in json.loads(tour[0].stdout)["rows"]}
     config, tokens = technique.CONFIG, technique.JOB.sequences * technique.JOB.seq_len
     x_bytes = tokens * config.hidden * 4
-    # 4 all-reduces a layer, 2 at the ends, and 3 of one number a token; 4 ranks send 3/4 twice
+    # 4 all-reduces per layer, 2 outside them, 3 numbers per token; 4 ranks send 3/4 twice
     assert rows["tp"]["bytes"]["tp"]["counted"] == 4 * 1.5 * (18 * x_bytes + 3 * tokens * 4)
     sent = [rows[name]["bytes"]["tp"]["counted"] / rows["tp"]["bytes"]["tp"]["counted"]
             for name in TP_NAMES[1:]]  # fmt: skip
@@ -208,7 +208,7 @@ def test_the_numbers_of_expert_parallelism(tour):
         assert counted["ep"] == pytest.approx(even, rel=0.1)
         tensors = config.layers * (9 + 1 - 3 + 3 * experts // ranks) + 3
         assert rows[name]["state_bytes"] == 4 * 8 * (rest + held) + 4 * tensors
-    assert rows["ep-4"]["losses"] != rows["serial"]["losses"], "another model, another twin"
+    assert rows["ep-4"]["losses"] != rows["serial"]["losses"], "another model, another reference"
 
 
 def test_the_numbers_of_composition(tour):
@@ -251,7 +251,7 @@ def test_pipelines_are_predicted_simulated_and_measured(tour):
 
 
 def test_the_numbers_of_inference(tour):
-    """Half of the layers and heads of keys and values; the twin keeps 8 bytes a token."""
+    """Half of the layers and of the KV heads; the reference stores 8 bytes per token."""
     rows = {row["technique"]: row for row in json.loads(tour[0].stdout)["rows"]}
     twin, row = (rows[name] for name in DECODE_NAMES)
     config = technique.JOB.config

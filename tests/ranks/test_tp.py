@@ -354,7 +354,7 @@ def test_no_target_counts(worlds):
 
 
 def test_dropout_outside_a_region_drops_as_one_process_does(worlds):
-    """Every rank has seeded torch alike: the masks are the twin's, and so is all that follows."""
+    """All ranks seed torch alike, so the masks and all later values equal the reference's."""
     config = sizes(2, dropout=0.2, **GPT)
     run = partial(parallel, seed=11)
     check(list(worlds(2).run(run, config, TP)), serial(config, seed=11))

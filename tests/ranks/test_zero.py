@@ -206,7 +206,7 @@ class Odd(torch.nn.Module):
 
 
 def odd_step(model, rank, size):
-    """A rank's part of the loss; gradient clipping included in the twin's step."""
+    """A rank's part of the loss; the reference's step includes gradient clipping."""
     x = torch.linspace(-1, 1, 60).view(12, 5).chunk(size)[rank]
     return model(x).square().sum() / 36
 

@@ -82,8 +82,8 @@ def serial(
     max_norm: float | None = None,
     steps: int = STEPS,
 ) -> Trained:
-    """The twin. Micro-batch k holds the k-th micro-batch of every replica: only the auxiliary
-    loss, which is no sum over tokens, can tell."""
+    """Train the single-process reference. Its micro-batch k joins the k-th ones of all replicas:
+    only the auxiliary loss, which is no sum over tokens, depends on this."""
     model = build(config, experts)
     optimizer, result = adam(list(model.parameters())), Trained([], [], {}, {})
     for step in range(steps):
@@ -225,7 +225,7 @@ def weights_of(trainer: compose.Trainer) -> dict[str, Piece]:
 
 
 def check(results: Sequence[Trained], twin: Trained, tolerance: float = 1e-12) -> None:
-    """All ranks against the twin, and among themselves."""
+    """Compare all ranks with the reference, and with each other."""
     for rank, got in enumerate(results):
         for what in ("losses", "norms"):
             for mine, theirs in zip(getattr(got, what), getattr(twin, what), strict=True):
@@ -251,7 +251,7 @@ def check_bytes(
 
 
 def check_way(world: Any, sizes: Mapping[str, int], plan: Plan, config: ModelConfig) -> None:
-    """Train on a mesh and hold it against the twin and the formula."""
+    """Train on a mesh; compare with the reference and the formula."""
     results = world.run(trained, sizes, plan, config)
     check(results, twin_of(sizes, plan, config))
     check_bytes(results, sizes, plan, config)

@@ -1,4 +1,4 @@
-"""The serial twin of inference: no cache, every token from the whole text before it."""
+"""The single-process reference of inference: no cache, every token from the whole text."""
 
 from __future__ import annotations
 

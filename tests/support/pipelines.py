@@ -1,6 +1,6 @@
-"""What the tests of pipelines share: the twin, a training, and random schedules.
+"""Shared by the tests of pipelines: the reference, a training, and random schedules.
 
-Functions with a mesh run on ranks; the others are the serial twin.
+Functions with a mesh run on ranks; the others are the single-process reference.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ def prepare(config, frozen=()):
 
 
 def serial(config, m, steps=STEPS, frozen=()):
-    """The twin: one process, micro-batch after micro-batch. (losses, first gradients, weights)."""
+    """Return (losses, first gradients, weights) of one process, micro-batch after micro-batch."""
     model = prepare(config, frozen)
     adam = torch.optim.AdamW(model.parameters(), lr=1e-2)
     losses, first = [], {}
@@ -109,7 +109,7 @@ def parallel_twice(schedule, config, frozen=()):
 
 
 def check(results, twin, tolerance=0.0):
-    """Every rank against the twin (bitwise for tolerance 0), and all its parameters are there."""
+    """Compare every rank with the reference (bitwise for tolerance 0), and find all parameters."""
     losses, first, final = twin
     assert {name for result in results for name in result[2]} == final.keys()
     for rank, (got_losses, got_first, got_final, _) in enumerate(results):
@@ -140,7 +140,7 @@ def check_bytes(results, schedule, config):
 
 
 def random_schedule(seed, placement, m):
-    """A random legal order: whatever is ready may be done next. Some backwards are in halves."""
+    """A random legal order: any ready action may be next. Some backwards are split."""
     draw, stages = random.Random(seed), len(placement)
     rows = [[] for _ in range(max(placement) + 1)]
     ready = [Action("F", 0, mb) for mb in range(m)]

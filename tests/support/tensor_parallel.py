@@ -1,6 +1,6 @@
 """What the tests of tensor and sequence parallelism share: a way, a training, what was cut joined.
 
-Functions with a mesh run on ranks; the others are the serial twin.
+Functions with a mesh run on ranks; the others are the single-process reference.
 """
 
 from __future__ import annotations
@@ -161,7 +161,7 @@ def serial(
     frozen: tuple[str, ...] = (),
     seed: int = 0,
 ) -> Trained:
-    """The twin: one process and a plain loop."""
+    """Train the single-process reference: a plain loop."""
     model = disturbed(config, frozen)
     optimizer, losses, norms, first = adam(model), [], [], {}
     torch.manual_seed(seed)
@@ -234,7 +234,7 @@ def parallel(
 def check(
     results: list[Trained], twin: Trained, tolerance: float = 1e-12, after_steps: float = 1e-8
 ) -> None:
-    """Every rank against the twin, and the ranks among themselves."""
+    """Compare every rank with the reference, and the ranks with each other."""
     for rank, got in enumerate(results):
         worst = max(abs(a - b) for a, b in zip(got.losses, twin.losses, strict=True))
         assert worst < 10 * tolerance, f"losses of rank {rank} are off by {worst:.3g}"

@@ -52,7 +52,7 @@ def weights(model):
 
 @cache
 def serial(config, *, max_norm=None, shortest=None, frozen=(), steps=STEPS):
-    """The twin: one process, the whole batch, a plain loop. (losses, first gradients, weights)."""
+    """Return (losses, first gradients, weights) of the single-process reference, a plain loop."""
     model = build(config, frozen)
     optimizer = adam([p for p in model.parameters() if p.requires_grad])
     losses, first = [], {}
@@ -70,7 +70,7 @@ def serial(config, *, max_norm=None, shortest=None, frozen=(), steps=STEPS):
 
 @cache
 def accumulated(config, size, steps=STEPS):
-    """The twin that adds up the ranks' shards one after the other, in the master's precision.
+    """The reference that sums the ranks' shards one after another, in the master's precision.
 
     Under ZeRO the sums associate in this very way, so that not one bit may differ.
     (first gradients, masters).
@@ -157,7 +157,7 @@ def train(
 
 
 def check(results, twin, tolerance=1e-12, after=1e-8):
-    """Every rank against the twin, and the ranks among themselves."""
+    """Compare every rank with the reference, and the ranks with each other."""
     losses, first, final = twin
     for rank, (got_losses, got_first, got_final, _) in enumerate(results):
         assert max(abs(a - b) for a, b in zip(got_losses, losses, strict=True)) < tolerance * 10

@@ -1,8 +1,8 @@
-"""The schedule arena: rows that somebody wrote, judged, run on real ranks, and remembered.
+"""The schedule arena: a learner's rows are judged, run on real ranks, and saved.
 
-A level says where the stages live, what an action costs and how much a rank may keep. ``play``
-refuses rows with a reason for every illegal move; legal ones are simulated, scored, and run on
-ranks, whose gradients must be those of one process.
+A level defines the placement of the stages, the costs of the actions and the limit of micro-batches
+in flight. ``play`` gives a reason for every illegal move. Legal rows are simulated, scored and run
+on ranks, whose gradients must equal those of one process.
 """
 
 from course_lib.grading.arena.board import leaderboard, picture, stars

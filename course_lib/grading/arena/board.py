@@ -1,4 +1,4 @@
-"""The leaderboard: attempts that counted, in work/.course/arena.json, beside the library's."""
+"""The leaderboard: valid attempts from work/.course/arena.json, and the library's schedules."""
 
 from __future__ import annotations
 
@@ -14,18 +14,18 @@ from course_lib.view import Picture
 from course_lib.view.trade import trade_plot
 
 ROOT = Path(__file__).resolve().parents[3]
-SHOWN = 5  # attempts of one name in a level
+SHOWN = 5  # attempts per name and level
 WRITTEN = {"level", "name", "rows"}
 
 
 def own() -> Path | None:
-    """The board of a notebook in work/; None elsewhere."""
+    """Return the board's path for a notebook in work/; None for other notebooks."""
     here = Path.cwd() / "notebook"
     return ROOT / "work" / ".course" / "arena.json" if in_work(here, ROOT) else None
 
 
 def note(attempt: Attempt, board: Path | None) -> None:
-    """Write an attempt that counts; the same rows once for each name."""
+    """Save a valid attempt; the same rows are saved once per name."""
     if board is None or attempt.simulation is None:
         return
     entry = {
@@ -42,9 +42,9 @@ def note(attempt: Attempt, board: Path | None) -> None:
 
 
 def leaderboard(number: int, board: Path | None = None) -> str:
-    """Attempts and the library's schedules in one table, shortest first.
+    """Return attempts and the library's schedules in one table, shortest step first.
 
-    Of equals the one with the shorter span, then with less memory, stands first.
+    Equal steps are sorted by the span of the longest rank, then by memory.
     """
     which = level(number)
     lines = []
@@ -57,7 +57,7 @@ def leaderboard(number: int, board: Path | None = None) -> str:
 
 
 def picture(number: int, board: Path | None = None) -> Picture:
-    """Memory against bubble: the best attempt of each name, the library's, and the bound."""
+    """Return a picture of memory against bubble: best attempts, the library's and the bound."""
     which = level(number)
     points: dict[tuple[float, float], list[str]] = {}
     for name, simulation in [*which.rivals.items(), *_best(which, board).items()]:
@@ -69,13 +69,13 @@ def picture(number: int, board: Path | None = None) -> Picture:
         {", ".join(names): point for point, names in points.items()},
         {},
         {"bound of these stages": 1 - work / which.bound},
-        title=f"Level {number}, {which.title}: left is less memory, lower is a shorter step",
-        note=f"Allowed are {which.limit / which.chunks:g}.",
+        title=f"Level {number}, {which.title}: memory against bubble",
+        note=f"The limit is {which.limit / which.chunks:g}.",
     )
 
 
 def stars(board: Path | None = None) -> dict[int, int]:
-    """The most stars of anyone on the board, by level."""
+    """Return the most stars of all names on the board, by level."""
     return {
         which.number: max((_stars(which, one) for _, one in _attempts(which, board)), default=0)
         for which in LEVELS
@@ -83,7 +83,7 @@ def stars(board: Path | None = None) -> dict[int, int]:
 
 
 def _entries(board: Path) -> list[dict[str, Any]]:
-    """What is written; a file that cannot be read is put aside."""
+    """Return the saved attempts; a file that cannot be read is renamed."""
     if not board.exists():
         return []
     try:
@@ -97,7 +97,10 @@ def _entries(board: Path) -> list[dict[str, Any]]:
 
 
 def _attempts(which: Level, board: Path | None) -> list[tuple[str, Simulation]]:
-    """The shortest few of each name, with their numbers; simulated anew, which nobody can edit."""
+    """Return the shortest attempts of each name, with their numbers.
+
+    Each is simulated again, so that an edit of the file cannot change its result.
+    """
     board = own() if board is None else board
     entries = [] if board is None else _entries(board)
     found: dict[str, list[tuple[str, Simulation]]] = {}
@@ -106,7 +109,7 @@ def _attempts(which: Level, board: Path | None) -> list[tuple[str, Simulation]]:
             continue
         mine = found.setdefault(str(entry["name"]), [])
         schedule, _ = read(which, str(entry["rows"]))
-        if schedule is not None:  # else edited by hand into what cannot be run
+        if schedule is not None:  # None: edited by hand, and not legal any more
             mine.append((f"{entry['name']} #{len(mine) + 1}", simulate(schedule, which.costs)))
     best = [sorted(mine, key=lambda one: _key(one[1]))[:SHOWN] for mine in found.values()]
     return [one for mine in best for one in mine]
@@ -124,7 +127,7 @@ def _stars(which: Level, simulation: Simulation) -> int:
 
 
 def _rules(which: Level, schedule: Schedule) -> str:
-    """Why a schedule of the library would not be allowed in the level."""
+    """Return why a schedule of the library is not allowed in the level, "" if it is."""
     if schedule.placement != which.placement:
         return "other stages"
     return "" if which.obeys(schedule) else "over the limit"

@@ -1,4 +1,4 @@
-"""Rows judged: every illegal move with its reason, or the score and what the ranks said."""
+"""Judge rows: every illegal move with its reason, or the score and the results of the ranks."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from course_lib.schedule.simulate import Costs
 from course_lib.schedule.validate import before, reasons, settled
 
 TOLD = 12  # reasons that are printed
-OFF = 1e-5  # of a gradient: float32 sums in another order; a mistake is far larger
+OFF = 1e-5  # gradient difference of float32 sums in another order; a mistake is much larger
 HEAD = f"  {'':26}{'step':>8}{'bubble of total':>17}{'longest rank':>14}{'in flight':>11}"
 
 
 @dataclass(frozen=True)
 class Attempt:
-    """What became of somebody's rows. ``reasons`` is empty where they are legal."""
+    """The result of a learner's rows. ``reasons`` is empty if they are legal."""
 
     level: Level
     name: str
@@ -30,16 +30,16 @@ class Attempt:
 
     @property
     def ok(self) -> bool:
-        """Whether it counts: legal, run, and gradients right."""
+        """Whether the attempt is valid: legal, run, and with right gradients."""
         return self.off is not None and self.off < OFF
 
     @property
     def stars(self) -> int:
-        """0 unless it counts; see ``Level.stars``."""
+        """The stars by ``Level.stars``; 0 if the attempt is not valid."""
         return self.level.stars(self.simulation.makespan) if self.ok and self.simulation else 0
 
     def __str__(self) -> str:
-        """The reasons, or the score and what the ranks said."""
+        """Return the reasons, or the score and the results of the ranks."""
         if self.simulation is None:
             count = f"{len(self.reasons)} illegal move{'s' * (len(self.reasons) != 1)}"
             told = [f"  {reason}" for reason in self.reasons[:TOLD]]
@@ -48,33 +48,35 @@ class Attempt:
         which, took = self.level, self.simulation.makespan
         lines = [f"Level {which.number}, {which.title}", HEAD, line(self.name, self.simulation)]
         lines += [line(name, which.rivals[name]) for name in ("1f1b", "zb-h1", "zb-v")]
-        lines.append(f"  {'no order of these stages':26}{which.bound:>8.2f}  or more: the bound")
+        lines.append(f"  {'bound of these stages':26}{which.bound:>8.2f}  no order is shorter")
         lines += [f"  {wait}" for wait in waits(self.simulation)]
         if self.off is not None:
             said = "equal one process" if self.ok else "are WRONG"
-            lines.append(f"{which.ranks} ranks ran it: gradients {said} (off by {self.off:.0e})")
+            lines.append(f"run on {which.ranks} ranks: gradients {said} (off by {self.off:.0e})")
         if self.measured is not None:
-            lines.append(f"paced: a step of {self.measured:.2f} measured, {took:.2f} simulated")
+            lines.append(
+                f"compute padded by sleep: step {self.measured:.2f} measured, {took:.2f} simulated"
+            )
         lines.append(self._verdict(took))
         return "\n".join(lines)
 
     def _verdict(self, took: float) -> str:
         which = self.level
         if not self.ok:
-            return "no star: " + ("it has not run" if self.off is None else "wrong gradients")
+            return "no star: " + ("not run on ranks" if self.off is None else "wrong gradients")
         steps = [which.rivals["1f1b"].makespan, which.par, which.best]
         names = [f"1F1B's {steps[0]:g}", f"par {steps[1]:g}", f"the library's {steps[2]:g}"]
         missing = next((n for n, s in zip(names, steps, strict=True) if took > s + CLOSE), "")
         said = "*" * self.stars
         if self.stars == 5:
-            return f"{said}  shorter than the library's best, {which.best:g}. Tell somebody!"
+            return f"{said}  shorter than the library's best, {which.best:g}: report it"
         if missing:
             return f"{said}  the next star is for {missing}"
-        return f"{said}  all that the library knows" + ("; less may be possible" * which.open)
+        return f"{said}  as short as the library's best" + ("; less may be possible" * which.open)
 
 
 def line(name: str, simulation: Simulation, note: str = "") -> str:
-    """A line of a table: step, bubble, longest rank, and micro-batches in flight."""
+    """Return a line of a table: step, bubble, longest rank and micro-batches in flight."""
     schedule = simulation.schedule
     peak = max(schedule.peak_in_flight()) * schedule.ranks / schedule.stages
     return (
@@ -84,7 +86,7 @@ def line(name: str, simulation: Simulation, note: str = "") -> str:
 
 
 def waits(simulation: Simulation, most: int = 3) -> Iterator[str]:
-    """The longest waits between a rank's actions, and what each is for."""
+    """Yield the longest waits between a rank's actions, with the action that each waits for."""
     schedule, costs = simulation.schedule, simulation.costs
     timed = [
         list(zip(spans, actions, strict=True))
@@ -104,7 +106,7 @@ def waits(simulation: Simulation, most: int = 3) -> Iterator[str]:
                 last = max(before(action, schedule.stages), key=lambda one: arrives(one, rank))
                 gaps.append((span.start - free, rank, free, end[last][1], action))
             free = span.end
-    gaps.sort(key=lambda gap: -gap[0])  # of equals the first rank's first
+    gaps.sort(key=lambda gap: -gap[0])  # equal gaps stay in order of ranks
     for gap, rank, free, needed, action in gaps[:most]:
         yield f"rank {rank} waits {gap:g} from {free:g} on: its {action} needs {needed}"
 
@@ -112,14 +114,14 @@ def waits(simulation: Simulation, most: int = 3) -> Iterator[str]:
 def read(
     which: Level, rows: str | Sequence[object] | Schedule, *, limited: bool = True
 ) -> tuple[Schedule | None, list[str]]:
-    """The schedule in ``rows``, and everything that is wrong with it.
+    """Return the schedule in ``rows``, and all reasons why it is not legal.
 
-    ``rows`` is a text of one line a rank, or a list of such lines or of lists of cells.
+    ``rows`` is a text with one line per rank, or a list of such lines or of lists of cells.
     """
     if isinstance(rows, Schedule):
         rows = rows.rows
     if not isinstance(rows, str | list | tuple):
-        return None, [f"rows are a text or a list of lists, not {type(rows).__name__}"]
+        return None, [f"expected rows as a text or a list of lists, got {type(rows).__name__}"]
     lines = rows.strip().splitlines() if isinstance(rows, str) else rows
     cells = [_cells(one) for one in lines]
     actions: list[list[Action]] = []
@@ -132,17 +134,18 @@ def read(
             except ScheduleError as error:
                 problems.append(f"rank {rank}, cell {place}: {error}")
     if len(actions) != which.ranks:
-        have = f"{len(actions)} row{'s' * (len(actions) != 1)}"
-        problems.append(f"{have}, and {which.ranks} are wanted: one line for each rank")
+        problems.append(f"expected {which.ranks} rows, one per rank, got {len(actions)}")
     if problems:
         return None, problems
     schedule = Schedule("yours", as_rows(actions), which.placement)
     if schedule.microbatches != which.microbatches:
         problems.append(
-            f"the last micro-batch is {schedule.microbatches - 1}; the level has "
-            f"{which.microbatches}, numbered from 0"
+            f"expected {which.microbatches} micro-batches, numbered from 0, got "
+            f"{schedule.microbatches - 1} as the last one"
         )
-    if schedule.microbatches <= 2 * which.microbatches:  # else a slip: what is missing is endless
+    if (
+        schedule.microbatches <= 2 * which.microbatches
+    ):  # else a typing error with very many missing actions
         problems += reasons(schedule, [which.limit] * which.ranks if limited else None)
     return (None if problems else schedule), problems
 
@@ -162,10 +165,11 @@ def play(
     unit: float = 0.0,
     board: Path | None = None,
 ) -> Attempt:
-    """Judge ``rows`` in a level. ``unit`` seconds for a cost of 1 paces the ranks; 0 does not.
+    """Judge ``rows`` in a level.
 
-    An attempt that counts is written to ``board``; left out, to the learner's own in work/, and
-    nowhere when the notebook lies elsewhere.
+    With ``unit``, the ranks pad compute by sleep to ``unit`` seconds per cost of 1. A valid
+    attempt is saved to ``board``. The default is the learner's board for a notebook in work/; for
+    other notebooks, nothing is saved.
     """
     from course_lib.grading.arena import board as boards
 
@@ -183,7 +187,7 @@ def play(
 
 
 def on_real_ranks(schedule: Schedule, costs: Costs, unit: float) -> tuple[float, float | None]:
-    """The largest difference of a gradient from one process; the paced makespan, if paced."""
+    """Return the largest gradient difference from one process, and the measured makespan."""
     from course_lib.grading.arena import ranks  # torch, last
 
     return ranks.trial(schedule, costs, unit)

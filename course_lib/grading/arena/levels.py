@@ -1,4 +1,4 @@
-"""The levels of the arena, what the library makes of each, and rows to begin with."""
+"""The levels of the arena, with the library's schedules and initial rows."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ from course_lib.schedule.data import as_rows
 from course_lib.schedule.fill import OVERSHOOTS, fill, shortest
 from course_lib.schedule.score import same_work
 
-CLOSE = 1e-9  # of a makespan: rounding decides no star
-HALF = Costs(0.5, 0.5, 0.5)  # two stages a rank, the same model
+CLOSE = 1e-9  # difference of makespans that is ignored as rounding
+HALF = Costs(0.5, 0.5, 0.5)  # two stages per rank of the same model
 RIVALS = ("1f1b", "interleaved", "zb-h1", "zb-h2", "zb-v", "dualpipe-v")
 
 
 @dataclass(frozen=True)
 class Level:
-    """What to schedule. ``limit`` is the most pairs of stage and micro-batch in flight."""
+    """A scheduling task. ``limit`` is the most (stage, micro-batch) pairs in flight per rank."""
 
     number: int
     title: str
@@ -41,22 +41,22 @@ class Level:
 
     @property
     def ranks(self) -> int:
-        """How many rows are wanted."""
+        """Number of ranks, and of rows."""
         return max(self.placement) + 1
 
     @property
     def chunks(self) -> int:
-        """Stages of a rank."""
+        """Stages per rank."""
         return len(self.placement) // self.ranks
 
     @property
     def bound(self) -> float:
-        """No order takes less, whatever its memory."""
+        """Lower bound of the makespan, for any memory."""
         return lower_bound(self.placement, self.microbatches, self.costs)
 
     @cached_property
     def rivals(self) -> dict[str, Simulation]:
-        """The library's schedules of the same work; "searched" alone is made for the level."""
+        """The library's schedules of the same work; only "searched" is made for the level."""
         found = {}
         for name in RIVALS:
             costs = same_work_on(self, placement(name, self.ranks))
@@ -66,34 +66,34 @@ class Level:
         return {**found, "searched": simulate(best, self.costs)}
 
     def obeys(self, schedule: Schedule) -> bool:
-        """Whether the level allows ``schedule``, a legal one."""
+        """Return whether the level allows ``schedule``, which must be legal."""
         return schedule.placement == self.placement and max(schedule.peak_in_flight()) <= self.limit
 
     @cached_property
     def best(self) -> float:
-        """The shortest that the library has within the rules. A search is no proof."""
+        """The shortest makespan of the library within the rules; a shorter one may exist."""
         return min(each.makespan for each in self.rivals.values() if self.obeys(each.schedule))
 
     @property
     def open(self) -> bool:
-        """Whether a shorter one may exist."""
+        """Whether a shorter schedule may exist."""
         return self.best > self.bound + CLOSE
 
     @property
     def par(self) -> float:
-        """Half of the way from 1F1B to the library's best."""
+        """The mean of the makespans of 1F1B and of the library's best."""
         return (self.rivals["1f1b"].makespan + self.best) / 2
 
     def stars(self, makespan: float) -> int:
-        """1 for a legal step, 2 for 1F1B's, 3 for par, 4 for the best, 5 for one that beats it."""
+        """Return 1 for a legal step, 2 for 1F1B's, 3 for par, 4 for the best, 5 for less."""
         steps = (self.rivals["1f1b"].makespan, self.par, self.best)
         beaten = makespan < self.best - CLOSE
         return 1 + sum(makespan <= step + CLOSE for step in steps) + beaten
 
     def __str__(self) -> str:
-        """The level as a learner needs it."""
-        there_and_back = f"stages r and {len(self.placement) - 1}-r on rank r"
-        where = "stage r on rank r" if self.chunks == 1 else there_and_back
+        """Return the description of the level for a learner."""
+        v_shaped = f"stages r and {len(self.placement) - 1}-r on rank r"
+        where = "stage r on rank r" if self.chunks == 1 else v_shaped
         each = "" if self.chunks == 1 else f" ({self.limit / self.chunks:g} micro-batches)"
         known = "open: less may be possible" if self.open else "no order is shorter"
         return (
@@ -106,7 +106,7 @@ class Level:
 
 
 def same_work_on(which: Level, other: tuple[int, ...]) -> Costs:
-    """The level's costs for another placement, on which every rank works as long."""
+    """Return the level's costs for another placement, with the same work per rank."""
     own = Schedule("", ((),) * which.ranks, which.placement)
     return same_work(own, which.costs, other)
 
@@ -117,14 +117,14 @@ LEVELS = (
     Level(3, "four ranks", "the memory of 1F1B's first rank, on all of them.", looped(4), 8, 4),
     Level(4, "one less", "1F1B would be over this limit. The library can be beaten here.",
           looped(4), 8, 3),
-    Level(5, "the V", "two half stages a rank, there and back; F, I and W of one take 0.5.",
+    Level(5, "the V", "two half stages per rank, V-shaped; F, I and W of one take 0.5.",
           v_shape(4), 8, 8, HALF),
     Level(6, "three quarters of it", "the same V with six half stages in flight.",
           v_shape(4), 8, 6, HALF),
     Level(7, "few micro-batches", "the V with four of them.", v_shape(4), 4, 8, HALF),
     Level(8, "a slow rank", "rank 2 takes twice as long for everything.",
           looped(4), 8, 4, Costs().on_ranks((1, 1, 0.5, 1), looped(4))),
-    Level(9, "slow messages", "a hop takes half a forward; eight may be in flight.",
+    Level(9, "slow messages", "a P2P transfer takes half a forward; eight may be in flight.",
           looped(4), 8, 8, Costs(comm=0.5)),
     Level(10, "little W", "as with frozen weights: W takes 0.5, so B takes 1.5.",
           looped(4), 8, 4, Costs(1, 1, 0.5)),
@@ -132,18 +132,19 @@ LEVELS = (
 
 
 def level(number: int) -> Level:
-    """The level of that number. Raises ValueError that says which there are."""
+    """Return a level by its number. Raises ValueError with the valid numbers."""
     for one in LEVELS:
         if one.number == number:
             return one
-    raise ValueError(f"there is no level {number!r}; the levels are 1 to {len(LEVELS)}")
+    raise ValueError(f"expected a level from 1 to {len(LEVELS)}, got {number!r}")
 
 
 def begin_with(number: int, name: str = "1f1b") -> str:
-    """Rows of a named schedule for a level's stages, to be changed by hand.
+    """Return rows of a named schedule for a level, as a start for editing by hand.
 
-    What does not obey the level is replaced: 1F1B begins with fewer forwards, and on other stages
-    every micro-batch goes there and back before the next. Raises ValueError for an unknown name.
+    A schedule that breaks the rules of the level is replaced: by 1F1B with fewer first forwards,
+    or, for two stages per rank, by one micro-batch after another. Raises ValueError for an unknown
+    name.
     """
     which = level(number)
     named = make(name, which.ranks, which.microbatches)
@@ -162,7 +163,7 @@ def begin_with(number: int, name: str = "1f1b") -> str:
 
 
 def _few_in_flight(which: Level) -> Schedule:
-    """1F1B with no more forwards at the beginning than the limit."""
+    """Return 1F1B with at most ``limit`` forwards at the beginning."""
     rows, m = [], which.microbatches
     for rank in range(which.ranks):
         first = min(which.ranks - rank, which.limit)
@@ -176,9 +177,9 @@ def _few_in_flight(which: Level) -> Schedule:
 
 
 def split_backwards(number: int, rows: str) -> str:
-    """Your order of F and I, with the library's Ws put into its gaps: B counts as I, W goes.
+    """Return your order of F and I with W actions in its gaps; B counts as I, your Ws are removed.
 
-    What is no schedule of the level comes back as it is, for ``play`` to say why.
+    Rows that are not a schedule of the level are returned unchanged; ``play`` gives the reasons.
     """
     from course_lib.grading.arena.judge import read
 
@@ -197,7 +198,7 @@ def split_backwards(number: int, rows: str) -> str:
 
 
 def text(schedule: Schedule) -> str:
-    """Rows as ``play`` takes them, in columns."""
+    """Return rows as ``play`` takes them, in columns."""
     width = max(len(str(action)) for row in schedule.rows for action in row)
     return "\n".join(
         " ".join(f"{action!s:{width}}" for action in row).rstrip() for row in schedule.rows

@@ -1,4 +1,4 @@
-"""A schedule on real ranks: its gradients beside those of one process, and how long it took."""
+"""Run a schedule on real ranks: compare its gradients with one process, and measure its time."""
 
 from __future__ import annotations
 
@@ -19,9 +19,10 @@ SEQ = 16
 
 
 def trial(schedule: Schedule, costs: Costs, unit: float) -> tuple[float, float | None]:
-    """The largest difference of a gradient from one process; the paced makespan, if paced.
+    """Return the largest gradient difference from one process, and the measured makespan.
 
-    ``unit`` seconds stand for a cost of 1; with 0 nothing is paced.
+    A cost of 1 is padded by sleep to ``unit`` seconds. With 0, nothing is padded and the makespan
+    is None.
     """
     pace = None
     if unit:
@@ -37,7 +38,7 @@ def trial(schedule: Schedule, costs: Costs, unit: float) -> tuple[float, float |
 
 
 def one_step(schedule: Schedule) -> dict[str, Tensor]:
-    """Runs in a rank: its gradients by name. The first of two steps warms up."""
+    """Return the gradients of this rank by name; the first of two steps is a warm-up."""
     mesh, m = make_mesh(pp=schedule.ranks), schedule.microbatches
     tokens, targets = batch(0, seed=0, batch_size=m, seq_len=SEQ)
     cut = list(zip(tokens.chunk(m), targets.chunk(m), strict=True))
@@ -56,7 +57,7 @@ def one_step(schedule: Schedule) -> dict[str, Tensor]:
 
 
 def serial(schedule: Schedule) -> dict[str, Tensor]:
-    """The gradients of the same batch in one process."""
+    """Return the gradients of the same batch in one process."""
     model = _model(schedule.stages)
     tokens, targets = batch(0, seed=0, batch_size=schedule.microbatches, seq_len=SEQ)
     _share(targets)(model(tokens), targets).backward()

@@ -1,6 +1,6 @@
-"""What the tour trains: one entry for each technique, a way to train and formulas for its bytes.
+"""The rows of the tour: one entry per technique, with a training function and byte formulas.
 
-A technique joins the tour with a file of its own in this folder and its entries below: how, says
+To add a technique, write a file in this folder and add its entries below, as described in
 :mod:`course_lib.tour.technique`.
 """
 

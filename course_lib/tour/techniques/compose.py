@@ -1,4 +1,4 @@
-"""The tour's rows of composition: one model under three, four and five axes at once."""
+"""The tour's rows of composition: one model on three, four and five axes at once."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from course_lib.mesh import make_mesh
 from course_lib.model import parameter_sizes
 from course_lib.recompute import saved_at_ends
 from course_lib.tour.technique import COUNT_BYTES, COUNTER_BYTES, Job, Report, Technique, adam
-from course_lib.tour.techniques.compose_twin import (
-    EXPERTS_TWIN,
+from course_lib.tour.techniques.compose_reference import (
+    EXPERTS_REFERENCE,
     MICRO_BATCHES,
-    TWIN,
+    REFERENCE,
     Place,
     every_load,
     every_place,
@@ -28,7 +28,7 @@ from course_lib.tour.techniques.pp import slices
 from course_lib.tp import formulas
 from course_lib.trace.memory import SavedActivations, StateBytes, state_bytes
 
-Sizes = dict[str, Any]  # of the axes
+Sizes = dict[str, Any]  # size by axis
 THREE = {"tp": 2, "dp": 2, "pp": 2}
 FOUR = {"tp": 2, "cp": 2, "dp": 2, "pp": 2}
 FIVE = {**FOUR, "ep": 2}
@@ -42,7 +42,7 @@ PLAN_5D = Plan(
 
 
 def train_composed(job: Job, sizes: Sizes, plan: Plan) -> Report:
-    """One call cuts the model, another trains it."""
+    """Parallelize the model with one call, and train it with another."""
     mesh = make_mesh(**sizes)
     model = experts_model(job) if plan.experts else job.model()
     trainer = compose.parallelize(model, mesh, plan, adam)
@@ -56,7 +56,7 @@ def train_composed(job: Job, sizes: Sizes, plan: Plan) -> Report:
 
 
 def state_of(trainer: compose.Trainer) -> StateBytes:
-    """Of all optimizers together."""
+    """Return the state bytes of all optimizers together."""
     inner = [o.optimizer if isinstance(o, zero.Sharded) else o for o in trainer.optimizers]
     everything = SimpleNamespace(
         state={parameter: state for o in inner for parameter, state in o.state.items()},
@@ -69,7 +69,7 @@ def state_of(trainer: compose.Trainer) -> StateBytes:
 
 
 def sent(job: Job, sizes: Sizes, plan: Plan) -> dict[str, Fraction]:
-    """All ranks together, one step."""
+    """Return the bytes that all ranks together send in one step, by axis."""
     leaving = sum(map(pairs_leaving, every_load(job))) if plan.experts else None
     if plan.experts:
         job = exact(job)
@@ -78,8 +78,10 @@ def sent(job: Job, sizes: Sizes, plan: Plan) -> dict[str, Fraction]:
 
 
 def state(job: Job, sizes: Sizes, plan: Plan) -> int:
-    """Of the rank whose stage holds the most. A part is one flat under ZeRO; else every tensor of
-    it has a counter in Adam."""
+    """Return the state bytes of the rank whose stage stores the most.
+
+    With ZeRO, a part is one flat parameter; else each of its tensors has a counter in Adam.
+    """
     job = exact(job) if plan.experts else job
     n = sizes.get("cp", 1) * sizes["dp"]
     found = [0] * sizes["pp"]
@@ -98,7 +100,7 @@ def state(job: Job, sizes: Sizes, plan: Plan) -> int:
 
 
 def tensors_of_stages(job: Job, sizes: Sizes, plan: Plan) -> list[int]:
-    """How many parameters each stage has. An expert has as many as an MLP, a router one."""
+    """Return the number of tensors per stage. An expert has as many as an MLP, a router has one."""
     mlp = 3 if job.config.family == "llama" else 4
     more = 1 + (plan.experts.number // sizes["ep"] - 1) * mlp if plan.experts else 0
     ends = slices(job, plan.schedule_for(sizes["pp"]))
@@ -106,11 +108,12 @@ def tensors_of_stages(job: Job, sizes: Sizes, plan: Plan) -> list[int]:
 
 
 def peak(job: Job, sizes: Sizes, plan: Plan) -> int:
-    """Of the rank that keeps the most at the fullest moment of its row of F and B.
+    """Return the peak bytes of saved activations, of the rank with the highest peak.
 
-    A stage keeps a micro-batch from its F to the end of its B: all of its blocks as under sequence
-    parallelism (a ring keeps what one process keeps of shorter sequences), and an end of the
-    model. With experts it depends on the micro-batch and on where this rank's tokens are.
+    A stage saves the activations of a micro-batch from its F to the end of its B: of its blocks as
+    in sequence parallelism, and of the embedding or the LM head. Ring attention saves as much as
+    one process with shorter sequences. With experts, the bytes depend on the micro-batch and on
+    the tokens of the rank.
     """
     schedule = plan.schedule_for(sizes["pp"])
     job = exact(job) if plan.experts else job
@@ -119,7 +122,7 @@ def peak(job: Job, sizes: Sizes, plan: Plan) -> int:
     block = saved_by_block(job, sizes, plan)
 
     def fullest(rank: int, place: Place) -> int:
-        kept: dict[int, int] = {}  # by micro-batch: each rank has one stage
+        kept: dict[int, int] = {}  # bytes by micro-batch; each rank has one stage
         most = 0
         for action in schedule.rows[rank]:
             if action.op == "F":
@@ -139,12 +142,12 @@ def peak(job: Job, sizes: Sizes, plan: Plan) -> int:
 
 
 def micro_shape(job: Job, sizes: Sizes) -> tuple[int, int]:
-    """Sequences of a micro-batch, and positions of a rank of cp."""
+    """Return the sequences per micro-batch and the positions per rank of cp."""
     return job.sequences // sizes["dp"] // MICRO_BATCHES, job.seq_len // sizes.get("cp", 1)
 
 
 def saved_outside_blocks(job: Job, sizes: Sizes) -> dict[int, int]:
-    """Of a micro-batch, before the first block and after the last one, by stage."""
+    """Return the saved bytes of embedding and LM head per micro-batch, by stage."""
     sequences, rows = micro_shape(job, sizes)
     tokens, t = sequences * rows, sizes["tp"]
     both = sp.saved_at_ends(job.config, sequences, rows, t)
@@ -155,7 +158,7 @@ def saved_outside_blocks(job: Job, sizes: Sizes) -> dict[int, int]:
 
 
 def saved_by_block(job: Job, sizes: Sizes, plan: Plan) -> int:
-    """Of a micro-batch; where there are experts, beside them."""
+    """Return the saved bytes per block and micro-batch, without those of the experts."""
     sequences, rows = micro_shape(job, sizes)
     kept = sp.saved_per_block(job.config, sequences, rows, sizes["tp"])
     if plan.experts is None:
@@ -165,7 +168,7 @@ def saved_by_block(job: Job, sizes: Sizes, plan: Plan) -> int:
 
 
 def saved_by_experts(job: Job, sizes: Sizes, layer: int, mb: int, place: Place) -> int:
-    """Of a layer's router and experts."""
+    """Return the saved bytes of a layer's router and experts."""
     d, c, t = place
     sequences, rows = micro_shape(job, sizes)
     tokens = sequences * rows // sizes["tp"]
@@ -173,8 +176,10 @@ def saved_by_experts(job: Job, sizes: Sizes, layer: int, mb: int, place: Place) 
     return ep.saved_by_layer(job.config, some_layer(job), tokens, load, c)
 
 
-def composed(name: str, sentence: str, sizes: Sizes, plan: Plan, twin: str = "serial") -> Technique:
-    """A row of lesson 12."""
+def composed(
+    name: str, sentence: str, sizes: Sizes, plan: Plan, reference: str = "serial"
+) -> Technique:
+    """Return a row of lesson 12."""
     return Technique(
         name=name,
         lesson="12",
@@ -184,32 +189,33 @@ def composed(name: str, sentence: str, sizes: Sizes, plan: Plan, twin: str = "se
         formula=lambda job: sent(job, sizes, plan),
         state_formula=lambda job: state(job, sizes, plan),
         peak_activation_formula=lambda job: peak(job, sizes, plan),
-        twin=twin,
+        twin=reference,
     )
 
 
 COMPOSED = [
     composed(
         "3d",
-        "Eight ranks: half of every layer, half of the layers, half of the batch in four "
-        "micro-batches; most bytes stay between the two ranks of tp.",
+        "On eight ranks, each rank stores half of every matrix in half of the layers, and trains "
+        "on half of the batch in four micro-batches. Most bytes are sent between the two ranks of "
+        "tp.",
         THREE,
         PLAN_3D,
     ),
     composed(
         "4d",
-        "Sixteen ranks: half of every sequence too, and optimizer state in quarters over the ranks "
-        "of other data.",
+        "On sixteen ranks, each rank also has half of every sequence, and the optimizer state is "
+        "sharded over the four ranks with different data.",
         FOUR,
         PLAN_4D,
     ),
-    EXPERTS_TWIN,
+    EXPERTS_REFERENCE,
     composed(
         "5d",
-        "The same sixteen ranks, where the two of cp share 8 experts: tokens travel between them, "
-        "gradients of experts between the two of dp.",
+        "On the same sixteen ranks, the two ranks of cp share 8 experts per layer. Tokens are sent "
+        "between them, gradients of experts between the two ranks of dp.",
         FIVE,
         PLAN_5D,
-        TWIN,
+        REFERENCE,
     ),
 ]

@@ -21,14 +21,14 @@ from course_lib.tour.technique import (
 )
 from course_lib.trace.memory import SavedActivations, state_bytes
 
-RANKS, HEADS = 4, 2  # of USP: groups of two neighbors split the heads
+RANKS, HEADS = 4, 2  # USP: two neighboring ranks split the heads
 MakeAttention = Callable[[Axis], cp.ParallelAttention]
 
 
 def train_context_parallel(
     job: Job, make_attention: MakeAttention, layout: cp.SequenceLayout
 ) -> Report:
-    """Each rank holds a quarter of every sequence; gradients are summed as in data parallelism."""
+    """Train with a quarter of every sequence per rank; sum gradients as in data parallelism."""
     mesh, model = make_mesh(cp=RANKS), job.model()
     optimizer = adam(model.parameters())
     cp.parallelize(model, make_attention(mesh.cp), mesh.cp, layout)
@@ -50,25 +50,28 @@ def train_context_parallel(
 
 
 def usp(axis: Axis) -> cp.ParallelAttention:
-    """Return the attention of USP: Ulysses in groups of neighbors, a ring across the groups."""
+    """Return USP attention: Ulysses between neighboring ranks, and a ring between the pairs."""
     heads_axis, ring_axis = cp.split_axis(axis, HEADS)
     return partial(cp.ulysses_ring_attention, heads_axis=heads_axis, ring_axis=ring_axis)
 
 
 def sent_by_usp(job: Job) -> dict[str, Fraction]:
-    """Return the bytes over each of the two axes, of all ranks together."""
+    """Return the bytes that all ranks together send on each axis of USP."""
     sizes = job.config, job.sequences, job.seq_len, HEADS, RANKS // HEADS
     heads, ring = cp.ulysses_ring_wire_bytes(*sizes)
     return {"cp_heads": RANKS * heads, "cp_ring": RANKS * ring}
 
 
 def sent_by(wire_bytes: Callable[..., Fraction]) -> Callable[[Job], dict[str, Fraction]]:
-    """The same of an attention on the whole axis."""
+    """Return a function for the bytes that all ranks together send on the axis cp."""
     return lambda job: {"cp": RANKS * wire_bytes(job.config, job.sequences, job.seq_len, RANKS)}
 
 
 def saved_activations(job: Job, saved_bytes: int, *, output_copied: bool = False) -> int:
-    """Return the bytes of one rank whose attention saves ``saved_bytes`` per layer."""
+    """Return the saved bytes of one rank whose attention saves ``saved_bytes`` per layer.
+
+    Outside attention, they are the bytes of one process with shorter sequences.
+    """
     config, n = job.config, RANKS
     block = cp.saved_per_block(
         config, job.sequences, job.seq_len, n, saved_bytes, output_copied=output_copied
@@ -88,7 +91,7 @@ def context_parallel(
     *,
     output_copied: bool = False,
 ) -> Technique:
-    """A row of lesson 09, on four ranks; all of them together send ``sent`` and gradients."""
+    """Return a row of lesson 09 on four ranks, which together send ``sent`` and the gradients."""
 
     def formula(job: Job) -> dict[str, Fraction]:
         gradients = RANKS * dp.wire_bytes(job.parameter_bytes, RANKS)
@@ -113,8 +116,8 @@ def context_parallel(
 CONTEXT_PARALLEL = [
     context_parallel(
         "cp-ring",
-        "Every rank holds an early and a late chunk of every sequence; ranks send keys and values "
-        "around a ring.",
+        "Each rank has an early and a late chunk of every sequence. The keys and values are sent "
+        "around a ring, so that each rank sees all of them.",
         lambda axis: cp.ring_attention,
         cp.ZIGZAG,
         sent_by(cp.ring_wire_bytes),
@@ -122,7 +125,8 @@ CONTEXT_PARALLEL = [
     ),
     context_parallel(
         "cp-gather",
-        "The same chunks, but every rank gathers all keys and values at once, and saves them.",
+        "The same chunks, but each rank gathers all keys and values at once and saves them for "
+        "backward.",
         lambda axis: cp.gather_attention,
         cp.ZIGZAG,
         sent_by(cp.gather_wire_bytes),
@@ -130,8 +134,8 @@ CONTEXT_PARALLEL = [
     ),
     context_parallel(
         "cp-ulysses",
-        "Around attention, all-to-all from a quarter of the positions to a quarter of the heads, "
-        "and back.",
+        "An all-to-all before attention changes a quarter of the positions into a quarter of the "
+        "heads; another after attention changes it back.",
         lambda axis: cp.ulysses_attention,
         cp.CONTIGUOUS,
         sent_by(cp.ulysses_wire_bytes),
@@ -140,8 +144,8 @@ CONTEXT_PARALLEL = [
     ),
     context_parallel(
         "cp-ulysses-ring",
-        "Two neighbors exchange halves of the heads, and send the keys and values of their half "
-        "to the other pair.",
+        "Each pair of neighboring ranks splits the heads by all-to-all. The keys and values of "
+        "each half are sent between the two pairs.",
         usp,
         cp.nested(cp.ZIGZAG, HEADS),
         sent_by_usp,

@@ -24,7 +24,7 @@ MakeSync = Callable[[Decoder, Mesh], dp.GradientSync]
 
 
 def train_data_parallel(job: Job, make_sync: MakeSync, micro_batches: int = 1) -> Report:
-    """Each rank trains on its rows; ``make_sync`` decides how gradients are summed."""
+    """Train on the rows of each rank; ``make_sync`` makes the object that sums the gradients."""
     mesh, model = make_mesh(), job.model()
     optimizer = adam(model.parameters())
     dp.start_equal(model, mesh.dp)
@@ -41,19 +41,19 @@ def train_data_parallel(job: Job, make_sync: MakeSync, micro_batches: int = 1) -
 
 
 def data_parallel_bytes(job: Job) -> dict[str, Fraction]:
-    """All ranks together, one step."""
+    """Return the bytes that all ranks together send in one step, by axis."""
     return {"dp": RANKS * dp.wire_bytes(job.parameter_bytes, RANKS)}
 
 
 def overlapped(model: Decoder, mesh: Mesh) -> dp.GradientSync:
-    """Buckets of about one block each, sent while backward goes on."""
+    """Return a sync with buckets of about one block each, which are sent during backward."""
     return dp.Overlapped(model.parameters(), mesh.dp, BUCKET_BYTES)
 
 
 def data_parallel(
     name: str, sentence: str, make_sync: MakeSync, micro_batches: int = 1
 ) -> Technique:
-    """A row of lesson 03, on four ranks."""
+    """Return a row of lesson 03 on four ranks."""
     return Technique(
         name=name,
         lesson="03",
@@ -69,8 +69,8 @@ def data_parallel(
 DATA_PARALLEL = [
     data_parallel(
         "dp-naive",
-        "Every rank holds the model and a quarter of the batch; after backward one all-reduce for "
-        "each parameter adds the gradients.",
+        "Each rank has the model and a quarter of the batch. After backward, one all-reduce per "
+        "parameter sums the gradients.",
         lambda model, mesh: dp.Naive(model.parameters(), mesh.dp),
     ),
     data_parallel(
@@ -80,13 +80,13 @@ DATA_PARALLEL = [
     ),
     data_parallel(
         "dp-overlapped",
-        "Each bucket leaves as soon as backward has filled it, so that most of the communication "
-        "hides behind the arithmetic.",
+        "Each bucket is sent as soon as backward has filled it, so that most of the communication "
+        "overlaps with the arithmetic.",
         overlapped,
     ),
     data_parallel(
         "dp-accumulated",
-        "Two micro-batches a step: half the activations, and still one sum of gradients.",
+        "Two micro-batches per step: half the activations, and still one sum of gradients.",
         overlapped,
         micro_batches=2,
     ),

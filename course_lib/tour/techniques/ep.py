@@ -1,4 +1,4 @@
-"""The tour's rows of expert parallelism, and the twin that they must equal: it has experts too."""
+"""The tour's rows of expert parallelism, and their single-process reference with experts."""
 
 from __future__ import annotations
 
@@ -19,29 +19,28 @@ from course_lib.trace.memory import SavedActivations, state_bytes
 
 RANKS, EXPERTS, CHOICES = 4, 8, 2
 COEFFICIENT = 0.01  # of the auxiliary loss
-TWIN = "serial-moe"
+REFERENCE = "serial-moe"
 Batch = tuple[Tensor, Tensor]  # tokens and targets
 Batches = Callable[[Job, int], list[Batch]]  # the micro-batches of a step
 
 
 def exact(job: Job) -> Job:
-    """So many digits that no token stands between two experts, to go one way here and another
-    there."""
+    """Return the job in float64, so that rounding never changes the experts of a token."""
     return replace(job, config=replace(job.config, dtype=torch.float64))
 
 
 def experts_model(job: Job) -> Decoder:
-    """The model of the other rows with 8 experts in the place of each MLP."""
+    """Return the model of the other rows with 8 experts instead of each MLP."""
     return ep.add_experts(exact(job).model(), EXPERTS, CHOICES, seed=0)
 
 
 def whole_batch(job: Job, step: int) -> list[Batch]:
-    """One micro-batch."""
+    """Return the whole batch as one micro-batch."""
     return [job.rows_of(step, 0, 1)]
 
 
 def train_serially(model: Decoder, job: Job, batches: Batches, steps: int) -> Report:
-    """``steps`` optimizer steps; the auxiliary loss of each micro-batch is its own."""
+    """Train for ``steps`` optimizer steps; each micro-batch has its own auxiliary loss."""
     optimizer = adam(model.parameters())
     loss_sum, losses = ep.loss_sum(model, COEFFICIENT), []
     for step in range(steps):
@@ -59,16 +58,17 @@ def train_serially(model: Decoder, job: Job, batches: Batches, steps: int) -> Re
 
 
 def before_last_step(job: Job, batches: Batches) -> Decoder:
-    """The twin whose routers say who goes where in the last step."""
+    """Return the reference before its last step, whose routers give the load of that step."""
     model, threads = experts_model(job), torch.get_num_threads()
-    torch.set_num_threads(1)  # as in a rank: several, for so little, wait for each other
+    torch.set_num_threads(1)  # as in a rank: more threads are slower for small matrices
     train_serially(model, job, batches, job.steps - 1)
     torch.set_num_threads(threads)
     return model
 
 
 def train_expert_parallel(job: Job, ep_size: int) -> Report:
-    """Each rank has its rows and its experts; two sums of gradients, over other ranks each."""
+    """Train with the rows and the experts of each rank; sum two sets of gradients, each over
+    different ranks."""
     mesh = make_mesh(ep=ep_size)
     model = ep.parallelize(experts_model(job), mesh.ep, mesh.dp_cp)
     optimizer = adam(model.parameters())
@@ -85,8 +85,8 @@ def train_expert_parallel(job: Job, ep_size: int) -> Report:
 
 
 @cache
-def twin_counts(job: Job) -> list[list[tuple[int, ...]]]:
-    """What the twin's routers want in the last step, [layer][rank][expert]."""
+def reference_counts(job: Job) -> list[list[tuple[int, ...]]]:
+    """Return the reference's tokens per expert in the last step, [layer][rank][expert]."""
     model = before_last_step(job, whole_batch)
     counts: list[list[tuple[int, ...]]] = [[] for _ in range(job.config.layers)]
     for rank in range(RANKS):
@@ -99,12 +99,16 @@ def twin_counts(job: Job) -> list[list[tuple[int, ...]]]:
 
 
 def loads(job: Job, ep_size: int, first: int) -> list[ep.Load]:
-    """Of each layer, for the ``ep_size`` ranks from ``first`` on that share all experts."""
-    return [ep.Load((), tuple(counts[first : first + ep_size])) for counts in twin_counts(job)]
+    """Return the load of each layer on the ``ep_size`` ranks from ``first`` on, which share all
+    experts."""
+    return [ep.Load((), tuple(counts[first : first + ep_size])) for counts in reference_counts(job)]
 
 
 def expert_parallel_bytes(job: Job, ep_size: int) -> dict[str, Fraction]:
-    """All ranks together: tokens by the twin's counts, gradients by shapes."""
+    """Return the bytes that all ranks together send, by axis.
+
+    The bytes of tokens follow from the counts of the reference, those of gradients from shapes.
+    """
     config = exact(job).config
     width, tokens = config.dtype.itemsize, Fraction(0)
     for first in range(0, RANKS, ep_size):
@@ -114,14 +118,16 @@ def expert_parallel_bytes(job: Job, ep_size: int) -> dict[str, Fraction]:
             )
     experts, rest = ep.parameters_per_rank(config, EXPERTS, ep_size)
     formula = {"ep": tokens, "dp": RANKS * dp.wire_bytes(rest * width, RANKS)}
-    if ep_size < RANKS:  # else no two ranks hold the same experts
+    if ep_size < RANKS:  # else no two ranks store the same experts
         formula["edp"] = RANKS * dp.wire_bytes(experts * width, RANKS // ep_size)
     return formula
 
 
 def experts_state_bytes(job: Job, ep_size: int) -> int:
-    """Experts and all else, four times, and Adam's counters. An expert has as many tensors as an
-    MLP, a router one."""
+    """Return four times the bytes of experts and all other parameters, and Adam's counters.
+
+    An expert has as many tensors as an MLP; a router has one.
+    """
     config = exact(job).config
     held = sum(ep.parameters_per_rank(config, EXPERTS, ep_size))
     mlp_tensors = 3 if config.family == "llama" else 4
@@ -131,7 +137,10 @@ def experts_state_bytes(job: Job, ep_size: int) -> int:
 
 
 def experts_peak_bytes(job: Job, ep_size: int) -> int:
-    """Of the rank that keeps most, for its experts compute other ranks' tokens too."""
+    """Return the peak bytes of saved activations, of the rank with the highest peak.
+
+    The experts of a rank also compute the tokens of other ranks.
+    """
     layer, tokens = ep.moe_layers(experts_model(job))[0], job.sequences * job.seq_len // RANKS
 
     def by_experts(rank: int) -> int:
@@ -143,15 +152,15 @@ def experts_peak_bytes(job: Job, ep_size: int) -> int:
     return saved_beside_experts(job, RANKS) + max(map(by_experts, range(RANKS)))
 
 
-def twin_peak_bytes(job: Job) -> int:
-    """Of the one process."""
+def reference_peak_bytes(job: Job) -> int:
+    """Return the peak bytes of saved activations of the single-process reference."""
     layer, tokens = ep.moe_layers(experts_model(job))[0], job.sequences * job.seq_len
     by_experts = ep.saved_by_serial_layer(exact(job).config, layer, tokens)
     return saved_beside_experts(job, 1) + job.config.layers * by_experts
 
 
 def saved_beside_experts(job: Job, replicas: int) -> int:
-    """By one of so many replicas of all else, that share the batch."""
+    """Return the saved bytes outside the experts, of one of ``replicas`` that share the batch."""
     config, sequences = exact(job).config, job.sequences // replicas
     blocks = config.layers * ep.saved_beside_experts(config, sequences, job.seq_len)
     ends = saved_at_ends(config, sequences, job.seq_len)
@@ -160,7 +169,7 @@ def saved_beside_experts(job: Job, replicas: int) -> int:
 
 
 def expert_parallel(name: str, sentence: str, ep_size: int) -> Technique:
-    """A row of lesson 10, on four ranks."""
+    """Return a row of lesson 10 on four ranks."""
     return Technique(
         name=name,
         lesson="10",
@@ -170,33 +179,33 @@ def expert_parallel(name: str, sentence: str, ep_size: int) -> Technique:
         formula=lambda job: expert_parallel_bytes(job, ep_size),
         state_formula=lambda job: experts_state_bytes(job, ep_size),
         peak_activation_formula=lambda job: experts_peak_bytes(job, ep_size),
-        twin=TWIN,
+        twin=REFERENCE,
     )
 
 
 EXPERT_PARALLEL = [
     Technique(
-        name=TWIN,
+        name=REFERENCE,
         lesson="10",
-        sentence="One process and a model with 8 experts a layer, of which each token takes 2: the "
-        "twin of the next rows, in float64.",
+        sentence="One process trains a model with 8 experts per layer and 2 experts per token: the "
+        "reference of the next rows, in float64.",
         mesh={},
         train=lambda job: train_serially(experts_model(job), job, whole_batch, job.steps),
         formula=lambda job: {},
         state_formula=lambda job: experts_state_bytes(job, 1),
-        peak_activation_formula=twin_peak_bytes,
-        twin=TWIN,
+        peak_activation_formula=reference_peak_bytes,
+        twin=REFERENCE,
     ),
     expert_parallel(
         "ep-4",
-        "Every rank holds the model, a quarter of the batch and 2 of the 8 experts; tokens travel "
-        "to their experts and back, all else is data parallelism.",
+        "Each rank has the model, a quarter of the batch and 2 of the 8 experts. Tokens are sent "
+        "to their experts and back; the rest is data parallelism.",
         4,
     ),
     expert_parallel(
         "ep-2",
-        "Two pairs of ranks, each with all experts between them: tokens travel less far, and the "
-        "gradients of 4 experts are summed over the two ranks that hold them.",
+        "Each of two pairs of ranks has all experts. Fewer tokens are sent to another rank, and "
+        "the gradients of 4 experts are summed over the two ranks that store them.",
         2,
     ),
 ]

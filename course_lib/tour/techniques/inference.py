@@ -1,10 +1,10 @@
-"""The tour's rows of inference: nothing is trained; requests are answered.
+"""The tour's rows of inference: no training; requests are answered.
 
-What stands for losses here is, for each request, the largest absolute difference of its logits to
-those of the twin, which computes every token anew from the whole text before it; so the twin's own
-are zeros. Of a request of which a rank has another token it is infinite. The bytes sent are those
-of the whole decode, and what is kept is no activation for backward but the past: the cache, or, in
-the twin, the text.
+Instead of a loss, each request has the largest absolute difference of its logits from those of the
+reference, which computes every token again from the whole text before it. The reference itself
+therefore has zeros. If a rank has another token, the difference is infinite. The bytes sent are
+those of the whole decode. Instead of activations, the rows count the KV cache, or the text in the
+reference.
 """
 
 from __future__ import annotations
@@ -27,16 +27,16 @@ from course_lib.tp.layers import padded_rows
 from course_lib.trace.memory import state_bytes
 
 TP, PP = 2, 2
-TWIN = "serial-decode"
+REFERENCE = "serial-decode"
 
 
 def exact(job: Job) -> Job:
-    """So many digits that no two tokens are equally likely."""
+    """Return the job in float64, so that no two tokens are equally likely."""
     return replace(job, config=replace(job.config, dtype=torch.float64))
 
 
 def requests_of(job: Job) -> list[Request]:
-    """The beginnings of the first batch's sequences, of different lengths."""
+    """Return requests: prefixes of the first batch's sequences, of different lengths."""
     texts = job.rows_of(0, 0, 1)[0].tolist()
     half = job.seq_len // 2
     prompts = [text[: half - 3 * number % half] for number, text in enumerate(texts)]
@@ -44,13 +44,13 @@ def requests_of(job: Job) -> list[Request]:
 
 
 def slots_of(job: Job) -> int:
-    """Half the requests wait until others are done."""
+    """Return the number of slots: half of the requests wait until others are done."""
     return PP * max(job.sequences // 2 // PP, 1)
 
 
 @torch.no_grad()
 def recompute(model: Decoder, request: Request) -> tuple[Tensor, Tensor]:
-    """(text (1, S), logits of each new token): the whole text again for every token."""
+    """Return (text (1, S), logits of each new token), computed from the whole text each time."""
     text_1S, rows = torch.tensor([request.prompt]), []
     for _ in range(request.max_new_tokens):
         rows.append(model(text_1S)[0, -1])
@@ -59,14 +59,14 @@ def recompute(model: Decoder, request: Request) -> tuple[Tensor, Tensor]:
 
 
 def decode_serially(job: Job) -> Report:
-    """The twin: one process, no cache; it keeps the texts."""
+    """Decode as the reference does: one process, no cache; it stores the texts."""
     model = exact(job).model()
     texts = [recompute(model, request)[0] for request in requests_of(job)]
     return Report([0.0] * len(texts), state_bytes(model), sum(text.nbytes for text in texts))
 
 
 def decode_in_parallel(job: Job) -> Report:
-    """Two stages of two ranks each; two groups of requests alternate."""
+    """Decode on two stages of two ranks each; two groups of requests alternate."""
     mesh = make_mesh("tp-pp-dp", tp=TP, pp=PP)
     model = tp.parallelize(inference.cut(exact(job).model(), mesh), mesh.tp)
     seen: dict[int, list[Tensor]] = {}
@@ -80,10 +80,10 @@ def decode_in_parallel(job: Job) -> Report:
     stage = Stage(model, mesh, slots_of(job), watched)
     scheduler = Scheduler(requests_of(job), slots_of(job), groups=PP)
     tokens = inference.serve_pipeline(stage, scheduler).tokens
-    twin, first = exact(job).model(), mesh.tp.rank * padded_rows(job.config.vocab, TP)
+    reference, first = exact(job).model(), mesh.tp.rank * padded_rows(job.config.vocab, TP)
     differences = []
     for request in requests_of(job):
-        text_1S, logits_MV = recompute(twin, request)
+        text_1S, logits_MV = recompute(reference, request)
         if tokens[request.number] != text_1S[0, len(request.prompt) :].tolist():
             differences.append(inf)
         elif isinstance(model.head, VocabHead):
@@ -100,12 +100,12 @@ def decode_in_parallel(job: Job) -> Report:
 
 
 def text_bytes(job: Job) -> int:
-    """Every token of every request."""
+    """Return the bytes of all tokens of all requests."""
     return ID_BYTES * sum(r.kv_positions + 1 for r in requests_of(job))
 
 
 def sent(job: Job) -> dict[str, Fraction]:
-    """All ranks together, the whole decode."""
+    """Return the bytes that all ranks together send in the whole decode, by axis."""
     config, counts = exact(job).config, inference.counts(requests_of(job))
     return {
         "tp": TP * inference.tensor_bytes(config, *counts, TP),
@@ -114,7 +114,8 @@ def sent(job: Job) -> dict[str, Fraction]:
 
 
 def stage_bytes(job: Job) -> int:
-    """Parameters of the fullest rank: its layers' shares, and one end of the model."""
+    """Return the parameter bytes of the rank with the most: shards of its layers, and of the
+    embedding or the LM head."""
     config = exact(job).config
 
     def parts(layers: int) -> int:
@@ -128,14 +129,14 @@ def stage_bytes(job: Job) -> int:
 
 
 def _end_parameters(config: ModelConfig) -> tuple[int, int]:
-    """(of the last norm, of learned positions)."""
+    """Return the parameter counts (of the last norm, of learned positions)."""
     if config.family == "llama":
         return config.hidden, 0
     return 2 * config.hidden, config.max_seq_len * config.hidden
 
 
 def cache_bytes(job: Job) -> int:
-    """Of the rank with the most layers."""
+    """Return the bytes of the KV cache, of the rank with the most layers."""
     config, layers = exact(job).config, pp.partition(job.config.layers, PP)
     slots, capacity = slots_of(job), config.max_seq_len
     return inference.cache_bytes(config, slots, capacity, layers=max(layers), tp=TP)
@@ -143,27 +144,28 @@ def cache_bytes(job: Job) -> int:
 
 INFERENCE = [
     Technique(
-        name=TWIN,
+        name=REFERENCE,
         lesson="13",
         sentence="One process answers requests and computes every token from the whole text "
-        "before it: the twin of the next row, in float64. It keeps the text alone.",
+        "before it: the reference of the next row, in float64. It stores only the text.",
         mesh={},
         train=decode_serially,
         formula=lambda job: {},
         state_formula=lambda job: exact(job).parameter_bytes,
         peak_activation_formula=text_bytes,
-        twin=TWIN,
+        twin=REFERENCE,
     ),
     Technique(
         name="inference",
         lesson="13",
-        sentence="The same tokens from two stages of two ranks, which keep keys and values; "
-        "requests join as others end, and two groups alternate. Off by: the logits. Sent: in all.",
+        sentence="Two stages of two ranks each produce the same tokens with a KV cache. A request "
+        "starts when another ends, and two groups alternate. Off by is for logits; bytes sent are "
+        "for the whole decode.",
         mesh={"tp": TP, "pp": PP},
         train=decode_in_parallel,
         formula=sent,
         state_formula=stage_bytes,
         peak_activation_formula=cache_bytes,
-        twin=TWIN,
+        twin=REFERENCE,
     ),
 ]

@@ -17,7 +17,7 @@ RANKS, MICRO_BATCHES = 4, 4
 
 
 def train_pipeline(job: Job, schedule: Schedule) -> Report:
-    """Each rank holds a share of the layers and does its row of ``schedule``."""
+    """Train with the stages of each rank, which performs its row of ``schedule``."""
     mesh = make_mesh(pp=schedule.ranks)
     stages = pp.make_stages(job.model(), schedule, mesh.pp.rank)
     optimizer = adam(pp.parameters(stages))
@@ -34,7 +34,10 @@ def train_pipeline(job: Job, schedule: Schedule) -> Report:
 
 
 def pipeline_bytes(job: Job, schedule: Schedule) -> dict[str, Fraction]:
-    """All ranks together, one step: activations there, gradients back, over every boundary."""
+    """Return the bytes that all ranks together send in one step, by axis.
+
+    At each stage boundary, activations are sent forward and gradients backward.
+    """
     config = job.config
     activation_bytes = job.sequences * job.seq_len * config.hidden * job.width
     tied_bytes = config.vocab * config.hidden * job.width if config.tied else 0
@@ -42,33 +45,35 @@ def pipeline_bytes(job: Job, schedule: Schedule) -> dict[str, Fraction]:
 
 
 def slices(job: Job, schedule: Schedule) -> list[tuple[int, int]]:
-    """First block of each stage, and the first after it."""
+    """Return the first block of each stage, and the first block after it."""
     layers = pp.partition(job.config.layers, schedule.stages)
     return [(sum(layers[:stage]), sum(layers[: stage + 1])) for stage in range(len(layers))]
 
 
 def pipeline_state_bytes(job: Job, schedule: Schedule) -> int:
-    """Of the rank whose stages hold the most."""
+    """Return the state bytes of the rank whose stages store the most."""
     config, ends = job.config, slices(job, schedule)
 
     def of_rank(rank: int) -> int:
         stages = schedule.stages_of(rank)
         sizes = [size for stage in stages for size in parameter_sizes(config, *ends[stage])]
         if config.tied and len(stages) > 1 and {0, schedule.stages - 1} <= set(stages):
-            sizes.remove(config.vocab * config.hidden)  # both ends on one rank share the table
+            sizes.remove(
+                config.vocab * config.hidden
+            )  # the tied embedding and LM head are on one rank
         return adam_state_bytes(sizes, job.width)
 
     return max(map(of_rank, range(schedule.ranks)))
 
 
 def pipeline_peak_bytes(job: Job, schedule: Schedule) -> int:
-    """Of the rank that keeps the most at the fullest moment of its row.
+    """Return the peak bytes of saved activations, of the rank with the highest peak.
 
-    A stage keeps what one process would of a micro-batch, from its F to the end of its B or I,
-    and from I to W what :func:`pp.saved_for_wgrad` says. The first thing that I leaves to W, the
-    gradient of the stage's output, is kept before anything is freed (of the last stage logits are
-    freed first). The first stage keeps tokens too and the last one targets, those of the whole
-    batch at once.
+    From its F to the end of its B or I, a micro-batch saves as much on a stage as in one process.
+    From I to W it saves :func:`pp.saved_for_wgrad`. The first tensor that I saves for W, the
+    gradient of the stage's output, is saved before anything is freed; on the last stage, the
+    logits are freed first. The first stage also saves tokens and the last stage targets, both of
+    the whole batch.
     """
     sequences = job.sequences // schedule.microbatches
     of_a_slice = (job.config, sequences, job.seq_len)
@@ -113,33 +118,33 @@ PIPELINES = [
     pipeline(
         "gpipe",
         "07",
-        "Every rank holds one layer in four; four micro-batches run forward through all, then "
-        "backward, and ranks send only activations and their gradients.",
+        "Each rank has a quarter of the layers. Four micro-batches go forward through all stages, "
+        "then backward; only activations and their gradients are sent.",
     ),
     pipeline(
         "1f1b",
         "07",
-        "The same messages, but each backward runs as early as possible, so later ranks store "
+        "The same messages, but each backward runs as early as possible, so that later ranks save "
         "fewer activations.",
     ),
     pipeline(
         "interleaved",
         "08",
-        "Two ranks that hold every second layer each: a micro-batch passes both twice, over three "
-        "stage boundaries instead of one, and ranks wait half as long.",
+        "Each of two ranks has every second layer. A micro-batch passes each rank twice and "
+        "crosses three stage boundaries instead of one, and the ranks wait half as long.",
         ranks=2,
     ),
     pipeline(
         "zb-h1",
         "08",
-        "A split backward: weight gradients, for which no rank waits, are computed where a rank "
+        "Split backward: no rank waits for the weight gradients, so they are computed when a rank "
         "would be idle.",
     ),
     pipeline(
         "zb-v",
         "08",
-        "The same with two stages on each of two ranks in a V-shaped placement: the rank of the "
-        "first stage has the last one too, and between those two nothing is sent.",
+        "The same with a V-shaped placement of two stages per rank: the first and the last stage "
+        "are on one rank, and no message is sent at the bottom of the V.",
         ranks=2,
     ),
 ]

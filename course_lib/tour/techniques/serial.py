@@ -1,4 +1,4 @@
-"""The tour's first row: one process, and a plain loop."""
+"""The tour's first row: one process and a plain training loop."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from course_lib.trace.memory import SavedActivations, state_bytes
 
 
 def train_serial(job: Job) -> Report:
-    """The twin that everything is compared with: one process and a plain loop."""
+    """Train the single-process reference, with which the other rows are compared."""
     mesh, model = make_mesh(), job.model()
     optimizer = adam(model.parameters())
     losses = []
@@ -33,8 +33,8 @@ def train_serial(job: Job) -> Report:
 SERIAL = Technique(
     name="serial",
     lesson="00",
-    sentence="One process trains on the whole batch: the twin that every row without experts must "
-    "equal.",
+    sentence="One process trains on the whole batch: the reference that every row without experts "
+    "must equal.",
     mesh={},
     train=train_serial,
     formula=lambda job: {},

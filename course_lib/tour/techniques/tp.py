@@ -1,4 +1,4 @@
-"""The tour's rows of tensor and sequence parallelism, which cut the same layers."""
+"""The tour's rows of tensor and sequence parallelism, which shard the same layers."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ Change = Callable[[Decoder], None]
 
 
 def train_tensor_parallel(job: Job, region: Region, *changes: Change) -> Report:
-    """Every rank has the whole batch and a quarter of every layer."""
+    """Train with the whole batch and a quarter of every layer on each rank."""
     mesh = make_mesh(tp=RANKS)
     model = tp.parallelize(job.model(), mesh.tp, region)
     for change in changes:
@@ -40,25 +40,25 @@ def train_tensor_parallel(job: Job, region: Region, *changes: Change) -> Report:
             (total / count).backward()
         held = comm.held_gradients(model.parameters())
         tp.sum_shared_gradients(held)
-        if region != tp.REGION:  # equal, not the same: it came from another process
+        if region != tp.REGION:  # equal to tp.REGION, but not identical: it was unpickled
             sp.sum_gradients(held, mesh.tp)
         optimizer.step()
         losses.append(float(total.detach() / count))
     return Report(losses, state_bytes(model, optimizer), saved.peak)
 
 
-# --- formulas: all ranks hold and send alike -----------------------------------------------------
+# --- formulas: all ranks store and send the same number of bytes ---------------------------------
 
 
 def sent_whole(job: Job) -> dict[str, Fraction]:
-    """By tensor parallelism, its loss and shared heads included."""
+    """Return the bytes of tensor parallelism by axis, including the loss and shared KV heads."""
     shared = RANKS * formulas.shared_head_bytes(job.config, RANKS)
     whole = RANKS * formulas.wire_bytes(job.config, job.sequences, job.seq_len, RANKS)
     return {"tp": whole - shared} | ({"tp_kv": shared} if shared else {})
 
 
 def sent_by_rows(job: Job, *, again: bool = False, forwards: int = 1) -> dict[str, Fraction]:
-    """By sequence parallelism, its loss and shared heads included."""
+    """Return the bytes of sequence parallelism by axis, including the loss and shared KV heads."""
     config, tokens = job.config, job.sequences * job.seq_len
     rows = sp.wire_bytes(config, job.sequences, job.seq_len, RANKS, again=again, forwards=forwards)
     shared = RANKS * formulas.shared_head_bytes(config, RANKS)
@@ -67,20 +67,21 @@ def sent_by_rows(job: Job, *, again: bool = False, forwards: int = 1) -> dict[st
 
 
 def state(job: Job) -> int:
-    """A share of the matrices and whole norms, four times, and a counter for each tensor."""
+    """Return the state bytes: four times the sharded matrices and replicated norms, and a counter
+    per tensor."""
     held = formulas.parameters_per_rank(job.config, RANKS)
     return 4 * held * job.width + COUNTER_BYTES * len(parameter_sizes(job.config))
 
 
 def kept_whole(job: Job) -> int:
-    """All blocks, and the ends."""
+    """Return the saved bytes of all blocks, the embedding and the LM head."""
     shape = job.config, job.sequences, job.seq_len, RANKS
     blocks = job.config.layers * formulas.saved_per_block(*shape)
     return blocks + formulas.saved_at_ends(*shape) + COUNT_BYTES
 
 
 def saved_by_rows(job: Job, *, again: bool = False) -> int:
-    """The same where ranks share rows."""
+    """Return the saved bytes when the positions are sharded outside the layers."""
     config, shape = job.config, (job.config, job.sequences, job.seq_len, RANKS)
     vocabulary = formulas.saved_by_vocabulary(config, job.sequences * job.seq_len, RANKS)
     blocks = config.layers * sp.saved_per_block(*shape, again=again)
@@ -88,8 +89,12 @@ def saved_by_rows(job: Job, *, again: bool = False) -> int:
 
 
 def kept_recomputed(job: Job) -> int:
-    """The inputs of all blocks, and beside them either the ends or, once backward has let go of
-    head and loss, what the last block makes anew, whose first norm keeps its input too."""
+    """Return the peak of the saved bytes with full recomputation.
+
+    The inputs of all blocks are saved. In addition, there are either the activations of embedding
+    and LM head or, after backward has freed those of head and loss, the recomputed activations of
+    the last block, without its input.
+    """
     config = job.config
     rows_bytes = job.sequences * job.seq_len // RANKS * config.hidden * job.width
     positions = job.seq_len * recompute.ID_BYTES
@@ -111,7 +116,7 @@ def tensor_parallel(
     kept: Callable[[Job], int],
     *changes: Change,
 ) -> Technique:
-    """A row on four ranks: what they send, what one of them keeps for backward."""
+    """Return a row on four ranks, with formulas for the bytes sent and saved for backward."""
     return Technique(
         name=name,
         lesson=lesson,
@@ -128,8 +133,8 @@ TENSOR_PARALLEL = [
     tensor_parallel(
         "tp",
         "05",
-        "Every rank holds a quarter of every matrix and of the vocabulary; attention and MLP each "
-        "cost one all-reduce forward and one backward.",
+        "Each rank has a quarter of every matrix and of the vocabulary. Attention and MLP each "
+        "need one all-reduce in forward and one in backward.",
         tp.REGION,
         sent_whole,
         kept_whole,
@@ -137,8 +142,8 @@ TENSOR_PARALLEL = [
     tensor_parallel(
         "sp",
         "06",
-        "Between those layers a rank holds a quarter of the positions: gather and scatter send "
-        "what the all-reduces did, and norms keep a quarter.",
+        "Between those layers each rank has a quarter of the positions. All-gather and "
+        "reduce-scatter send as many bytes as the all-reduces, and norms save a quarter.",
         sp.REGION,
         sent_by_rows,
         saved_by_rows,
@@ -146,8 +151,8 @@ TENSOR_PARALLEL = [
     tensor_parallel(
         "sp-again",
         "06",
-        "The same, but what was gathered is let go and gathered once more in backward: a quarter "
-        "more bytes, and nothing kept whole.",
+        "The same, but gathered activations are freed and gathered again in backward: a quarter "
+        "more bytes are sent, and only shards are saved.",
         sp.GATHER_AGAIN,
         lambda job: sent_by_rows(job, again=True),
         lambda job: saved_by_rows(job, again=True),
@@ -155,8 +160,8 @@ TENSOR_PARALLEL = [
     tensor_parallel(
         "sp-recomputed",
         "06",
-        "Every block keeps its input alone, and runs forward once more in backward, its messages "
-        "included.",
+        "Each block saves only its input and runs its forward again in backward, including its "
+        "messages.",
         sp.REGION,
         lambda job: sent_by_rows(job, forwards=2),
         kept_recomputed,

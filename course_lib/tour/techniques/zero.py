@@ -26,7 +26,7 @@ MakeZero = Callable[[Decoder, Mesh], zero.Sharded]
 
 
 def train_zero(job: Job, make_zero: MakeZero, micro_batches: int) -> Report:
-    """The loop of data parallelism: ZeRO stands where the sync and the optimizer stand there."""
+    """Train with the loop of data parallelism; ZeRO replaces the sync and the optimizer."""
     mesh, model = make_mesh(), job.model()
     dp.start_equal(model, mesh.dp)
     z = make_zero(model, mesh)
@@ -43,9 +43,9 @@ def train_zero(job: Job, make_zero: MakeZero, micro_batches: int) -> Report:
 
 
 def flats(stage: int, job: Job) -> Sequence[int]:
-    """Elements of each flat: of the root and the blocks in stage 3, else of the buckets.
+    """Return the elements of each flat parameter: root and blocks in stage 3, else buckets.
 
-    Buckets are cut by the rule of the run, from tensors without memory.
+    Buckets are made by the same rule as in the run, from tensors without memory.
     """
     config = job.config
     if stage == 3:
@@ -59,7 +59,7 @@ def flats(stage: int, job: Job) -> Sequence[int]:
 
 
 def zero_bytes(stage: int, job: Job, micro_batches: int) -> dict[str, Fraction]:
-    """All ranks together, one step."""
+    """Return the bytes that all ranks together send in one step, by axis."""
     sent = zero.wire_bytes(
         stage,
         flats(stage, job),
@@ -72,8 +72,11 @@ def zero_bytes(stage: int, job: Job, micro_batches: int) -> dict[str, Fraction]:
 
 
 def zero_state_bytes(stage: int, job: Job) -> int:
-    """What stays, the shards' gradients, and for each flat Adam's counter and, in stage 3, the one
-    number that the parameters read as where they are not gathered."""
+    """Return the state bytes: sharded state, gradients of the shards, and Adam's counters.
+
+    In stage 3, each flat parameter also stores the one element to which its parameters point while
+    they are not gathered.
+    """
     elements = flats(stage, job)
     kept = zero.state_bytes(stage, elements, RANKS, dtype=job.config.dtype)
     width = zero.reduce_dtype(job.config.dtype).itemsize
@@ -83,7 +86,7 @@ def zero_state_bytes(stage: int, job: Job) -> int:
 
 
 def row(stage: int, sentence: str, make_zero: MakeZero, micro_batches: int = 1) -> Technique:
-    """A row of lesson 04, on four ranks."""
+    """Return a row of lesson 04 on four ranks."""
     return Technique(
         name=f"zero-{stage}",
         lesson="04",
@@ -99,21 +102,22 @@ def row(stage: int, sentence: str, make_zero: MakeZero, micro_batches: int = 1) 
 ZERO = [
     row(
         1,
-        "Gradients are reduce-scattered, every rank updates a quarter of the weights, and an "
-        "all-gather makes them whole: the bytes of data parallelism, a quarter of its optimizer.",
+        "Gradients are reduce-scattered, each rank updates a quarter of the weights, and an "
+        "all-gather sends them to all ranks: the bytes of data parallelism, with a quarter of its "
+        "optimizer state.",
         lambda model, mesh: zero.Zero1(model.parameters(), mesh.dp, adam, BUCKET_BYTES),
     ),
     row(
         2,
-        "Gradients too are kept in quarters: each bucket is scattered and freed as soon as "
-        "backward has filled it, in each of two micro-batches.",
+        "Gradients are sharded too: each bucket is reduce-scattered and freed as soon as backward "
+        "has filled it, in each of two micro-batches.",
         lambda model, mesh: zero.Zero2(model.parameters(), mesh.dp, adam, BUCKET_BYTES),
         micro_batches=2,
     ),
     row(
         3,
-        "Parameters too: each block is gathered before its forward and its backward, while its "
-        "neighbour computes, and freed after.",
+        "Parameters are sharded too: each block is gathered before its forward and its backward, "
+        "while its neighbor computes, and freed afterwards.",
         lambda model, mesh: zero.Zero3(model, list(model.blocks), mesh.dp, adam),
     ),
 ]

@@ -139,7 +139,7 @@ GROUPS = Function(
         ),
         Wrong(_half_ranks, words="ranks are whole numbers"),
         Wrong(lambda axis, sizes, order: None, words="a list of lists of ranks is wanted"),
-        Wrong(lambda axis, sizes, order: [[0, 1]], words="right is"),
+        Wrong(lambda axis, sizes, order: [[0, 1]], words=": expected "),
     ),
     right=(_right_groups_by_key, _right_groups_by_stride),
     stub=lambda axis, sizes, order: None,

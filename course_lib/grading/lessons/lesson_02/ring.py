@@ -234,7 +234,7 @@ RING = Ranked(
         Wrong(_two_halves, words=REFUSAL),
         Wrong(_up_and_down, words=REFUSAL),
         Wrong(lambda x, axis: _by_ring(x, axis, adding=False), words="outputs are wrong on every"),
-        Wrong(_KeepsWithoutWaiting(), words="began 12 messages and waited for 6 of them"),
+        Wrong(_KeepsWithoutWaiting(), words="started 12 messages and waited for 6 of them"),
         Wrong(_one_piece_behind, words="outputs are wrong on every rank"),
         Wrong(_listens_to_next, words="on 4 ranks the answer had not returned"),
         Wrong(lambda x, axis: comm.tree_all_reduce(x, axis), words=REFUSAL),

@@ -248,7 +248,7 @@ REGION = Ranked(
         Wrong(lambda x, weight_in, weight_out, dy: None, words="returned a NoneType"),
         Wrong(_but(leave=_own), words="y has this rank's rows of its own part"),
         Wrong(_but(back=_own), words="dx has this rank's rows of its own part"),
-        Wrong(_but(leave=_whole_sum), words="values of y of rank 0 have shape"),
+        Wrong(_but(leave=_whole_sum), words="expected values of y of shape"),
         Wrong(_but(leave=_mean), words="exactly 2 times too small"),
         Wrong(_but(back=_mean), words="exactly 2 times too small"),
         Wrong(_but(gather_dy=_own_dy), words="values of dx are wrong"),

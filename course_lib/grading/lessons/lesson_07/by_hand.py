@@ -123,7 +123,7 @@ BY_HAND = Worked(
             "that is in percent; a share lies between 0 and 1 here.",
         ),
         Wrong({**RIGHT, "step": 20}, words="'step': 20 is not right"),
-        Wrong({**RIGHT, "row 1": "1F0 1F1 1B0"}, words="it has 3 values, 10 are wanted"),
+        Wrong({**RIGHT, "row 1": "1F0 1F1 1B0"}, words="expected 10 values, got 3 values"),
     ),
     right=(
         RIGHT,

@@ -99,7 +99,7 @@ ENOUGH = Function(
             words="a whole number of micro-batches is wanted",
         ),
         Wrong(_enough, words="this is what you are asked to write"),
-        Wrong(lambda p, percent: 4 * p, words="right is"),
+        Wrong(lambda p, percent: 4 * p, words=": expected "),
     ),
     right=(_by_search, lambda p, percent: math.ceil((p - 1) / (percent / 100) - (p - 1))),
     stub=lambda p, percent: None,

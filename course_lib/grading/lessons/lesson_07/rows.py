@@ -184,8 +184,10 @@ ROWS = Function(
         Wrong(_from_one, "Micro-batches are numbered from 0."),
         Wrong(lambda p, m: _three_parts(m, p), "p and m are swapped."),
         Wrong(lambda p, m: _cells(one_f_one_b(p, m)), words="this is what you are asked to write"),
-        Wrong(lambda p, m: [[(0, "F", 0)]], words="a row is a list of cells such as '0F3'"),
-        Wrong(lambda p, m: None, words="a list of rows, one for each rank, is wanted"),
+        Wrong(
+            lambda p, m: [[(0, "F", 0)]], words="expected a row to be a list of cells such as '0F3'"
+        ),
+        Wrong(lambda p, m: None, words="expected a list of rows, one per rank"),
     ),
     right=(_three_parts, _by_room),
     stub=lambda p, m: None,

@@ -265,10 +265,10 @@ SWAP = Ranked(
     ),
     wrong=(
         Wrong(_both_send, words="every rank waits in send"),
-        Wrong(_both_receive, words="either nobody has sent one"),
+        Wrong(_both_receive, words="either no rank has sent one"),
         Wrong(_drops_the_handle, words="or what isend returned was dropped"),
         Wrong(_without_waiting, words="wait for the receive before you return"),
-        Wrong(_WaitsForTheReceive(), words="began 4 messages and waited for 2 of them"),
+        Wrong(_WaitsForTheReceive(), words="started 4 messages and waited for 2 of them"),
         Wrong(_into_like, words="like was written"),
         Wrong(_of_default_dtype, words="compare calls, peers and shapes by rank"),
         Wrong(_own, words="returned what rank 0 sent, not what rank 1 sent"),

@@ -108,7 +108,7 @@ BY_HAND = Worked(
             "too early: with W at once nothing is left to fill the gaps at the end.",
         ),
         Wrong({**RIGHT, "row 0": RIGHT["row 0"].replace("0I3 0W3", "0W3 0I3")}, words="'row 0': "),
-        Wrong({**RIGHT, "row 2": "2F0 2I0"}, words="it has 2 values, 12 are wanted"),
+        Wrong({**RIGHT, "row 2": "2F0 2I0"}, words="expected 12 values, got 2 values"),
         Wrong({**RIGHT, "bubble of total": 0.143}, words="type it as a fraction"),
     ),
     right=(RIGHT, {**RIGHT, "step": 14, "bubble of total": 2 / 14, "start of 0I0": 5}),

@@ -154,8 +154,10 @@ ROWS = Function(
         Wrong(lambda p, m: _right(m, p), "p and m are swapped."),
         Wrong(_from_library(zb_h1), words="this is what you are asked to write"),
         Wrong(_from_library(zb_h2), words="this is what you are asked to write"),
-        Wrong(lambda p, m: [[(0, "F", 0)]], words="a row is a list of cells such as '0F3'"),
-        Wrong(lambda p, m: None, words="a list of rows, one for each rank, is wanted"),
+        Wrong(
+            lambda p, m: [[(0, "F", 0)]], words="expected a row to be a list of cells such as '0F3'"
+        ),
+        Wrong(lambda p, m: None, words="expected a list of rows, one per rank"),
     ),
     right=(_right, _by_turns),
     stub=lambda p, m: None,

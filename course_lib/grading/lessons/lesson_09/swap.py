@@ -348,8 +348,8 @@ SWAP = Ranked(
         Wrong((_not_joined, _to_rows), words="join what came along dim 1"),
         Wrong((_every_nth, _to_rows), words="rank r has every n-th head"),
         Wrong((lambda x: _swap(x, 2, 1, back=True), _to_rows), words="in another order than that"),
-        Wrong((lambda x: _swap(x, 2, 2), _to_rows), words="have shape"),
-        Wrong((_to_heads, _to_heads), words="outputs of to_rows of rank 0 have shape"),
+        Wrong((lambda x: _swap(x, 2, 2), _to_rows), words="got shape"),
+        Wrong((_to_heads, _to_heads), words="expected outputs of to_rows of shape"),
         Wrong(
             (_to_heads, lambda x: _swap(x, 1, 2, back=True)),
             words="the right numbers in the wrong heads",

@@ -162,7 +162,7 @@ ROUTING = Function(
         Wrong(_but(best=False), "These are the experts with the smallest logits."),
         Wrong(lambda logits, choices, room: None, words="a list of dicts is wanted"),
         Wrong(lambda logits, choices, room: [[0]] * len(logits), words="a list of dicts is wanted"),
-        Wrong(lambda logits, choices, room: [{} for _ in logits], words="right is"),
+        Wrong(lambda logits, choices, room: [{} for _ in logits], words=": expected "),
         Wrong(_by_library, words="this is what you are asked to write"),
     ),
     right=(_by_torch, lambda *given: tuple(_route(*given))),

@@ -187,7 +187,7 @@ NEVER = Function(
         Wrong(_one_pass, "A rank whose partner waits may go on when that one does: look again."),
         Wrong(_everyone, "Not everybody who waits waits for ever."),
         Wrong(_from_returned, "Rings wait for ever, too, without anybody having returned."),
-        Wrong(_unsorted, words="right is"),
+        Wrong(_unsorted, words=": expected "),
         Wrong(_as_set, words="a sorted list of ranks is wanted, not a set"),
         Wrong(lambda waits, returned: None, words="a sorted list of ranks is wanted"),
     ),

@@ -124,7 +124,7 @@ HOLDERS = Function(
         ),
         Wrong(_added, "Reasons to be a copy multiply: they are not added."),
         Wrong(lambda *given: 1 / _holders(*given), words="a whole number is wanted"),
-        Wrong(lambda sizes, *flags: sizes["tp"], words="right is"),
+        Wrong(lambda sizes, *flags: sizes["tp"], words=": expected "),
     ),
     right=(_by_counting, lambda *given: float(_holders(*given))),
     stub=lambda sizes, cut, expert, ends, sharded: None,

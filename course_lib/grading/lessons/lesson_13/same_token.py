@@ -204,7 +204,7 @@ SAME_TOKEN = Ranked(
         Wrong(_gathers, words="do not gather the logits"),
         Wrong(
             lambda logits, first, axis: _right(logits, first, axis).float(),
-            words="torch.int64 is right",
+            words="of torch.int64 on rank",
         ),
         Wrong(_in_place, words="wrote into the logits"),
         Wrong(_by_library, words=REFUSAL),

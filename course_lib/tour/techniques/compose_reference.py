@@ -1,7 +1,8 @@
-"""The twin of the row with five axes, and what its routers want: by place in the mesh.
+"""The single-process reference of the row with five axes, and the load of its experts.
 
-Micro-batch k of the twin holds the k-th of each replica, which is what the ranks compute at one
-time: a micro-batch has an auxiliary loss of its own. Experts are shared by the two ranks of cp.
+Micro-batch k of the reference joins micro-batch k of each replica, because the ranks compute these
+at the same time and each micro-batch has its own auxiliary loss. The two ranks of cp share the
+experts.
 """
 
 from __future__ import annotations
@@ -24,17 +25,17 @@ from course_lib.tour.techniques.ep import (
 )
 
 MICRO_BATCHES = 4
-TWIN = "serial-moe-4"
+REFERENCE = "serial-moe-4"
 Place = tuple[int, int, int]  # coordinates on dp, cp and tp
 
 
 def every_place() -> list[Place]:
-    """Ranks of a stage."""
+    """Return the coordinates of all ranks of a stage."""
     return [(d, c, t) for d in range(2) for c in range(2) for t in range(2)]
 
 
 def micro_batches(job: Job, step: int) -> list[Batch]:
-    """Micro-batch k holds the k-th of each replica: what the ranks compute at the same time."""
+    """Return micro-batches that join those of the replicas: all k-th ones are micro-batch k."""
     shares = [[x.chunk(MICRO_BATCHES) for x in job.rows_of(step, d, 2)] for d in range(2)]
     return [
         (torch.cat([share[0][k] for share in shares]), torch.cat([share[1][k] for share in shares]))
@@ -44,7 +45,7 @@ def micro_batches(job: Job, step: int) -> list[Batch]:
 
 @cache
 def choices(job: Job) -> list[list[torch.Tensor]]:
-    """Experts that each token of the last step wants, [micro-batch][layer] (C, B, S)."""
+    """Return the top_k experts of each token in the last step, [micro-batch][layer] (C, B, S)."""
     model = before_last_step(job, micro_batches)
     found: list[list[torch.Tensor]] = []
     for layer in ep.moe_layers(model):
@@ -62,7 +63,7 @@ def choices(job: Job) -> list[list[torch.Tensor]]:
 
 @cache
 def load_at(job: Job, mb: int, layer: int, d: int, t: int) -> ep.Load:
-    """Of a layer, for the two ranks of cp that share all experts."""
+    """Return the load of a layer's experts on the two ranks of cp that share them."""
     wanted = choices(job)[mb][layer].chunk(2, 1)[d]
     counts = []
     for c in range(2):
@@ -74,7 +75,7 @@ def load_at(job: Job, mb: int, layer: int, d: int, t: int) -> ep.Load:
 
 
 def every_load(job: Job) -> list[ep.Load]:
-    """Of a step."""
+    """Return the loads of all layers and micro-batches in a step."""
     return [
         load_at(job, mb, layer, d, t)
         for mb in range(MICRO_BATCHES)
@@ -85,7 +86,7 @@ def every_load(job: Job) -> list[ep.Load]:
 
 
 def pairs_leaving(load: ep.Load) -> int:
-    """Pairs whose expert is on another rank."""
+    """Return the number of (token, expert) pairs with the expert on another rank."""
     own = EXPERTS // len(load.kept)
     return sum(
         count
@@ -97,26 +98,26 @@ def pairs_leaving(load: ep.Load) -> int:
 
 @cache
 def some_layer(job: Job) -> ep.MoE:
-    """All are alike."""
+    """Return one MoE layer; all have the same shape."""
     return ep.moe_layers(experts_model(job))[0]
 
 
-def twin_peak(job: Job) -> int:
-    """Of one micro-batch."""
+def reference_peak(job: Job) -> int:
+    """Return the peak bytes of saved activations, which are those of one micro-batch."""
     config, tokens = exact(job).config, job.sequences // MICRO_BATCHES * job.seq_len
     of_layers = config.layers * ep.saved_by_serial_layer(config, some_layer(job), tokens)
     return saved_beside_experts(job, MICRO_BATCHES) + of_layers
 
 
-EXPERTS_TWIN = Technique(
-    name=TWIN,
+EXPERTS_REFERENCE = Technique(
+    name=REFERENCE,
     lesson="12",
-    sentence="One process, a model with 8 experts a layer, and four micro-batches a step, each "
-    "balanced by itself: the twin of the next row, in float64.",
+    sentence="One process trains a model with 8 experts per layer, with four micro-batches per "
+    "step and an auxiliary loss per micro-batch: the reference of the next row, in float64.",
     mesh={},
     train=lambda job: train_serially(experts_model(job), job, micro_batches, job.steps),
     formula=lambda job: {},
     state_formula=lambda job: experts_state_bytes(job, 1),
-    peak_activation_formula=twin_peak,
-    twin=TWIN,
+    peak_activation_formula=reference_peak,
+    twin=REFERENCE,
 )
