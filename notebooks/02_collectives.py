@@ -102,7 +102,7 @@ print(f"rank 0 was back from send after {1e3 * stood[0]:.0f} ms")
 
 # %% [markdown]
 # ## All send first
-# The study notes have every rank do this with its neighbours:
+# The study notes have every rank do this with its neighbors:
 #
 # ```python
 # dist.send(pp_tensor, dst=next_pp_rank, group=pp_group)
@@ -908,9 +908,9 @@ check("02-3", tree_broadcast)
 # the next rank and receives one from the previous. Which piece begins is up to you, and so is the direction.
 #
 # `comm.exchange(piece, axis, to, source, like=other)` sends `piece` to rank `to` and returns what comes from rank
-# `source`, a tensor like `other`; `axis.next` and `axis.previous` are the neighbours.
+# `source`, a tensor like `other`; `axis.next` and `axis.previous` are the neighbors.
 #
-# Counted on real ranks: the sum on every rank; x left as it was; 2(n-1) messages of a rank, all to one neighbour;
+# Counted on real ranks: the sum on every rank; x left as it was; 2(n-1) messages of a rank, all to one neighbor;
 # 2(n-1)/n S bytes; at most 3 S alive at once. A rank alone gives x back. A sum by a collective of torch does not
 # count.
 
@@ -956,7 +956,7 @@ check("02-4", ring_all_reduce)
 # parallelism will send tokens to their experts and back like this.
 #
 # Write it with `dist.isend`, `dist.irecv`, `dist.P2POp` and `dist.batch_isend_irecv` (or blocking calls in an order
-# that cannot hang) on the default group, which is initialised. Nothing of course_lib. `isend` does not copy: leave a
+# that cannot hang) on the default group, which is initialized. Nothing of course_lib. `isend` does not copy: leave a
 # tensor alone until its `wait()`.
 #
 # Counted on real ranks: the results; x left as it was; from each rank one message to every other rank, (n-1)/n S

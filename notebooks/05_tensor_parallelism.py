@@ -13,7 +13,7 @@
 # ---
 
 # %% [markdown]
-# # 05 Tensor parallelism: one layer, split over ranks
+# # 05 Tensor parallelism: one layer, cut over ranks
 #
 # *50 minutes to read and run, 60 to build.* Until now every rank computed full layers. Here a single matrix is
 # sharded: each rank multiplies with its shard, and one sum gives the full result. You derive the pair of operators
@@ -247,7 +247,7 @@ except RankError as error:
     print(str(error).splitlines()[0])
 
 # %% [markdown]
-# ## Measure: train with sharded blocks
+# ## Measure: train with cut blocks
 # `BLOCKS` replicates embedding and LM head; lesson 06 shards the vocabulary. All ranks of a tensor-parallel group
 # read the *same* rows: the batch is not divided. Four steps, in one process and on ranks:
 
@@ -327,7 +327,7 @@ print(
 # A study note gives TP's volume per layer as "4 × B × S × H". That is the *payload* in elements; a rank sends
 # 2(n-1)/n times that.
 #
-# ## What is sharded and what is replicated
+# ## What is cut and what stays whole
 # Inside a region a rank saves its shard of the activations for backward. Outside, between g and the next f, every
 # rank has all of x, and saves in full what norms and column linears need.
 
@@ -555,7 +555,7 @@ print(f"your prediction: {predicted_hidden} of TP's hides")
 # one. Look at `share`: TP hides none of its messages, and DP hides all messages that it sends before backward ends.
 # So TP stays inside a node, where links are fast, and DP, which can wait, crosses nodes.
 #
-# ## Second step: split the product, and it can hide
+# ## Second step: cut the product, and it can hide
 # The all-reduce waits for the full product. Split x into blocks of rows, and the sum of one block can be sent while
 # the next block is multiplied. The library does this where activations are sharded by rows between the regions
 # (`sp.REGION`, lesson 06): there g is a reduce-scatter and f an all-gather, and both become rings between matrix
@@ -1093,7 +1093,7 @@ check("05-4", ParallelMLP)
 # exists; `dist.all_reduce(x)` works in place. You need no autograd function: compute the partial sum of y from this
 # rank's heads, call `part.backward(dy)`, and all-reduce what must be summed.
 #
-# A head takes `head_dim` neighbouring features; rank 0 computes the first heads, and so on; n divides their number.
+# A head takes `head_dim` neighboring features; rank 0 computes the first heads, and so on; n divides their number.
 # `F.scaled_dot_product_attention(q, k, v, is_causal=True)` expects (batch, heads, sequence, head_dim).
 #
 # The check looks at y, the gradient of x and the gradients of this rank's shards on two to four ranks, and at y on

@@ -1033,9 +1033,9 @@ check("07-4", swap)
 # have all activations. The loss of the step is the mean over all micro-batches; `loss(y, target)` is the loss of one
 # micro-batch.
 #
-# The rows are those of 1F1B; p is 1 to 4. Compared with one process: the loss, all gradients, and the weights after the
-# optimizer, which steps when you have returned. Counted: 2(p-1)m messages in all, to neighbours only, and on rank r the
-# saved activations of at most p-r micro-batches.
+# The rows are those of 1F1B; p is 1 to 4. Compared with one process: the loss, all gradients, and the weights after
+# the optimizer, which steps when you have returned. Counted: 2(p-1)m messages in all, to neighbors only, and on rank
+# r the saved activations of at most p-r micro-batches.
 
 
 # %% course={"ex": "07-5", "role": "answer"}

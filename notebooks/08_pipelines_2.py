@@ -131,7 +131,7 @@ for chunks in (1, 2, 4):
 print(f"your predictions: step {predicted_interleaved}, messages {predicted_hops} times as many")
 
 # %% [markdown]
-# ## A split backward
+# ## A backward has two halves
 # A linear y = x Wᵀ receives dy and computes two gradients:
 #
 # - **I**, the input gradient (dgrad): dx = dy W. The previous stage waits for it.
@@ -189,7 +189,7 @@ timeline(halves.traces, conditions=Conditions(PACE), title="I leaves; W is done 
 # %% [markdown]
 # Look at W of rank 1 and I of rank 0: they overlap. With an unsplit backward, rank 0 would have waited for both.
 #
-# ## The memory of a deferred W
+# ## What W keeps
 # Between I and W a linear must store x and dy. All other saved activations (softmax, norms, activation functions) are
 # freed after I. One block, in bytes; the second line is torch's own split, which runs twice through one graph:
 

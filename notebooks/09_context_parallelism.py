@@ -664,7 +664,7 @@ print(
 # %% [markdown]
 # A mean over ranks gives the last rank's few tokens the largest weight.
 #
-# ## What a rank saves
+# ## What a rank keeps
 # In each way the saved activations of a layer are divided by n, except for the gather's K and V. A ring saves as much
 # as one process saves for a sequence n times shorter.
 

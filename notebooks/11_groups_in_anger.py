@@ -13,7 +13,7 @@
 # ---
 
 # %% [markdown]
-# # 11 Groups in anger: which rank may send, when, and in which order
+# # 11 Groups in anger: who may send, when, and in which order
 #
 # *50 minutes to read and run, 60 to build.* Every rank of a large run is in several groups at once. Here they disturb
 # each other: on one queue, on one link, and in an order in which no rank can continue. You measure all three, let

@@ -57,7 +57,7 @@ predicted_tokens = None  # tokens of a replica from which tp=4 sends more than d
 predicted_speedup = None  # of tp on 4 ranks across slow links
 
 # %% [markdown]
-# ## The groups of a rank
+# ## Whose groups a rank is in
 # Sixteen ranks on two nodes, tp=2, dp=2, pp=4: a study note's layout. Its order is tp-dp-pp.
 
 # %%
@@ -286,7 +286,7 @@ for name, result in runs.items():
 # Sixteen ranks, five axes, and the loss of one process to ten digits and more. `ranks agree` is exact: every rank has
 # the same loss, so all ranks decide alike.
 #
-# ## In which order a gradient is reduced
+# ## In which order a gradient becomes complete
 # A gradient is fully reduced when every rank that used the weight has added its partial gradient:
 #
 # | what is missing | sum over | whose gradients |
