@@ -16,8 +16,8 @@
 # # 00 Start here: a function on four ranks
 #
 # *20 minutes to read and run, 10 to build.* Training on many GPUs is done by many processes that send each other
-# messages. Each process is a **rank**. Nothing about that needs a GPU: here you start four real ranks from a
-# cell, let them talk, count the bytes they send, and look at what they did and when.
+# messages. Each process is a **rank**. Nothing about that needs a GPU. Here you start four real ranks from a cell,
+# let them talk, count the bytes they send, and look at what they did and when.
 #
 # Run the cells from top to bottom (Shift+Enter). Every lesson begins with a vote. Write `"true"`, `"false"` or
 # `"only if ..."`; `None` means no vote. The last section settles both.
@@ -32,7 +32,7 @@ vote_2 = None
 # %% [markdown]
 # ## Your machine
 # `course doctor` in a terminal asks whether this machine is ready, with a line and, where needed, a fix for each
-# check. This cell shows only what is not well:
+# check. This cell shows only the checks that fail:
 
 # %%
 from course_lib import doctor
@@ -45,9 +45,9 @@ for each in bad:
 
 # %% [markdown]
 # ## One function, four processes
-# `run` sends the function below to four fresh processes and returns their results in the order of the ranks.
-# What a rank prints stands behind its number. `make_mesh` tells a rank what it is: here the four ranks lie on
-# one axis, `dp` (data parallel).
+# `run` sends the function below to four fresh processes and returns their results in the order of the ranks. Each
+# line of output is prefixed with the rank that printed it. `make_mesh` gives a rank its place: here all four ranks
+# are on one axis, `dp` (data parallel).
 
 # %%
 from course_lib.launch import run
@@ -67,9 +67,10 @@ results
 
 # %% [markdown]
 # ## One collective
-# Each rank holds 1,024 numbers, all equal to its rank plus 1. An *all-reduce* gives every rank the sum over all
-# ranks. Before you run the next cells: what will each rank hold, and how many bytes does each rank have to send,
-# if all do the same share? A number takes 4 bytes. Write your prediction down; `None` means that you made none.
+# Each rank holds a tensor of 1,024 elements, all equal to its rank plus 1. An *all-reduce* gives every rank the sum
+# over all ranks. Before you run the next cells: what will each rank hold, and how many bytes does each rank have to
+# send, if all ranks send equally much? An element takes 4 bytes. Write your prediction down; `None` means that you
+# made none.
 
 # %%
 predicted_value = None
@@ -94,9 +95,9 @@ for rank, values in enumerate(sums):
 
 # %% [markdown]
 # ## What went through the network
-# Every rank keeps a **ledger**. *Payload* is what was handed to the call; *wire* is what the ranks send for it.
-# A ring all-reduce of S bytes over n ranks makes each rank send 2(n-1)/n S: here 1.5 times its 4,096 bytes.
-# The table adds up all four ranks.
+# Every rank keeps a **ledger**. *Payload* is the bytes handed to a call; *wire* is the bytes that the ranks send for
+# it. In a ring all-reduce of S bytes over n ranks, each rank sends 2(n-1)/n S, here 1.5 times its 4,096 bytes. The
+# table adds up all four ranks.
 
 # %%
 from course_lib import ledger
@@ -110,10 +111,10 @@ print(f"every rank holds {sums[0]['after']:g}; your prediction {predicted_value}
 
 # %% [markdown]
 # ## What happened when
-# A step of training: forward (F) and backward (B) of three *micro-batches* (a batch cut in parts), then one all-reduce
-# of 4 MB of gradients. On a small machine four ranks would fight for the cores, so this run is *paced*: F and B are sleeps of
-# 20 and 40 ms, and the network is slowed down to 100 MB/s. The processes, the messages and the waiting are real, and
-# rank 3 begins 60 ms late: see who waits for whom.
+# A step of training: forward (F) and backward (B) of three *micro-batches* (a batch is split into them), then one
+# all-reduce of 4 MB of gradients. On a small machine four ranks would compete for the cores, so this run is *paced*:
+# F and B are sleeps of 20 and 40 ms, and the network is slowed down to 100 MB/s. The processes, the messages and the
+# waiting are real. Rank 3 begins 60 ms late: see which ranks wait for it.
 
 # %%
 import time
@@ -144,8 +145,8 @@ timeline(paced.traces, conditions=Conditions(pace, network))
 
 # %% [markdown]
 # ## When a rank fails
-# Sooner or later one does, while the others wait for it in a collective. `run` then names the culprit and where
-# the others stood, stops all four, and the notebook goes on.
+# Sooner or later a rank fails, while the others wait for it in a collective. `run` then names the failed rank and the
+# line at which each other rank waits, and stops all four. The notebook continues.
 
 # %%
 from course_lib.launch import RankError
@@ -168,10 +169,10 @@ run(hello, n=2)  # and the next cell works
 
 # %% [markdown]
 # ## Where a rank stands
-# So far the ranks lay on one axis. A large training run lays them on several: neighbours in **tp** (tensor
-# parallelism) share every layer, those in **pp** (pipeline parallelism) hold different layers, those in **dp** hold
-# the same part of the model and different data. A rank has one number, and from it follow its *coordinates*, one on
-# each axis; the ranks that differ in one coordinate only are a *group*, and talk to each other.
+# So far all ranks were on one axis. A large training run has several axes: neighbors in **tp** (tensor parallelism)
+# share every layer, neighbors in **pp** (pipeline parallelism) hold different layers, and neighbors in **dp** hold
+# the same layers and different data. A rank has one number, and from it follow its *coordinates*, one on each axis;
+# the ranks that differ in one coordinate only are a *group*, and talk to each other.
 #
 # Which axis varies fastest is a choice, the *order*. Here it is `tp-dp-pp`, the fastest first, for two machines of
 # eight GPUs. Which ranks does rank 5 average its gradients with (its dp group)? And on which axis do groups cross
@@ -193,9 +194,9 @@ print(f"\nrank 5 averages with {dp_group}; your prediction {predicted_dp_group}"
 print(f"groups that cross: {', '.join(crossing)}; your prediction {predicted_axis}")
 
 # %% [markdown]
-# (A node is a machine; an `mp` group, tp and pp together, has one copy of the model; `cp` is lesson 09's.) The slowest axis
-# crosses. That is why tp, which talks in every layer, is nearly always the fastest one, and why pp and dp, which talk less
-# often, are laid across machines.
+# (A node is a machine; an `mp` group, tp and pp together, has one copy of the model; `cp` is lesson 09's.) The
+# slowest axis crosses. That is why tp, which communicates in every layer, is nearly always the fastest axis, and why
+# pp and dp, which communicate less often, cross machines.
 #
 # ## The same in PyTorch
 # Nothing here is magic. `run(..., init=False)` starts the ranks and leaves the rest to you: this is what a training
@@ -228,8 +229,8 @@ for rank, (value, groups) in enumerate(run(in_pytorch, n=4, init=False)):
 # %% [markdown]
 # ## Your turn
 # [The exercises](../exercises/00_start_here.ipynb) of this lesson take ten minutes and start no rank: you write the
-# two functions behind that drawing. They are what every launcher of a large run computes first, and a mistake in
-# them is silent: each rank then averages with the wrong ones, and the loss still goes down.
+# two functions behind that drawing. Every launcher of a large run computes them first, and a mistake in them is
+# silent: each rank averages with the wrong ranks, and the loss still falls.
 #
 # How it works, here and in every lesson:
 #
@@ -245,13 +246,13 @@ for rank, (value, groups) in enumerate(run(in_pytorch, n=4, init=False)):
 #
 # | ranks | order | tp | dp | pp | |
 # |---|---|---|---|---|---|
-# | 16 | `tp-dp-pp` | 2 | 2 | 4 | rank 5 stands at tp 1, dp 0, pp 1 |
-# | 64 | `tp-pp-dp` | 8 | 2 | 4 | rank 42 stands at tp 2, pp 1, dp 1 |
-# | 512 | `tp-pp-dp` | 8 | 8 | 8 | rank 100 stands at tp 4, pp 4, dp 1 |
+# | 16 | `tp-dp-pp` | 2 | 2 | 4 | rank 5 has tp 1, dp 0, pp 1 |
+# | 64 | `tp-pp-dp` | 8 | 2 | 4 | rank 42 has tp 2, pp 1, dp 1 |
+# | 512 | `tp-pp-dp` | 8 | 8 | 8 | rank 100 has tp 4, pp 4, dp 1 |
 #
-# On the fastest axis the coordinate is the rank modulo the axis' size; what is left of the rank after dividing by
-# that size is split among the others in the same way, like hours, minutes and seconds. Work the three lines out by
-# hand, then write the function for any order and any sizes.
+# On the fastest axis the coordinate is the rank modulo the axis' size. The quotient is split among the other axes in
+# the same way, like hours, minutes and seconds. Work out the three lines by hand, then write the function for any
+# order and any sizes.
 
 
 # %% course={"ex": "00-1", "role": "answer"}
@@ -285,9 +286,9 @@ check("00-1", coordinates)
 # and shows that GPU 0 is in the group 0, 8, 16, ... 56, which is right. Try it for rank 8, which is in the same
 # group. What does the line forget?
 #
-# Write the function that gives all groups of one axis, for any order and any sizes. Every rank stands in exactly one
-# of them. In the run with 16 ranks (`tp-dp-pp`) the dp groups are [0, 2], [1, 3], [4, 6], [5, 7], and so on up to
-# [13, 15].
+# Write the function that gives all groups of one axis, for any order and any sizes. Every rank is in exactly one of
+# them. In the run with 16 ranks (`tp-dp-pp`) the dp groups are [0, 2], [1, 3], [4, 6], [5, 7], and so on up to [13,
+# 15].
 
 
 # %% course={"ex": "00-2", "role": "answer"}
@@ -335,8 +336,8 @@ print(f"own work done after     {ends('B')} ms")
 print(f"all-reduce done after   {ends('all_reduce')} ms; your vote: {vote_1}")
 
 # %% [markdown]
-# The own work of ranks 0 to 2 was not late. But nobody leaves an all-reduce before the last one has come, so that all
-# four end together. Training meets in a collective in every step: the slowest rank sets the pace of all.
+# The compute of ranks 0 to 2 was not late. But an all-reduce finishes only after every rank has joined, so all four
+# ranks end together. Training has a collective in every step, so the slowest rank sets the speed of all ranks.
 #
 # **Claim 2: false.**
 
@@ -368,13 +369,13 @@ print(f"your vote: {vote_2}")
 #
 # </details>
 #
-# **3.** In the table of the ledger, payload was 16,384 bytes and wire 24,576. Whose bytes are these, and which of the
-# two depends on the algorithm?
+# **3.** In the table of the ledger, payload was 16,384 bytes and wire 24,576. Which ranks do these bytes belong to,
+# and which of the two depends on the algorithm?
 #
 # <details><summary>Answer</summary>
 #
-# Those of all four ranks: 4 · 4,096 handed in, 4 · 6,144 sent. The wire bytes: with another algorithm than a ring they
-# may be different.
+# They are the sums over all four ranks: 4 · 4,096 handed in, 4 · 6,144 sent. The wire bytes depend on the algorithm:
+# without a ring they may differ.
 #
 # </details>
 #
@@ -387,12 +388,12 @@ print(f"your vote: {vote_2}")
 #
 # </details>
 #
-# **5.** Why was the timeline paced, and what in it is real all the same?
+# **5.** Why was the timeline paced, and what in it is real?
 #
 # <details><summary>Answer</summary>
 #
-# Four ranks on a machine with fewer cores than ranks slow each other down, and the picture would show that fight.
-# Sleeping ranks do not. The processes, the messages, their order and the waiting are real.
+# Four ranks on fewer cores slow each other down, and the picture would show that. Sleeping ranks do not. The
+# processes, the messages, their order and the waiting are real.
 #
 # </details>
 #
@@ -403,6 +404,6 @@ print(f"your vote: {vote_2}")
 #   [arXiv:2104.04473](https://arxiv.org/abs/2104.04473): which axis to put where, section 3.
 # - [torch.distributed](https://docs.pytorch.org/docs/stable/distributed.html): the calls of the raw cell above.
 #
-# `course groups --world 16 --tp 2 --dp 2 --pp 4 --order tp-dp-pp` in a terminal makes the drawing for any
-# sizes. `course tour` trains a small model on four ranks and holds it to one process. Lesson 02 builds the
-# all-reduce that you just used out of send and receive; lesson 03 trains with it.
+# `course groups --world 16 --tp 2 --dp 2 --pp 4 --order tp-dp-pp` in a terminal makes the drawing for any sizes.
+# `course tour` trains a small model on four ranks and compares it with one process. Lesson 02 builds the all-reduce
+# that you just used from send and receive, and lesson 03 trains with it.

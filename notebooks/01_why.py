@@ -15,9 +15,9 @@
 # %% [markdown]
 # # 01 Why: memory, compute and network
 #
-# *45 minutes to read and run, 60 to build.* No single GPU trains the large models of today. Which of its limits is hit first, and
-# by how much? You count bytes, operations and messages of models from 7 to 405 billion parameters, from shapes alone, and
-# hold every formula to a small model that runs here. You need lesson 00.
+# *45 minutes to read and run, 60 to build.* No single GPU trains the large models of today. Which of its limits is
+# hit first, and by how much? You count bytes, operations and messages of models from 7 to 405 billion parameters,
+# from shapes alone, and check every formula on a small model that runs here. You need lesson 00.
 #
 # Vote first: write `"true"`, `"false"` or `"only if ..."`. The claims are settled at the end.
 #
@@ -34,16 +34,17 @@ vote_2 = None
 #
 # ```
 #                     asks for                            is limited by
-#   memory    bytes   weights, gradients, optimizer,      80 GB a GPU
+#   memory    bytes   weights, gradients, optimizer,      80 GB per GPU
 #                     what backward needs
-#   compute   FLOPs   about 6 for each parameter          989 TFLOP/s a GPU at best
+#   compute   FLOPs   about 6 for each parameter          989 TFLOP/s per GPU at best
 #                     and token
 #   network   bytes   whatever one GPU has and            450 GB/s inside a node,
 #                     another one needs                   50 GB/s between nodes
 # ```
 #
-# (The numbers are an H100's: bfloat16, without sparsity.) One GPU has no network, and two limits. More GPUs move the first
-# two and bring the third. Every technique of this course is a choice of what to cut, and what to send instead.
+# (The figures are an H100's: bfloat16, without sparsity.) One GPU has no network, and two limits. More GPUs move the
+# first two limits and add the third. Every technique of this course is a choice of what to partition and what to send
+# instead.
 
 # %% [markdown]
 # ## Predict
@@ -58,8 +59,9 @@ predicted_cache_gb = None  # GB of keys and values of one sequence of 8,192 toke
 
 # %% [markdown]
 # ## Three limits, live
-# A step of 240 ms of computing is divided over n ranks. Then they sum a gradient of 4 MB, over a link that is slowed down to
-# 100 MB/s, with 1 ms a message. The computing is *paced*: ranks wait as long as it would take. How long does the step take?
+# A step of 240 ms of computing is divided over n ranks. Then they sum a gradient of 4 MB, over a link that is slowed
+# down to 100 MB/s, with 1 ms per message. The computing is *paced*: ranks sleep as long as it would take. How long
+# does the step take?
 
 # %%
 import time
@@ -109,13 +111,15 @@ for n in (1, 2, 4):
 print(f"your prediction for four ranks: {predicted_speedup}")
 
 # %% [markdown]
-# Computing shrinks with n. Sending does not. The sum is a *ring all-reduce*: pieces go round the ranks, first to be added up, then
-# to be handed on (lesson 02 builds it). So a rank sends 2(n-1)/n times the gradient, more with every rank that joins. The
-# speed-up has a ceiling, here 3: 240 ms over the 80 ms that twice the gradient takes on this link; the 1 ms a message lowers it.
+# Computing shrinks with n. Sending does not. The sum is a *ring all-reduce*: shards go round the ranks, first to be
+# added up, then to be copied (lesson 02 builds it). So a rank sends 2(n-1)/n times the gradient, more with every rank
+# that joins. The speed-up has a ceiling, here 3: 240 ms over the 80 ms that twice the gradient takes on this link;
+# the 1 ms per message lowers it.
 #
 # ## Memory: what stays between steps
-# Training in mixed precision with AdamW keeps 16 bytes for each parameter: the weight in bfloat16 (2), its gradient (2), and
-# in float32 a master copy of the weight and two moments (4 each). Count them on a model that is small enough to look at.
+# Training in mixed precision with AdamW stores 16 bytes per parameter: the weight in bfloat16 (2), its gradient (2),
+# and in float32 a master copy of the weight and two moments (4 each). Count them on a model that is small enough to
+# look at.
 
 # %%
 from torch import nn
@@ -164,8 +168,9 @@ for state, size in zip(kept.values(), each, strict=True):
     assert state.total == size * P + 4 * tensors  # AdamW counts its steps, 4 bytes a tensor
 
 # %% [markdown]
-# To the byte: 16, 18 or 20, by where the gradients live. All three numbers are in the literature, and none of them is a
-# mistake (ZeRO has 16, Megatron-LM 18 and 20); ask which one is meant. (Plain float32 training keeps 4 + 4 + 8: 16 as well.)
+# To the byte: 16, 18 or 20, depending on the precision of the gradients. All three figures are in the literature, and
+# none is a mistake (ZeRO has 16, Megatron-LM 18 and 20), so ask which one is meant. (Plain float32 training stores 4
+# + 4 + 8: 16 as well.)
 #
 # ## The models
 # The count of parameters is a sum over shapes, and so is all that follows. Five published models:
@@ -210,8 +215,8 @@ for name, model in MODELS.items():
     assert size == model.parameters
 
 # %% [markdown]
-# 7B and 13B are Llama 2, 70B and 405B Llama 3, 175B is GPT-3. The rule of thumb 12 L h² (L layers, h hidden) is within a
-# tenth. It is that of GPT's block; in Llama 3 fewer heads of keys and values and a wider MLP nearly cancel.
+# 7B and 13B are Llama 2, 70B and 405B Llama 3, 175B is GPT-3. The rule of thumb 12 L h² (L layers, h hidden) is
+# within a tenth. It counts GPT's block; in Llama 3, fewer heads of keys and values and a wider MLP nearly cancel.
 #
 # ## Memory: what a GPU would have to hold
 # GB is 1e9 bytes, GiB is 2^30. Papers use both and call both GB. They are 7 % apart, which is the difference between a model
@@ -230,13 +235,13 @@ for name, model in MODELS.items():
 print(f"\nyour predictions: 7B {predicted_gb_7b} GB, 405B {predicted_gpus_405b} GPUs")
 
 # %% [markdown]
-# Nothing from 7B on is trained on one such GPU this way, although the weights of 7B and 13B fit with room to spare. A study note's
-# planner asks `model_size < gpu_memory`: weights are an eighth of what must fit. Another has "~90 GB" for 7.5B: it counts the
-# two moments and forgets the master copy.
+# No model from 7B on can be trained on one such GPU this way, although the weights of 7B and 13B fit easily. A study
+# note's planner asks `model_size < gpu_memory`, but weights are an eighth of the state that must fit. Another note
+# has "~90 GB" for 7.5B: it counts the two moments and forgets the master copy.
 #
 # ### Who may share it
-# The ZeRO paper's table for 7.5B, computed anew: a rank of n keeps all of it, or 1/n of the optimizer (stage 1), of the
-# gradients too (2), of everything (3). Lesson 04 builds it.
+# The ZeRO paper's table for 7.5B, computed anew: each of n ranks stores all of it, or 1/n of the optimizer state
+# (stage 1), of the gradients too (stage 2), or of everything (stage 3). Lesson 04 builds it.
 
 # %%
 PRINTED = {  # ranks: stages 1, 2, 3 in GB, as table 1 of arXiv:1910.02054 prints them
@@ -255,9 +260,9 @@ for n, printed in PRINTED.items():
 
 # %% [markdown]
 # ## Memory: what backward needs
-# Between forward and backward a model keeps *activations*: the inputs of its matrices, norms and functions. They grow with
-# tokens, not with parameters. The library's formula is a sum over the operations of a block; D hidden features, F in the MLP,
-# H heads, G of keys and values with K numbers each, S positions. The small model says whether it is right:
+# Between forward and backward a model stores *saved activations*: the inputs of its matrices, norms and functions.
+# They grow with tokens, not with parameters. The library's formula is a sum over the operations of a block; D hidden
+# features, F in the MLP, H heads, G of keys and values with K elements each, S positions. The small model checks it:
 
 # %%
 from course_lib import recompute
@@ -270,8 +275,8 @@ print(
 assert activations == formula
 
 # %% [markdown]
-# The same formula on the large ones, for a single sequence as long as the model was trained on. *Full recomputation* keeps the
-# input of each block alone and runs its forward twice (lesson 06).
+# The same formula on the large ones, for a single sequence as long as the model was trained on. *Full recomputation*
+# saves only the input of each block and runs its forward twice (lesson 06).
 
 # %%
 from course_lib.inference import Cache, cache_bytes
@@ -297,11 +302,12 @@ print(f"\nKV cache of the small model, 3 requests: {small_cache.nbytes:,} bytes,
 print(f"your prediction for 70B: {predicted_cache_gb} GB")
 
 # %% [markdown]
-# Look at 405B: one sequence of activations is more than a GPU has, and no cut of the *state* helps. That is why there are
-# lessons 05 to 09. (Recomputed: the inputs of all blocks, embedding and loss, and one block in full while its backward runs.)
+# Look at 405B: the activations of one sequence need more memory than a GPU has, and no partition of the *state*
+# helps. That is why there are lessons 05 to 09. (Recomputed: the inputs of all blocks, embedding and loss, and one
+# block in full while its backward runs.)
 #
-# The last column but one is what serving keeps: in each of L layers and G heads a key and a value of K numbers, 2 L G K a token.
-# Llama 3 has 8 heads of keys and values instead of 64 or 128, which is why its cache is small.
+# The last column but one is the KV cache of serving: in each of L layers and G heads a key and a value of K elements,
+# 2 L G K per token. Llama 3 has 8 heads of keys and values instead of 64 or 128, which is why its cache is small.
 #
 # ## Compute: six operations
 # A matrix of p parameters multiplies a token with p multiplications and p additions: 2p FLOPs. Backward does it twice, for
@@ -335,9 +341,9 @@ print(f"{6 * multiplied(SMALL) * BATCH * SEQ:,}")
 assert products == 6 * multiplied(SMALL) * BATCH * SEQ
 
 # %% [markdown]
-# On the CPU the counter has no formula for the core of attention. By hand: every token meets S others in two products of h
-# numbers: 4 S h forward, twice that backward, 12 L S h in L layers, or half of that if what causality hides is not computed.
-# Papers use both. Beside 6 P (P parameters) it is small until sequences are long.
+# On the CPU the counter has no formula for the core of attention. By hand: every token meets S others in two products
+# of h elements: 4 S h forward, twice that backward, 12 L S h in L layers, or half of that if what causality hides is
+# not computed. Papers use both. Beside 6 P (P parameters) it is small until sequences are long.
 #
 # Two papers print the FLOPs of their runs. The rule 6 P T, for T tokens, gives them:
 
@@ -362,15 +368,16 @@ for name, model in MODELS.items():
 print(f"\nyour prediction for 70B: {predicted_days_70b} days")
 
 # %% [markdown]
-# *MFU*, model FLOPs utilization, is the share of the peak that arrives as 6 P T (attention counts, what is recomputed does
-# not; where it does, the share is called HFU). The Llama 3 paper reports 38 to 43 % on 8,192 to 16,384 GPUs; the 40 % above is
-# that. Nobody waits for one GPU: what forces the thousands is compute. What forces the cuts is memory.
+# *MFU*, model FLOPs utilization, is 6 P T per second as a fraction of the peak (attention counts, recomputation does
+# not; where recomputation counts, the fraction is called HFU). The Llama 3 paper reports 38 to 43 % on 8,192 to
+# 16,384 GPUs, hence the 40 % above. On one GPU training would take years: compute forces the thousands of GPUs, and
+# memory forces the partitions.
 #
 # ## Your machine's roof
-# Why not 100 %? A product must also bring its matrices from memory. With few rows a byte that arrives is used few times.
-# FLOPs for each byte moved is a product's *arithmetic intensity*: left of the bend (the *ridge point*) memory is the limit,
-# right of it arithmetic. Measured here: the slope from a large copy, the ceiling from the fastest product, the points from
-# products of ever more rows.
+# Why not 100 %? A product must also bring its matrices from memory. With few rows each byte read is used few times.
+# FLOPs for each byte moved is a product's *arithmetic intensity*: left of the bend (the *ridge point*) memory is the
+# limit, right of it arithmetic. Measured here: the slope from a large copy, the ceiling from the fastest product, the
+# points from products of ever more rows.
 
 # %%
 import torch.nn.functional as F
@@ -411,8 +418,9 @@ roofline(
 )
 
 # %% [markdown]
-# A roof is a bound, and kernels for a few rows do not reach it. (A point a little above the slope: a product mostly reads, the
-# copy also writes.) Serving, token by token, has one row a request: it lives on the left. Training has thousands: on the right.
+# A roof is a bound, and kernels for a few rows do not reach it. (A point a little above the slope: a product mostly
+# reads, the copy also writes.) Serving, token by token, has one row per request: it is on the left. Training has
+# thousands of rows: it is on the right.
 #
 # ## Network: the same picture, a lower roof
 # A link is a slower memory: alpha + S/beta seconds for S bytes (lesson 02 measures both). Take data parallelism: each GPU has
@@ -443,21 +451,22 @@ roofline(
 )
 
 # %% [markdown]
-# Left of the bend more GPUs do not help, and the batch cannot grow for ever. Llama 3 has 16 million tokens a step and 16,384
-# GPUs: 1,024 tokens for each, left of the bend between nodes. But where several GPUs share *one* replica (a copy of the model)
-# each sends its part of the gradients only, and the tokens of the replica count: with 128 replicas they are 131,072, far on the
-# right.
+# Left of the bend more GPUs do not help, and the batch cannot grow for ever. Llama 3 has 16 million tokens per step
+# and 16,384 GPUs: 1,024 tokens for each, left of the bend between nodes. But where several GPUs share *one* replica
+# (a copy of the model), each GPU sends only its shard of the gradients, and the tokens of the replica count: with 128
+# replicas they are 131,072, far on the right.
 #
-# The bend is where sending takes as long as *all* computing. Only backward can hide gradients, 4 of the 6 FLOPs: that wants
-# 1.5 times the tokens. (Where eight GPUs of a node are eight replicas, a sum in two levels, lesson 02, sends an eighth over each
-# port.)
+# The bend is where sending takes as long as *all* computing. Only backward can hide gradients, 4 of the 6 FLOPs,
+# which needs 1.5 times the tokens. (Where eight GPUs of a node are eight replicas, a sum in two levels, lesson 02,
+# sends an eighth over each port.)
 #
-# Watch units: 400 Gb/s are 50 GB/s. "900 GB/s" counts both directions. A formula in *elements* (many papers) wants a factor
-# of 2 in bfloat16.
+# Watch units: 400 Gb/s are 50 GB/s. "900 GB/s" counts both directions. A formula in *elements* (many papers) needs a
+# factor of 2 in bfloat16.
 #
 # ## The table that the course fills in
-# Eight GPUs, 70B, eight sequences of 8,192 tokens a step, one technique at a time, all from the library's formulas: data (DP),
-# tensor (TP), sequence (SP), pipeline (PP), context (CP) and expert parallelism (EP). Each lesson adds its measured twin.
+# Eight GPUs, 70B, eight sequences of 8,192 tokens per step, one technique at a time, all from the library's formulas:
+# data (DP), tensor (TP), sequence (SP), pipeline (PP), context (CP) and expert parallelism (EP). Each lesson adds its
+# measured row.
 
 # %%
 from course_lib import compose, sp
@@ -505,14 +514,15 @@ def table(name):
 table("70B")
 
 # %% [markdown]
-# Two families: what cuts *work by data* (DP, CP) leaves the state whole and sends gradients (CP keys and values too); what cuts
-# *the model* (TP, PP) cuts the state, and sends activations. ZeRO is the third: work by data, state cut, weights sent. Bytes are not the whole
-# price: what can hide behind computing, and who waits for whom, are lessons 03 to 08. (Bytes are of all
-# eight sequences. Sums of gradients travel in float32 under ZeRO here, hence its larger ones.)
+# Two families: DP and CP partition the *data*, replicate the state and send gradients (CP sends keys and values too).
+# TP and PP partition the *model* and its state, and send activations. ZeRO is the third: it partitions data and
+# state, and sends weights. Bytes are not the only price: lessons 03 to 08 ask which messages can hide behind
+# computing, and which ranks wait. (Bytes are for all eight sequences. ZeRO sends its sums of gradients in float32
+# here, hence its larger figures.)
 #
 # ## Move it
 # The static picture first; below it the same with sliders (in Jupyter). Find the smallest number of GPUs on which the
-# state of 70B fits, cut evenly, and see how long it would train there.
+# evenly partitioned state of 70B fits, and see how long it would train there.
 
 # %%
 from course_lib.trace import StateBytes
@@ -579,16 +589,16 @@ assert size == block_parameter_count(big)
 
 # %% [markdown]
 # ## Break it and diagnose
-# A job that fitted yesterday runs out of memory today. Five jobs on four ranks follow; one is healthy, and in each of the
-# others *one rank* keeps too much:
+# A job that fitted yesterday runs out of memory today. Five jobs on four ranks follow. One is correct (its cause is
+# `"healthy"`), and in each of the others *one rank* stores too much:
 #
 # - **graph**: it keeps the validation losses, and with each the graph behind it
 # - **copy**: it keeps a second copy of the weights, "the best so far"
-# - **gradients**: it does not let gradients go after the step
+# - **gradients**: it does not free the gradients after the step
 # - **moments**: its AdamW has a third moment (`amsgrad`)
 #
-# The table shows bytes alive on each rank after each of three steps, by kind. Say for each job what it has and on which
-# rank. Another SEED, other patients.
+# The table shows bytes alive on each rank after each of three steps, by kind. Name for each job the cause and the
+# rank. Another SEED draws other jobs.
 
 # %%
 SEED = 1
@@ -657,12 +667,13 @@ for lab_run in lab:
 # %% [markdown]
 # <details><summary>How to read it</summary>
 #
-# - **gradients** stand in their own column, and nowhere else.
-# - **moments**: the optimizer's column is half as large again: three numbers a parameter instead of two.
-# - **copy**: *other* is as large as the weights, and stays so.
-# - **graph**: *other* grows with every step. `.item()`, or `torch.no_grad()`, is the cure.
+# - **gradients** appear in their own column only.
+# - **moments**: the optimizer's column is half as large again: three elements per parameter instead of two.
+# - **copy**: *other* is as large as the weights and stays constant.
+# - **graph**: *other* grows with every step. `.item()` or `torch.no_grad()` repairs it.
 #
-# What grows will end any job; what is constant decides whether it starts. Print both, by rank: the fullest rank ends all.
+# Memory that grows ends any job; constant memory decides whether the job starts. Print both by rank, because the
+# fullest rank ends the job for all.
 # </details>
 
 # %%
@@ -671,7 +682,8 @@ lab.grade(diagnosis)
 # %% [markdown]
 # ## When not to
 # - **It fits and you can wait.** One GPU has no network and no bubbles, and bugs are found there.
-# - **A smaller state is enough.** Fine-tuning with frozen weights (adapters) keeps 2 bytes for most parameters instead of 16.
+# - **A smaller state is enough.** Fine-tuning with frozen weights (adapters) stores 2 bytes for most parameters
+#   instead of 16.
 # - **Recompute first.** It costs a third more computing and no message.
 # - **Too few tokens for more GPUs.** Left of the bend they wait for one another.
 #
@@ -679,8 +691,8 @@ lab.grade(diagnosis)
 # **Claim 1: false.** Weights are 2 of 16 bytes, and activations come on top. For *serving* it is true only if the cache fits
 # too.
 #
-# **Claim 2: only if what they send hides behind what they compute.** Above, a fixed step over more ranks came nearer to a
-# ceiling. With tokens a GPU kept above the bend it is nearly true, as long as the batch may grow.
+# **Claim 2: only if what they send hides behind what they compute.** Above, a fixed step over more ranks came nearer
+# to a ceiling. With tokens per GPU kept above the bend it is nearly true, as long as the batch may grow.
 
 # %%
 print(f"your votes: 1 {vote_1}; 2 {vote_2}")
@@ -729,9 +741,9 @@ for name, gpus in (("7B", 8), ("70B", 256), ("405B", 16384)):
 
 # %% [markdown]
 # ## Your turn
-# [Five exercises](../exercises/01_why.ipynb), each on its own: a model counted by hand (10 minutes), the tokens that a link
-# wants (5), parameters from shapes (10); and on real ranks a step whose limit you find by measuring (20), and the fullest rank
-# in raw PyTorch (15).
+# [Five exercises](../exercises/01_why.ipynb), each on its own: a model counted by hand (10 minutes), the tokens that
+# a link needs (5), parameters from shapes (10); and on real ranks a step whose limit you find by measuring (20), and
+# the fullest rank in raw PyTorch (15).
 
 # %% course={"role": "given"}
 import torch
@@ -743,8 +755,8 @@ from course_lib import comm
 # ## 01-1 Count a model by hand
 # Ten minutes, on paper; no code.
 #
-# **A small one**, of the llama kind: no biases, norms with one weight a feature, an MLP of three matrices; embedding and head are
-# two tables. 2 layers, hidden 4, 2 heads, 1 head of keys and values, MLP 6, vocabulary 10.
+# **A small one**, of the llama kind: no biases, norms with one weight per feature, an MLP of three matrices;
+# embedding and head are two tables. 2 layers, hidden 4, 2 heads, 1 head of keys and values, MLP 6, vocabulary 10.
 #
 # - `block`: parameters of one block (two norms)
 # - `parameters`: of the whole model (one more norm at the end)
@@ -754,7 +766,7 @@ from course_lib import comm
 # **A large one**: 36 billion parameters, trained on 960 billion tokens. A GPU has 80 GB and reaches 400 TFLOP/s of 6PT.
 #
 # - `state, GB` and `state, GiB`: the second may be typed as a fraction
-# - `GPUs`: the smallest number that holds the state when it is cut evenly
+# - `GPUs`: the smallest number that holds the state when it is partitioned evenly
 # - `days, 1 GPU` and `days, 500 GPUs`
 #
 # **Its step** on 16 GPUs in data parallelism: each computes 4,000 tokens, then their gradients, in 2 bytes, are all-reduced by a
@@ -803,7 +815,7 @@ table = {
 # - A block: q and o 16 each, k and v 8 each (one head of 2 features), the MLP 3 times 24, norms 8. Two blocks, two tables of 40, a
 #   norm of 4. 16 bytes for each of 340.
 # - The cache: keys *and* values, 2 layers, 100 tokens, 1 head of 2 features, 2 bytes.
-# - 6 · 36e9 · 960e9 = 2.07e23 FLOPs; 4e14 a second; 86,400 seconds a day.
+# - 6 · 36e9 · 960e9 = 2.07e23 FLOPs; 4e14 per second; 86,400 seconds per day.
 # - 2 · 15/16 of 72 GB, at 50 GB/s. 6 · 36e9 · 4,000 FLOPs take 2.16 s: less.
 
 # %% course={"ex": "01-1", "role": "check"}
@@ -814,8 +826,9 @@ check("01-1", table)
 # %% [markdown] course={"ex": "01-2"}
 # ## 01-2 The tokens that a link wants
 # Data parallelism over n GPUs: each computes `per_parameter` FLOPs for each parameter and token (6, or 8 with full
-# recomputation) at a rate of `flops` a second. Then a ring sums the gradients, `width` bytes each, over a link of `gbits` Gb/s in
-# each direction, without alpha. How many tokens must a GPU have in a step for computing to take as long as sending?
+# recomputation) at a rate of `flops` per second. Then a ring sums the gradients, `width` bytes each, over a link of
+# `gbits` Gb/s in each direction, without alpha. How many tokens must a GPU have in a step for computing to take as
+# long as sending?
 
 
 # %% course={"ex": "01-2", "role": "answer"}
@@ -833,10 +846,10 @@ check("01-2", least_tokens)
 
 # %% [markdown] course={"ex": "01-3"}
 # ## 01-3 Parameters from shapes
-# Count the parameters of a decoder of the llama kind without building it. A block has two norms (one weight a feature),
-# attention (q, k, v, o) and an MLP of three matrices (gate, up, down), none with a bias. `heads` query heads share `hidden`
-# features evenly; keys and values have `kv_heads` heads of the same size. Before the blocks stands the embedding, after them one
-# more norm and the head; with `tied` embedding and head are one table.
+# Count the parameters of a decoder of the llama kind without building it. A block has two norms (one weight per
+# feature), attention (q, k, v, o) and an MLP of three matrices (gate, up, down), none with a bias. `heads` query
+# heads share `hidden` features evenly; keys and values have `kv_heads` heads of the same size. Before the blocks
+# comes the embedding, after them one more norm and the head. With `tied`, embedding and head are one table.
 
 
 # %% course={"ex": "01-3", "role": "answer"}
@@ -865,9 +878,9 @@ check("01-3", count)
 # - `"compute"` or `"network"`: what takes longer, computing on the slowest rank or the all-reduce itself. All ranks must say
 #   the same.
 #
-# `machine.now()` is the time in seconds. This clock runs only while a rank computes, sends or waits for others, so that it does
-# not matter how busy your computer is. Mind: ranks may compute for different times, and an all-reduce waits for the last rank.
-# Waiting is not the network's fault.
+# `machine.now()` is the time in seconds. This clock runs only while a rank computes, sends or waits for others, so
+# that it does not matter how busy your computer is. Note that ranks may compute for different times, and an
+# all-reduce waits for the last rank. This wait is not time on the network.
 #
 # Checked on one to four ranks, once with a rank that is late; and that the gradient was really sent. Of use:
 # `machine.barrier()` waits until all ranks are there; `comm.all_reduce_max(x, axis)` gives every rank the elementwise maximum
@@ -898,14 +911,14 @@ check("01-4", limit)
 
 # %% [markdown] course={"ex": "01-5"}
 # ## 01-5 The fullest rank, in raw PyTorch
-# A job ends when its fullest rank runs out of memory. `tensors` is a list of all that this rank keeps: weights, some of them tied,
-# views of larger tensors, several dtypes. Memory belongs to *storages*: count each storage once, and whole, however many
-# tensors lie in it and however small a part of it they show.
+# A job ends when its fullest rank runs out of memory. `tensors` is a list of all tensors that this rank stores:
+# weights, some of them tied, views of larger tensors, several dtypes. Memory belongs to *storages*: count each
+# storage once, and in full, however many tensors share it and however little of it they show.
 #
 # Return the number of the fullest rank and its bytes, on every rank. `torch.distributed` alone: `course_lib` refuses here. The
 # default process group stands already.
 #
-# Checked on one to four ranks, and that only small messages travel: sizes, no tensors.
+# The check runs on one to four ranks and allows small messages only: sizes, no tensors.
 #
 # Of use: `t.untyped_storage()` has `.data_ptr()` and `.nbytes()`; `dist.all_gather(parts, x)` fills the list of tensors `parts`.
 
@@ -932,20 +945,20 @@ check("01-5", fullest)
 # ## Exit questions
 # Answer each before you unfold it.
 #
-# **1.** A colleague needs 18 bytes a parameter, a paper 16, a blog 20. Who is wrong?
+# **1.** A colleague needs 18 bytes per parameter, a paper 16, a blog 20. Which one is wrong?
 #
 # <details><summary>Answer</summary>
-# Nobody has to be: gradients in float32 make 18, in both precisions at once 20, in bfloat16 alone 16.
+# Possibly none: gradients in float32 give 18, in both precisions at once 20, in bfloat16 alone 16.
 # </details>
 #
-# **2.** 70B fits on 16 GPUs of 80 GB when its state is cut evenly. Why does nobody train it on 16?
+# **2.** 70B fits on 16 GPUs of 80 GB when its state is partitioned evenly. Why is it not trained on 16?
 #
 # <details><summary>Answer</summary>
-# 1,129 of 1,280 GB are state; what is left, 9 GB a GPU, must hold activations and everything gathered for a moment. And 15
-# trillion tokens would take some 32 years at 40 % of the peak.
+# 1,129 of 1,280 GB are state. The remaining 9 GB per GPU must hold activations and all temporarily gathered tensors.
+# And 15 trillion tokens would take some 32 years at 40 % of the peak.
 # </details>
 #
-# **3.** Doubling the parameters: what happens to the tokens a GPU needs to hide its gradients?
+# **3.** The parameters double. What happens to the number of tokens that a GPU needs to hide its gradients?
 #
 # <details><summary>Answer</summary>
 # Nothing: FLOPs and bytes both double. A faster GPU on the same link needs more tokens.
@@ -957,11 +970,12 @@ check("01-5", fullest)
 # The algorithm: a ring sends 2(n-1)/n times the bytes, almost 28 s. And the question how much of it hides.
 # </details>
 #
-# **5.** The sequence is made four times as long. Which of weights, optimizer, activations, KV cache and FLOPs a token grow?
+# **5.** The sequence is made four times as long. Which of weights, optimizer, activations, KV cache and FLOPs per
+# token grow?
 #
 # <details><summary>Answer</summary>
-# Weights and optimizer do not. Activations and cache of a sequence grow four times; FLOPs a token by the part of attention
-# alone.
+# Weights and optimizer do not. Activations and cache of a sequence grow four times; of the FLOPs per token only those
+# of attention grow.
 # </details>
 #
 # ## Sources and what next
@@ -979,4 +993,4 @@ check("01-5", fullest)
 #   and D.1; Llama 3 [arXiv:2407.21783](https://arxiv.org/abs/2407.21783), tables 3 and 4.
 # - The library: `course_lib/model/counting.py`, `course_lib/recompute.py`, `course_lib/trace/memory.py`.
 #
-# Next: everything that is cut must be sent. Lesson 02 builds the messages.
+# Next: what is partitioned must be sent. Lesson 02 builds the messages.

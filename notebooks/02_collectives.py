@@ -16,9 +16,9 @@
 # # 02 Collectives from send and receive: ring, tree, alpha-beta
 #
 # *50 minutes to read and run, 60 to build.* A **collective** is a call that all ranks of a group make together; every
-# technique of this course is ordinary arithmetic with a few of them in between. You will make the most used one,
-# all-reduce, in two ways out of plain messages, and predict from two numbers which way is faster when. You need
-# lesson 00 (`run`, ranks, the ledger).
+# technique of this course is ordinary arithmetic with a few of them in between. You will build the most used one,
+# all-reduce, in two ways from plain messages, and predict from two numbers which way is faster when. You need lesson
+# 00 (`run`, ranks, the ledger).
 #
 # Vote first. Write `"true"`, `"false"` or `"only if ..."`; `None` means no vote.
 #
@@ -31,7 +31,7 @@ vote_2 = None
 
 # %% [markdown]
 # ## The question
-# Four ranks hold a vector each, and every rank wants the sum of all four. All there is are messages from one rank to
+# Each of four ranks holds a vector, and every rank needs the sum of all four. Ranks can only send messages to one
 # another. Two plans:
 #
 # ```
@@ -45,12 +45,12 @@ vote_2 = None
 #         6 turns: 3 that add, 3 that copy
 # ```
 #
-# How much does a rank send in each, how many messages have to wait for one another, and which plan is faster?
+# How much does a rank send in each plan, how many messages must wait for one another, and which plan is faster?
 
 # %% [markdown]
 # ## Predict
 # The vector has 1,000,000 bytes. "That link" is a slow one, on which a laptop shows clearly what happens: a message
-# costs 20 ms, and then its bytes travel at 12.5 MB a second.
+# costs 20 ms, and then its bytes are sent at 12.5 MB/s.
 
 # %%
 predicted_ring_bytes = None  # what a rank sends in the ring
@@ -63,8 +63,8 @@ predicted_alpha = None  # what a short message costs between two ranks of this m
 # %% [markdown]
 # ## One message, live
 # `mesh.world` is the axis of all ranks. `send` takes a tensor and a rank. `recv` takes a tensor *like* the one that
-# will come: only bytes travel, no shape and no dtype. Here rank 1 is busy for 100 ms before it asks for its message.
-# What does rank 0 do meanwhile?
+# will arrive, because a message is bytes only, without shape or dtype. Here rank 1 is busy for 100 ms before it asks
+# for its message. What does rank 0 do meanwhile?
 
 # %%
 import random
@@ -102,7 +102,7 @@ print(f"rank 0 was back from send after {1e3 * stood[0]:.0f} ms")
 
 # %% [markdown]
 # ## All send first
-# The study notes have every rank do this with its neighbours:
+# The study notes have every rank do this with its neighbors:
 #
 # ```python
 # dist.send(pp_tensor, dst=next_pp_rank, group=pp_group)
@@ -128,12 +128,12 @@ except RankError as error:
     print(error)
 
 # %% [markdown]
-# Read in the report *who stands where*. Every send waits for a receive, and every receive stands behind a send. (On a
-# line the last rank has nobody to send to. It receives at once and the others follow, one by one: no hang, but never
+# Read in the report *which rank waits where*. Every send waits for a receive, and every receive comes after a send.
+# (On a line the last rank sends nothing. It receives at once and the others follow, one by one: no hang, but never
 # two messages at a time.)
 #
-# More is wrong with these two lines. `recv` overwrites the tensor that was sent. `dst` and `src` are ranks of the
-# whole world, also when a group is given. And where the note wants to go on at once it writes `dist.send(...,
+# These two lines have more faults. `recv` overwrites the tensor that was sent. `dst` and `src` are ranks of the
+# world, even when a group is given. And for a send that does not block, the note writes `dist.send(...,
 # async_op=True)`:
 
 # %%
@@ -143,8 +143,8 @@ print("send knows async_op:", "async_op" in inspect.signature(dist.send).paramet
 show_source(comm.exchange)
 
 # %% [markdown]
-# (`isend` was meant.) `exchange` is the repair: it posts the send *and* the receive, then waits for both. Another
-# repair: even ranks send first, odd ranks receive first.
+# (The right call is `isend`.) `exchange` is the repair: it posts the send *and* the receive, then waits for both.
+# Another repair: even ranks send first, odd ranks receive first.
 
 
 # %%
@@ -157,8 +157,8 @@ run(pass_on, n=RANKS)
 
 # %% [markdown]
 # ## Six collectives, and who ends with what
-# Broadcast copies, reduce adds, gather joins, scatter cuts; *all* means that every rank gets the result. Each rank
-# holds four numbers, its pieces. The digit tells the piece, its place tells the rank: 30 is the third piece of rank
+# Broadcast copies, reduce adds, gather joins, scatter splits; *all* means that every rank gets the result. Each rank
+# holds four numbers, its pieces. The digit names the piece, its place names the rank: 30 is the third piece of rank
 # 1, and 1111 is the first piece summed over all four ranks. (To all-gather a rank brings its first piece only.)
 
 
@@ -189,8 +189,8 @@ for one in ends:
 print("\nreduce_scatter, then all_gather, is all_reduce")
 
 # %% [markdown]
-# All-to-all is a transposition: rank r ends with piece r of everybody. And the last line is worth remembering: an
-# all-reduce has two halves. Lessons 04 (ZeRO) and 06 (sequence parallelism) use them apart.
+# All-to-all is a transposition: rank r ends with piece r of every rank. The last line is worth remembering: an
+# all-reduce is a reduce-scatter and an all-gather. Lessons 04 (ZeRO) and 06 (sequence parallelism) use them apart.
 
 # %% [markdown]
 # ## Build it: the ring
@@ -238,8 +238,8 @@ assert all(one["total"] == trace[0]["total"] for one in trace)
 
 # %% [markdown]
 # Follow the fourth piece down its diagonal. Rank 1 receives 4 and adds its 40. Rank 2 receives 44 and adds 400. Rank
-# 3 receives 444, adds 4000 and owns 4444: after n-1 turns each rank owns the sum of one piece. In turns 4 to 6 only
-# complete sums travel.
+# 3 receives 444, adds 4000 and owns 4444: after n-1 turns each rank owns the sum of one piece. In turns 4 to 6 the
+# ranks send fully reduced pieces only.
 
 # %% [markdown]
 # ## Build it: the tree
@@ -250,8 +250,8 @@ show_source(comm.tree_reduce, comm.tree_broadcast)
 
 # %% [markdown]
 # ## Count and look
-# Both plans on the slow link of the predictions. Ranks and messages are real; the library holds each message back for
-# 20 ms plus its bytes at 12.5 MB/s.
+# Both plans on the slow link of the predictions. Ranks and messages are real; the library delays each message by 20
+# ms plus its bytes at 12.5 MB/s.
 
 # %%
 from dataclasses import replace
@@ -290,8 +290,9 @@ tree_formula = (RANKS - 1).bit_length() * S
 print(f"tree, rank 0: formula log2(n) S = {tree_formula:,}, predicted {predicted_tree_bytes}")
 
 # %% [markdown]
-# The same bytes in all. The ring deals them out evenly; in the tree ranks 0 and 2 send twice as much as the others.
-# Now the time. A box is a rank that waits for a message and receives it, the number counts the messages of the rank.
+# The total bytes are the same. The ring divides them evenly; in the tree ranks 0 and 2 send twice as much as the
+# others. Now the time. A box is a rank that waits for a message and receives it, the number counts the messages of
+# the rank.
 
 # %%
 timeline(
@@ -308,8 +309,8 @@ timeline(
 )
 
 # %% [markdown]
-# In the ring every rank receives in every turn. In the tree ranks 1 and 3 give their vectors away at once and then
-# wait for the sum, rank 3 through all four rounds. (Rank 1 gets it with rank 2: each pair has its own link.)
+# In the ring every rank receives in every turn. In the tree ranks 1 and 3 send their vectors at once and then wait
+# for the sum, rank 3 through all four rounds. (Rank 1 gets it with rank 2: each pair has its own link.)
 
 # %% [markdown]
 # ## Two numbers: alpha and beta
@@ -451,17 +452,18 @@ for size in here["ring"]:
     print(f"{size:10,}" + "".join(f"{1e3 * said:20.2f}{1e3 * took:10.2f}" for said, took in pairs))
 
 # %% [markdown]
-# Here the model may be far off. Alpha and beta came from the best moments of *two* ranks, of which one sends at a time. Now
-# four send at once. Where they share two cores a message waits until its receiver gets a core, and the ring, which needs all
-# four in every turn, waits most. **alpha and beta belong to a situation.** Measure them with as many ranks, on the links and
-# under the load that you mean. That is also why this course asks its questions about time on slow links and paced ranks.
+# Here the model may be far off. Alpha and beta came from the best moments of *two* ranks, of which one sends at a
+# time. Now four send at once. Where they share two cores a message waits until its receiver gets a core, and the
+# ring, which needs all four in every turn, waits most. **alpha and beta belong to a situation.** Measure them with as
+# many ranks, on the links and under the load that you mean. For this reason the course asks its questions about time
+# on slow links and paced ranks.
 
 # %% [markdown]
 # ## Algorithm bandwidth and bus bandwidth
-# A benchmark all-reduces S bytes in t seconds. S/t is the **algorithm bandwidth**: it tells when you are done. It
-# tells little about the link, because a rank has sent 2(n-1)/n S. Times that factor it is the **bus bandwidth**,
-# which you may hold against the link. NVIDIA's `nccl-tests` prints both (`algbw`, `busbw`). Here for a link with a
-# tenth of the alpha:
+# A benchmark all-reduces S bytes in t seconds. S/t is the **algorithm bandwidth**, from which the duration follows.
+# It says little about the link, because a rank has sent 2(n-1)/n S. Multiplied by that factor it is the **bus
+# bandwidth**, which you may compare with the link. NVIDIA's `nccl-tests` prints both (`algbw`, `busbw`). Here for a
+# link with a tenth of the alpha:
 
 
 # %%
@@ -507,13 +509,13 @@ for said, means in {
 
 # %% [markdown]
 # The notes set NVLink's 600 (both ways) beside InfiniBand's 25 (one way): a factor of 24 where 12 is right. They mix
-# volumes too: "data parallel 2M, tensor parallel 4BSH a layer". 2M is what a rank *sends* for one all-reduce of M;
-# 4BSH the *payload* of four of BSH: batch, sequence, hidden. On one footing: 2M and 8BSH, each times (n-1)/n.
+# volumes too: "data parallel 2M, tensor parallel 4BSH per layer". A rank *sends* 2M for one all-reduce of M; 4BSH is
+# the *payload* of four all-reduces of BSH: batch, sequence, hidden. In one measure: 2M and 8BSH, each times (n-1)/n.
 
 # %% [markdown]
 # ## The same in PyTorch
 # `batch_isend_irecv` posts a list of sends and receives at once; `exchange` calls it underneath. The ring in raw
-# PyTorch, held against ours and against `dist.all_reduce`:
+# PyTorch, compared with ours and with `dist.all_reduce`:
 
 
 # %%
@@ -553,17 +555,17 @@ print(f"raw ring and ours: equal to the last bit; all_reduce of gloo differs by 
 
 # %% [markdown]
 # ## Break it and diagnose
-# Five all-reduces of the same vectors. One is healthy. The others:
+# Five all-reduces of the same vectors. One is correct (its cause is `"healthy"`). The others:
 #
-# - **half-way**: only the adding half of the ring was written; its sum is put back into x
-# - **summed twice**: what is already the sum is all-reduced again (a note writes `Y = AllReduce(Y1 + Y2)`, but no
-#   rank has Y1 + Y2: the all-reduce *is* that plus sign)
-# - **own order**: every rank collects all vectors and adds them up as they come in
-# - **own block**: in one half of the ring one rank passes on its own block, whatever arrives
+# - **half-way**: only the reduce-scatter of the ring was written; its sum is stored back into x
+# - **summed twice**: a finished sum is all-reduced again (a note writes `Y = AllReduce(Y1 + Y2)`, but no rank has Y1
+#   + Y2: the all-reduce *is* that plus sign)
+# - **own order**: every rank collects all vectors and adds them up as they arrive
+# - **own block**: in one phase of the ring one rank sends on its own block, whatever arrives
 #
 # For each name the cause, the collective that is missing, one too many or wrong (`"reduce_scatter"`, `"all_gather"`,
-# `"all_reduce"`), and the rank (a number or `"all"`). The last columns are the four pieces of the result on ranks 0 to 3: `.`
-# is right, `x` is wrong. Another SEED, other patients.
+# `"all_reduce"`), and the rank (a number or `"all"`). The last columns are the four pieces of the result on ranks 0
+# to 3: `.` is right, `x` is wrong. Another SEED draws other runs.
 
 # %%
 SEED = 2
@@ -641,7 +643,7 @@ for lab_run in lab:
 # %% [markdown]
 # <details><summary>How to read it</summary>
 #
-# - **An error of rounding, the same bits on all ranks**, 2(n-1) messages: *healthy*.
+# - **An error of rounding, the same bits on all ranks**, 2(n-1) messages: the correct run.
 # - **Exactly n times too long**: *summed twice*.
 # - **Half the messages**: *half-way*.
 # - **An error of rounding, but ranks differ**: *own order*. Copies that are not equal drift apart in training. In the ring
@@ -656,9 +658,9 @@ for lab_run in lab:
 lab.grade(diagnosis)
 
 # %% [markdown]
-# What is wrong can be looked at again; `lab.reveal()` tells all.
+# Look again at the fields that are wrong; `lab.reveal()` shows the causes.
 #
-# One more illness is silent where it happens. Rank 0 sends three numbers to a rank that wants four:
+# One more fault is silent where it happens. Rank 0 sends three elements to a rank that expects four:
 
 
 # %%
@@ -687,24 +689,24 @@ except RankError as error:
     print("\nthe same, checked:", "\n".join(str(error).splitlines()[:3]))
 
 # %% [markdown]
-# No error: the last number is what the buffer held before. `run(..., checked=True)` compares shape and dtype of every
+# No error: the last element is the buffer's old content. `run(..., checked=True)` compares shape and dtype of every
 # call on all sides before it is made. That takes time; use it when numbers look strange.
 
 # %% [markdown]
 # ## When not to use it
 # - **No ring for short vectors or thousands of ranks**: 2(n-1) alphas. Libraries choose by size, as you would now.
-# - **No tree of whole vectors for long ones.** Cut into pieces that follow one another down the tree, a vector needs
-#   few alphas *and* keeps links busy. Sanders et al. do it with two trees at once; so does NCCL.
+# - **No tree of whole vectors for long ones.** Split into pieces that follow one another down the tree, a vector
+#   needs few alphas *and* uses all links. Sanders et al. do it with two trees at once; so does NCCL.
 # - **No single ring over unequal links.** Every turn waits for the slowest. Reduce-scatter inside each node,
-#   all-reduce between the nodes, all-gather inside: then the slow links carry a piece only.
+#   all-reduce between the nodes, all-gather inside: then the slow links carry one shard only.
 # - **Not your own, in earnest.** `dist.all_reduce` is compiled, and others have found its mistakes already.
 
 # %% [markdown]
 # ## The table that grows
-# Four ranks, S = 400,000 bytes. *One after another* is taken with a stopwatch: on a link where a message costs 100 ms
-# and its bytes nothing, time / alpha counts the messages that waited for each other. Bytes are those of the rank that
-# sends most. (All-to-all is torch's own. For such calls ledger and slow link take the formulas; `course bench wire`
-# checks them against bytes that really moved.)
+# Four ranks, S = 400,000 bytes. *One after another* is measured with a stopwatch: on a link where a message costs 100
+# ms and its bytes nothing, time / alpha counts the messages that waited for each other. The bytes are of the rank
+# that sends most. (All-to-all is torch's own. For such calls the ledger and the slow link use the formulas; `course
+# bench wire` checks them against counted bytes.)
 
 # %%
 ALPHA = Link(alpha=0.100, beta=1e15)
@@ -802,9 +804,9 @@ cheat_sheet(8, Link(alpha=10e-6, beta=50e9))
 # | rank 2 | 2 | 6 | 5 |
 #
 # The ring of the lesson: every message goes from rank r to rank r+1, and from rank 2 to rank 0. In turn 1 rank r
-# sends piece r-1 (rank 0 sends piece 2). Who receives a piece adds its own to it and keeps the sum. In turn 2 a rank
-# sends the sum that it made in turn 1. In turns 3 and 4, the all-gather, complete sums travel the same way: first the
-# one that the rank completed itself, then the one that it received.
+# sends piece r-1 (rank 0 sends piece 2). The receiver adds its own piece to it and stores the sum. In turn 2 a rank
+# sends the sum that it made in turn 1. In turns 3 and 4, the all-gather, fully reduced pieces take the same way:
+# first the one that the rank finished itself, then the one that it received.
 #
 # Take a pencil and fill in the table. Lists are in the order of the ranks, unless it says otherwise.
 
@@ -863,8 +865,8 @@ check("02-2", crossing)
 # in a row. Better: once rank 1 has it, ranks 0 and 1 can both send, then four ranks can. Write it with `comm.send(x,
 # axis, to=...)` and `comm.recv(x, axis, source=...)`, for any number of ranks.
 #
-# Counted on real ranks: the results; n-1 messages in all, each the whole x; ceil(log2 n) messages one after another.
-# A rank alone sends nothing.
+# Counted on real ranks: the results; n-1 messages in all, each the full x; ceil(log2 n) messages one after another. A
+# rank alone sends nothing.
 
 # %% course={"ex": "02-3", "role": "given"}
 from torch import Tensor
@@ -908,11 +910,11 @@ check("02-3", tree_broadcast)
 # the next rank and receives one from the previous. Which piece begins is up to you, and so is the direction.
 #
 # `comm.exchange(piece, axis, to, source, like=other)` sends `piece` to rank `to` and returns what comes from rank
-# `source`, a tensor like `other`; `axis.next` and `axis.previous` are the neighbours.
+# `source`, a tensor like `other`; `axis.next` and `axis.previous` are the neighbors.
 #
-# Counted on real ranks: the sum on every rank; x left as it was; 2(n-1) messages of a rank, all to one neighbour;
-# 2(n-1)/n S bytes; at most 3 S alive at once. A rank alone gives x back. What a collective of torch has summed does
-# not count.
+# Counted on real ranks: the sum on every rank; x left as it was; 2(n-1) messages of a rank, all to one neighbor;
+# 2(n-1)/n S bytes; at most 3 S alive at once. A rank alone gives x back. A sum by a collective of torch does not
+# count.
 
 # %% course={"ex": "02-4", "role": "given"}
 import torch
@@ -941,9 +943,9 @@ def ring_all_reduce(x: Tensor, axis: Axis) -> Tensor:
 
 
 # %% [markdown] course={"ex": "02-4", "role": "answer"}
-# Rank r begins with its own piece here, so that after n-1 turns it owns the sum of piece r+1, and simply goes on:
-# what it completed last leaves next. `comm.ring_reduce_scatter` begins one piece earlier, to end with piece r as a
-# reduce-scatter must.
+# Rank r begins with its own piece here, so that after n-1 turns it owns the sum of piece r+1, and simply continues:
+# it sends next the piece that it finished last. `comm.ring_reduce_scatter` begins one piece earlier, to end with
+# piece r as a reduce-scatter must.
 
 # %% course={"ex": "02-4", "role": "check"}
 from course_lib.grading import check
@@ -952,11 +954,11 @@ check("02-4", ring_all_reduce)
 
 # %% [markdown] course={"ex": "02-5"}
 # ## 02-5 All-to-all, in raw torch.distributed
-# x has n rows on every rank. Row r is for rank r. The result on rank r: row s is what rank s had for it. Expert
+# x has n rows on every rank. Row r is for rank r. The result on rank r: its row s comes from rank s. Expert
 # parallelism will send tokens to their experts and back like this.
 #
 # Write it with `dist.isend`, `dist.irecv`, `dist.P2POp` and `dist.batch_isend_irecv` (or blocking calls in an order
-# that cannot hang) on the default group, which is initialised. Nothing of course_lib. `isend` does not copy: leave a
+# that cannot hang) on the default group, which is initialized. Nothing of course_lib. `isend` does not copy: leave a
 # tensor alone until its `wait()`.
 #
 # Counted on real ranks: the results; x left as it was; from each rank one message to every other rank, (n-1)/n S
@@ -996,8 +998,8 @@ check("02-5", all_to_all)
 
 # %% [markdown]
 # ## The claims settled
-# **Claim 1: only if the vector is so long that alpha does not matter.** What a rank sends stays below 2S, but every
-# rank adds two messages to the chain. With round numbers for a fast network, 10 microseconds and 50 GB/s:
+# **Claim 1: only if the vector is so long that alpha does not matter.** A rank sends less than 2S, but every rank
+# adds two messages to the chain. With round numbers for a fast network, 10 microseconds and 50 GB/s:
 
 # %%
 FAST = Link(alpha=10e-6, beta=50e9)
@@ -1009,7 +1011,7 @@ for n in (4, 32, 256, 2048):
 print(f"your vote: {vote_1}")
 
 # %% [markdown]
-# A short vector takes nothing but alphas. Of a long one they are a fifth at 2,048 ranks.
+# A short vector takes nothing but alphas. For a long one they are a fifth of the time at 2,048 ranks.
 #
 # **Claim 2: false.** 620 GB are the payload (the note counts 384 all-reduces of tensor parallelism in GPT-3; lesson
 # 03 comes back to them). A rank of a ring sends 2(n-1)/n times that. And of the 600 GB/s, half are for receiving:
@@ -1041,7 +1043,7 @@ print(f"your vote: {vote_2}")
 # bucket) help.
 # </details>
 #
-# **3.** `nccl-tests` all-reduces 1 GB over 8 A100 of one node in 8 ms. What are algbw and busbw, and which share of
+# **3.** `nccl-tests` all-reduces 1 GB over 8 A100 of one node in 8 ms. What are algbw and busbw, and what fraction of
 # NVLink is that?
 #
 # <details><summary>Answer</summary>
@@ -1050,11 +1052,11 @@ print(f"your vote: {vote_2}")
 # </details>
 #
 # **4.** A run hangs. The report: rank 0 in all_reduce, rank 1 in all_reduce, rank 2 in recv from rank 3, rank 3 in
-# all_reduce. Whom do you look at first?
+# all_reduce. Which ranks do you look at first?
 #
 # <details><summary>Answer</summary>
-# Ranks 2 and 3. Rank 2 wants a message that rank 3 has not sent before it went to the all-reduce: either rank 3
-# forgot the send or rank 2 has one receive too many. Ranks 0 and 1 are only waiting for them.
+# Ranks 2 and 3. Rank 2 waits for a message that rank 3 did not send before its all-reduce: either rank 3 forgot the
+# send or rank 2 has one receive too many. Ranks 0 and 1 are only waiting for them.
 # </details>
 #
 # **5.** A colleague replaces the all-reduce by an all-gather of the whole vectors and adds them up on every rank,
@@ -1080,4 +1082,4 @@ print(f"your vote: {vote_2}")
 #   algorithm and bus bandwidth, with the factor of every collective. The links of A100 and H100: [NVIDIA
 #   NVLink](https://www.nvidia.com/en-us/data-center/nvlink/).
 #
-# Next: lesson 03 puts one all-reduce behind every backward pass, and hides most of it.
+# Next: lesson 03 runs one all-reduce per backward pass and hides most of it.

@@ -16,12 +16,13 @@
 # # 03 Data parallelism: one model, four copies, one gradient
 #
 # *45 minutes to read and run, 65 to build.* Four ranks train one model and end with the weights that one process
-# would have. You count what that costs, hide most of it behind the backward pass, and break it. You need lesson 00; of
-# lesson 02 only this: in a ring all-reduce of S bytes each of n ranks sends 2(n-1)/n S.
+# would have. You count what that costs, hide most of it behind the backward pass, and break it. You need lesson 00;
+# of lesson 02 only this: in a ring all-reduce of S bytes each of n ranks sends 2(n-1)/n S.
 #
 # Vote first: write `"true"`, `"false"` or `"only if ..."`. The claims are settled at the end.
 #
-# 1. *Data parallelism sends less than tensor parallelism, because it talks once a step and not in every layer.*
+# 1. *Data parallelism sends less than tensor parallelism, because it communicates once per step and not in every
+#    layer.*
 # 2. *Communication that overlaps with the backward pass costs no time.*
 
 # %%
@@ -30,8 +31,8 @@ vote_2 = None
 
 # %% [markdown]
 # ## The question
-# One process computes the gradient of the mean loss over 8 sequences (*rows*); four ranks are to do the same with two each.
-# Every rank has the whole model, so forward and backward need nobody else. What must the ranks tell each other, how
+# One process computes the gradient of the mean loss over 8 sequences (*rows*); four ranks are to do the same with two
+# each. Every rank has the full model, so forward and backward need no other rank. What must the ranks exchange, how
 # often, and how much is it?
 #
 # ```
@@ -48,7 +49,7 @@ vote_2 = None
 #   optimizer step    optimizer step    optimizer step    optimizer step    the same new weights
 # ```
 #
-# Ranks that start equal and take equal steps stay equal. So the weights never travel: the gradients do.
+# Ranks that start equal and take equal steps stay equal. So the weights are never sent, only the gradients.
 
 # %% [markdown]
 # ## Predict
@@ -101,7 +102,7 @@ run(by_hand, n=RANKS)
 
 # %% [markdown]
 # ## Build it: one all-reduce for each parameter
-# The library has three ways to the same sum. The first is a loop after backward.
+# The library computes the same sum in three ways. The first is a loop after backward.
 
 # %%
 from course_lib import dp
@@ -111,8 +112,8 @@ show_source(dp.Naive.finish, dp._gradient)
 
 # %% [markdown]
 # The rest of a step is the same for all three. `loss_sum` gives the *summed* loss of a micro-batch and its tokens;
-# `global_tokens` adds up those of all ranks. `control` keeps such single numbers out of the counts below.
-# `accumulate` comes later.
+# `global_tokens` adds up those of all ranks. `control` keeps such scalars out of the counts below. `accumulate` comes
+# later.
 
 # %%
 show_source(dp.global_tokens, dp.train_step)
@@ -121,7 +122,7 @@ show_source(dp.global_tokens, dp.train_step)
 # ## From parameters to buckets
 # A message of S bytes takes about alpha + S/beta seconds: a fixed cost, and one for the bytes. A bucket is one flat
 # tensor with a copy of many gradients: the same bytes in fewer messages. Buckets are filled from the *last* parameter
-# to the first, about the order of backward; the tensor that fills a bucket closes it.
+# to the first, roughly in the order of backward. The tensor that fills a bucket closes it.
 
 # %%
 BUCKET = 280_000  # bytes; a block of this small model has 197,120
@@ -133,10 +134,11 @@ for number, bucket in enumerate(comm.by_dtype_and_size(parameters[::-1], BUCKET)
 # %% [markdown]
 # ## From after to during
 # When backward has passed the last block, that block's gradients are final. Why wait for the others? Autograd calls a
-# hook, here `_ready`, when a parameter's gradient is complete. `_missing` is what each bucket still waits for.
+# hook, here `_ready`, when a parameter's gradient is computed. `_missing` counts the gradients that each bucket still
+# waits for.
 #
-# Look at the `while` loop. Buckets leave in one order on all ranks, even when a later one is full first: otherwise the
-# gradient of one layer would be added to that of another.
+# Look at the `while` loop. Buckets are sent in one order on all ranks, even when a later one is full first. Otherwise
+# the gradient of one layer would be added to the gradient of another.
 
 # %%
 show_source(dp.Overlapped._ready, dp.Overlapped.finish)
@@ -144,7 +146,7 @@ show_source(dp.Overlapped._ready, dp.Overlapped.finish)
 # %% [markdown]
 # ## Measure: the same loss, the same bytes
 # Eight steps in one process, then on four ranks in each of the three ways. Losses and weights must be equal, and the
-# bytes those of the formula.
+# bytes must match the formula.
 
 # %%
 from course_lib.data import batch
@@ -236,8 +238,8 @@ for way, result in runs.items():
 print(f"\nyour prediction: {predicted_calls} calls, {predicted_bytes} bytes")
 
 # %% [markdown]
-# What remains is rounding: sums are added in another order, and AdamW, which divides a gradient by its own size, makes
-# more of it in the weights. The bytes of a rank hardly grow with n:
+# The remaining difference is rounding: sums are added in another order, and AdamW, which divides a gradient by its
+# own size, amplifies it in the weights. The bytes per rank hardly grow with n:
 
 # %%
 for n in (2, 4, 8, 64, 1024):
@@ -245,14 +247,14 @@ for n in (2, 4, 8, 64, 1024):
     print(f"{n:5} ranks: a rank sends {times:.3f} times the bytes of the parameters")
 
 # %% [markdown]
-# What grows with n is the number of alphas: a ring takes 2(n-1) turns. Tokens do not occur: a rank sends the same for
-# one row as for a thousand.
+# What grows with n is the number of alphas: a ring takes 2(n-1) turns. Tokens do not occur: a rank sends the same
+# bytes for one row as for a thousand.
 
 # %% [markdown]
 # ## See the overlap
-# This step is *paced*, as in lesson 00: sleep fills a block's forward up to 15 ms and its backward to 30 ms, and the link
-# is slowed to 15 MB/s and 0.5 ms a message. The lower line of a rank is the network. Its short bars at both ends are the
-# token count and the loss; before the last one the optimizer steps.
+# This step is *paced*, as in lesson 00: sleep fills a block's forward up to 15 ms and its backward to 30 ms, and the
+# link is slowed to 15 MB/s and 0.5 ms per message. The lower line of a rank is the network. Its short bars at both
+# ends are the token count and the loss; before the last one the optimizer steps.
 
 # %%
 from course_lib.mesh import Conditions, Link, Links
@@ -290,7 +292,8 @@ picture("bucketed", "Bucketed: everybody waits for the gradients")
 picture("overlapped", "Overlapped: buckets travel while backward goes on")
 
 # %% [markdown]
-# For a closer look open `overlapped.json`, which lies in your folder for temporary files, in [ui.perfetto.dev](https://ui.perfetto.dev).
+# For a closer look open `overlapped.json`, which is in your folder for temporary files, in
+# [ui.perfetto.dev](https://ui.perfetto.dev).
 
 # %%
 import tempfile
@@ -303,8 +306,8 @@ perfetto(paced["overlapped"].traces, path, title="data parallelism, overlapped")
 print(f"{path.name}: {path.stat().st_size / 1000:.0f} kB")
 
 # %% [markdown]
-# *Exposed* is the time in which ranks wait with nothing to compute. Bucket k of b bytes starts when it is full and the
-# one before it has left the link:
+# *Exposed* is the time in which ranks wait with nothing to compute. Bucket k of b bytes starts when it is full and
+# the bucket before it has left the link:
 #
 # $$\text{end}_k = \max(\text{full}_k,\ \text{end}_{k-1}) + 2(n-1)\,\alpha + \frac{2(n-1)}{n}\,\frac{b_k}{\beta}$$
 #
@@ -347,15 +350,16 @@ share = exposed_formula["overlapped"] / exposed_formula["bucketed"]
 print(f"\noverlap cannot hide {share:.2f} of it, by formula; your prediction: {predicted_exposed}")
 
 # %% [markdown]
-# Measured is longer: a collective begins when the last rank joins, and the naive way waits for that 39 times.
+# The measured time is longer, because a collective begins when the last rank joins, and the naive way waits for that
+# 39 times.
 #
-# What overlap leaves is a tail: the last bucket is full only when backward ends. Smaller buckets shorten it and cost
+# Overlap leaves a tail: the last bucket is full only when backward ends. Smaller buckets shorten the tail and cost
 # more alphas.
 
 # %% [markdown]
 # ## Accumulate without needless messages
-# A batch that does not fit in memory is cut into micro-batches, whose gradients are added up. Sums may be taken in any
-# order: so send once, after the last. All other backwards stand in `with sync.accumulate():`, torch's `no_sync`.
+# A batch that does not fit in memory is split into micro-batches, whose gradients are added up. A sum may be taken in
+# any order, so send once, after the last. All other backwards run in `with sync.accumulate():`, torch's `no_sync`.
 
 # %%
 CUTS = 2  # a rank has two rows: two micro-batches of one
@@ -384,8 +388,8 @@ print(f"any number of them sends {int(formula):,}; your prediction for 4: {predi
 # %% [markdown]
 # Half the activations, the same bytes; only the last backward, now shorter, hides messages. Sending each time would
 # also be wrong: the first sum is still in `.grad` at the second all-reduce, so the first micro-batch counts n times.
-# (DDP divides by n each time: there a forgotten `no_sync` costs bytes alone.) `Bucketed` cannot see it; `Overlapped`
-# refuses:
+# (DDP divides by n each time, so there a forgotten `no_sync` costs only bytes.) `Bucketed` cannot see it;
+# `Overlapped` refuses:
 
 # %%
 from course_lib.launch import RankError
@@ -408,8 +412,8 @@ except RankError as error:
 
 # %% [markdown]
 # ## The mean is over tokens, not over ranks
-# Padding does not count. Below, a row has 1 to 64 tokens that do, so ranks hold different numbers of them. The mean of
-# the ranks' means weighs every *rank* alike; one process weighs every *token* alike.
+# Padding does not count. Below, a row has 1 to 64 tokens that count, so ranks hold different numbers of tokens. The
+# mean of the ranks' means weighs every *rank* alike; one process weighs every *token* alike.
 
 # %%
 EXACT, MEAN_OF_MEANS = "sum / global tokens", "mean of the ranks' means"
@@ -464,10 +468,10 @@ for after_sum in (True, False):
     print(f"clipped {'after' if after_sum else 'before'} the sum: norm {norm:.4f}")
 
 # %% [markdown]
-# Before the sum most ranks' parts are shorter than the limit, and stay as they are.
+# Before the sum most ranks' gradients are shorter than the limit, and stay as they are.
 #
-# ## Serving: nothing travels
-# Now every copy answers requests of its own. What does it send for one token?
+# ## Serving: no rank sends anything
+# Now every copy answers its own requests. What does it send for one token?
 
 
 # %%
@@ -483,13 +487,13 @@ served = run(serve_one_token, n=RANKS)
 print("calls of each rank:", [len(own.records) for own in served.ledgers])
 
 # %% [markdown]
-# Nothing. Such replicas are servers behind a load balancer: they raise throughput, and make no answer faster and no
-# model fit.
+# Nothing. Such replicas are servers behind a load balancer. They raise throughput, but no answer becomes faster, and
+# no larger model fits.
 
 # %% [markdown]
 # ## The same in PyTorch
-# With `init=False` ranks get only what `torchrun` gives: RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT. `DDP` broadcasts
-# rank 0's weights, fills buckets by hooks and averages over ranks.
+# With `init=False` ranks get only the variables that `torchrun` sets: RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT.
+# `DDP` broadcasts rank 0's weights, fills buckets by hooks and averages over ranks.
 
 # %%
 import torch.distributed as dist
@@ -522,17 +526,18 @@ print(f"after {STEPS} steps of AdamW, weights differ from ours by {difference:.1
 
 # %% [markdown]
 # ## Break it and diagnose
-# One of six runs is healthy; two of the others end in a report.
+# One of six runs is correct (its cause is `"healthy"`); two of the others end in a report.
 #
-# - **no sync**: nobody calls `finish`
+# - **no sync**: no rank calls `finish`
 # - **n times**: each rank divides by its *own* tokens, and then gradients are summed
-# - **seeds**: one rank draws its weights from a seed of its own, and nobody broadcasts
-# - **shapes**: one rank cuts its buckets at another size
-# - **skipped**: one rank finds no tokens in its rows and leaves out a step
+# - **seeds**: one rank draws its weights from its own seed, and no rank broadcasts
+# - **shapes**: one rank uses another bucket size
+# - **skipped**: one rank finds no tokens in its rows and skips a step
 #
-# Run the folded cell. For each patient name the cause, the collective that is missing or on which ranks disagree
-# (`"all_reduce"`, `"broadcast"`, else None), and the rank (a number, `"all"`, or None if healthy). A report names who died,
-# and that may be a neighbour of who is wrong: then set CHECKED = True and run both cells again. Another SEED, other patients.
+# Run the folded cell. For each run name the cause, the collective that is missing or on which ranks disagree
+# (`"all_reduce"`, `"broadcast"`, else None), and the rank (a number, `"all"`, or None if correct). A report names the
+# rank that died, which may be a neighbor of the faulty rank: then set CHECKED = True and run both cells again.
+# Another SEED draws other runs.
 
 # %%
 SEED = 3
@@ -607,15 +612,16 @@ for lab_run in lab:
 # %% [markdown]
 # <details><summary>How to read it</summary>
 #
-# The loss falls wherever the run ends.
+# The loss falls in every run that ends.
 #
 # - **No bytes, and all four sums differ**: *no sync*. Each rank trains a model of its own on a quarter of the data.
-# - **One sum differs**: *seeds*, on that rank. Gradients agree and weights never did.
+# - **One sum differs**: *seeds*, on that rank. The gradients match, but the weights differed from the start.
 # - **Norm n times too large**: *n times*. AdamW hides it; SGD would take steps four times too long, and clipping
-#   sets in n times too early.
-# - **A rank ended by a signal**: *shapes*. It got more bytes than it expected. Checked mode lists what each was about to
-#   send: one differs.
-# - **A deadline, three at `finish`, one had returned**: *skipped*. Its calls are one short, and the others wait in the last.
+#   begins n times too early.
+# - **A rank ended by a signal**: *shapes*. It received more bytes than it expected. Checked mode lists the size that
+#   each rank was about to send: one differs.
+# - **A deadline, three at `finish`, one had returned**: *skipped*. It makes one call less, and the others wait in the
+#   last one.
 #
 # Three numbers are worth a log line in a real run: bytes sent, gradient norm, and a checksum of the weights, compared
 # across ranks.
@@ -625,21 +631,21 @@ for lab_run in lab:
 lab.grade(diagnosis)
 
 # %% [markdown]
-# What is wrong can be looked at again; `lab.reveal()` tells all.
+# Look again at the fields that are wrong; `lab.reveal()` shows the causes.
 #
 # A rank without tokens must still join every collective, with zeros.
 
 # %% [markdown]
 # ## When not to use it
 # - **The model does not fit.** Every rank holds all weights, gradients and optimizer states: the state column below.
-#   Lessons 04 to 10 cut the model.
+#   Lessons 04 to 10 partition the model.
 # - **The batch is large enough.** More ranks make it larger. Goyal et al. kept ResNet-50's accuracy up to 8,192 images
 #   by raising the learning rate with it; beyond, it fell. McCandlish et al. estimate where more rows buy little.
-# - **Few tokens and a slow link.** The bytes stay, and backward gets too short to hide them.
+# - **Few tokens and a slow link.** The bytes stay the same, and backward becomes too short to hide them.
 #
 # ## The table that grows
-# Every lesson adds its rows. State is the bytes of parameters, gradients and AdamW's moments and counters; exposed is
-# that of the paced step; code is lines of the library behind each way, comm not counted.
+# Every lesson adds its rows. State is the bytes of parameters, gradients and AdamW's moments and counters. Exposed is
+# measured in the paced step. Code is the lines of the library behind each way, without comm.
 
 # %%
 from course_lib.view import code_lines
@@ -661,8 +667,9 @@ for way, result in runs.items():
 # %% [markdown]
 # ## The claims settled
 # **Claim 1: only if a rank handles many tokens in a step.** A study note for interviews orders the traffic "tensor
-# parallel > data parallel > pipeline". But data parallelism sends parameters, about 12 h² a layer (h: hidden size), and
-# tensor parallelism tokens: 4 all-reduces a layer (lesson 05), each of tokens × h numbers. With equal n:
+# parallel > data parallel > pipeline". But data parallelism sends parameters, about 12 h² per layer (h: hidden size),
+# and tensor parallelism sends activations: 4 all-reduces per layer (lesson 05), each of tokens × h elements. With
+# equal n:
 #
 # $$12\,h^2 \text{ against } 4 \cdot \text{tokens} \cdot h \quad\Rightarrow\quad \text{equal at tokens} = 3h$$
 #
@@ -688,17 +695,17 @@ print(f"at 25 GB/s data parallel takes {note[0] / 25:.0f} s")
 print(f"with what a rank sends: {sizes[0] / 25:.1f} s")
 
 # %% [markdown]
-# Its figures are the *payload*; a rank sends 2(n-1)/n times that. It also has tensor parallelism overlap: but there the
-# next operation waits for the message, while for a gradient only the optimizer waits. And the first note lets data
-# parallelism talk once an *epoch*: until then its ranks have the illness *no sync*.
+# Its figures are the *payload*; a rank sends 2(n-1)/n times that. It also has tensor parallelism overlap: but there
+# the next operation waits for the message, while for a gradient only the optimizer waits. And in the first note data
+# parallelism communicates once per *epoch*: until then its ranks have the fault *no sync*.
 
 # %%
 without, with_it = (1e3 * exposed[way] for way in ("bucketed", "overlapped"))
 print(f"exposed without overlap {without:.0f} ms, with it {with_it:.0f} ms; your vote: {vote_2}")
 
 # %% [markdown]
-# **Claim 2: false.** The last bucket is full when backward ends, and on a GPU a collective takes processors and memory
-# bandwidth from the backward that it hides behind.
+# **Claim 2: false.** The last bucket is full when backward ends, and on a GPU a collective takes processors and
+# memory bandwidth from the backward that hides it.
 
 # %% [markdown]
 # ## Cheat-sheet
@@ -724,8 +731,8 @@ cheat_sheet(billions=7, hidden=4096)
 # %% [markdown]
 # ## Your turn
 # [Five exercises](../exercises/03_data_parallelism.ipynb), each on its own: a table by hand (10 minutes); and on real
-# ranks the scale before the sum (5), one bucket (10), buckets that leave from hooks (20), and the whole of it in raw
-# PyTorch (20).
+# ranks the scale before the sum (5), one bucket (10), buckets that hooks send (20), and all of it in raw PyTorch
+# (20).
 
 # %% course={"role": "given"}
 from contextlib import contextmanager
@@ -758,9 +765,9 @@ from course_lib import comm
 # brings a bucket to 2,000 bytes or more closes it.
 #
 # - `buckets`: which tensors are in bucket 0, 1 and 2, in the order in which they are put in, such as `"ab c de"`
-# - `leaves`: on one rank the hooks fire in the order e, c, b, d, a. After whose hook does bucket 0 leave, after whose
-#   bucket 1, bucket 2? Such as `"a a e"`
-# - `bytes`: what a rank sends in a step, by a ring
+# - `leaves`: on one rank the hooks fire in the order e, c, b, d, a. After which tensor's hook is bucket 0 sent, and
+#   after which bucket 1 and bucket 2? Such as `"a a e"`
+# - `bytes`: the bytes that a rank sends in a step, by a ring
 # - `bytes, 4 micro-batches`: the same when the step has four micro-batches and sends as it should
 
 # %% course={"ex": "03-1", "role": "answer"}
@@ -791,8 +798,9 @@ step = {
 # %% [markdown] course={"ex": "03-1", "role": "answer"}
 # - The six row gradients are 2, 8 | 32 | 2, 2, 2; their sum is 48, and 48 / 6 = 8.
 # - The ranks' means are 5, 32 and 2: 39 in all, 13 on average. Rank 1, with one row of six, has a third of the say.
-# - e + d are 1,800 bytes, so c still goes in. At b's hook bucket 1 is full, but bucket 0 lacks d: at d's hook both leave.
-# - 5,000 bytes in all, and 2 · 3/4 of them are sent, once a step.
+# - e + d are 1,800 bytes, so c still goes in. At b's hook bucket 1 is full, but bucket 0 lacks d: at d's hook both
+#   are sent.
+# - 5,000 bytes in all, and 2 · 3/4 of them are sent, once per step.
 
 # %% course={"ex": "03-1", "role": "check"}
 from course_lib.grading import check
@@ -805,8 +813,8 @@ check("03-1", step)
 # summed over the ranks, and nothing else is done to them. Write the one line that makes this sum the gradient of the
 # mean loss over all 18 tokens.
 #
-# It is checked on two, three and four ranks with other token counts, of which one may be 0, and on one rank. A rank may
-# make one call, with one number.
+# It is checked on two, three and four ranks with other token counts, of which one may be 0, and on one rank. A rank
+# may make one call, with one element.
 
 
 # %% course={"ex": "03-2", "role": "answer"}
@@ -832,8 +840,8 @@ check("03-2", local_loss)
 # call. The parameters have different shapes. A rank that did not use a parameter has None in its `grad`: that counts as
 # zeros, and gets the sum of the others like any gradient.
 #
-# Checked are the gradients on one to four ranks, that a rank makes one call, and that it sends 2(n-1)/n times the bytes
-# of the bucket. `torch.cat`, `Tensor.split` and `Tensor.view_as` are of use; `comm.flatten`, `comm.unflatten` and
+# The check looks at the gradients on one to four ranks, at one call per rank, and at 2(n-1)/n times the bucket's
+# bytes sent. `torch.cat`, `Tensor.split` and `Tensor.view_as` are of use; `comm.flatten`, `comm.unflatten` and
 # `comm.start_all_reduce_flat` are what you write here, so they refuse.
 
 
@@ -863,16 +871,17 @@ check("03-3", sum_bucket)
 # The class below is data parallelism with overlap, but for its two methods that matter. Write `ready`, which autograd
 # calls for each parameter, and `finish`. The rest is given and need not change.
 #
-# - Bucket 0 leaves first on every rank, then bucket 1, and so on, whatever the order in which the hooks fire: on some
-#   ranks of the check a later bucket is full before an earlier one.
-# - A bucket leaves as early as that allows, and never before all of its gradients are complete. `ready` waits for
+# - Bucket 0 is sent first on every rank, then bucket 1, and so on, whatever the order in which the hooks fire: on
+#   some ranks of the check a later bucket is full before an earlier one.
+# - A bucket is sent as early as that allows, and never before all of its gradients are computed. `ready` waits for
 #   nothing.
-# - On one rank of the check a whole bucket is not used, so that none of its hooks fires. It travels all the same.
+# - On one rank of the check no parameter of a bucket is used, so none of its hooks fires. The bucket is sent all the
+#   same.
 # - A backward inside `accumulate()` sends nothing and completes nothing.
 # - After `finish` the next step can begin.
 #
-# Checked are the gradients on one to four ranks, the weights after three steps of two micro-batches each, calls and
-# bytes, and how many buckets have left, none of them waited for, when backward completes its last gradient.
+# The check looks at the gradients on one to four ranks, the weights after three steps of two micro-batches each,
+# calls and bytes, and the number of buckets that were sent, without a wait, when backward computes its last gradient.
 
 
 # %% course={"ex": "03-4", "role": "answer"}
@@ -946,12 +955,12 @@ check("03-4", Overlapped)
 # %% [markdown] course={"ex": "03-5"}
 # ## 03-5 The same in raw PyTorch
 # A data-parallel training loop with `torch.distributed` alone: `course_lib` and DDP refuse here. The default process
-# group stands already. `dist.broadcast(p.data, 0)` and `dist.all_reduce(p.grad)` work in place.
+# group exists already. `dist.broadcast(p.data, 0)` and `dist.all_reduce(p.grad)` work in place.
 #
-# Checked are the weights after three steps of SGD: on every rank those of one process that starts from rank 0's
+# The check compares the weights after three steps of SGD, on every rank, with one process that starts from rank 0's
 # weights, has the rows of all ranks, and clips its gradient to `max_norm`. In one step the last of three ranks has no
-# rows. A rank sends the weights once, then the gradients and a row count in each step. How many calls you make for the
-# gradients is up to you.
+# rows. A rank sends the weights once, then the gradients and a row count in each step. How many calls you make for
+# the gradients is up to you.
 
 
 # %% course={"ex": "03-5", "role": "answer"}
@@ -993,23 +1002,25 @@ check("03-5", train)
 # 2 · 63/64 · 14 GB = 27.6 GB, for one sequence or a hundred.
 # </details>
 #
-# **2.** You double the micro-batches of a step, each as large as before. What happens to the bytes a step, and a token?
+# **2.** You double the micro-batches of a step, each as large as before. What happens to the bytes per step and per
+# token?
 #
 # <details><summary>Answer</summary>
-# A step sends the same, a token half. The price is a larger batch.
+# The bytes per step stay the same, and the bytes per token halve. The price is a larger batch.
 # </details>
 #
-# **3.** Why must buckets leave in the same order on all ranks, and why is each not simply sent when it is full?
+# **3.** Why must buckets be sent in the same order on all ranks, and why is each not simply sent when it is full?
 #
 # <details><summary>Answer</summary>
 # Collectives are matched by order, not by name: the k-th call of one rank meets the k-th of the others. And hooks may
-# fire in different orders, for example where a rank does not use a parameter.
+# fire in different orders, for example when a rank does not use a parameter.
 # </details>
 #
 # **4.** The loss falls, ranks agree, bytes are right, but SGD diverges where one process did not. What do you look at?
 #
 # <details><summary>Answer</summary>
-# The gradient norm against that of one process on the same batch. A factor n: divided by own tokens, then summed.
+# Compare the gradient norm with that of one process on the same batch. A factor n means: divided by own tokens, then
+# summed.
 # </details>
 #
 # **5.** With overlap, 20 % of the step is still communication. Name three changes that keep the gradient as it is.
@@ -1026,7 +1037,7 @@ check("03-5", train)
 #   section 3 lists mistakes that you now know.
 # - McCandlish et al. 2018, [arXiv:1812.06162](https://arxiv.org/abs/1812.06162): how large a batch is worth it.
 # - Brown et al. 2020, [arXiv:2005.14165](https://arxiv.org/abs/2005.14165): GPT-3's sizes; Shoeybi et al. 2019,
-#   [arXiv:1909.08053](https://arxiv.org/abs/1909.08053): the four all-reduces a layer.
+#   [arXiv:1909.08053](https://arxiv.org/abs/1909.08053): the four all-reduces per layer.
 #
-# Next: four copies of AdamW's moments hold the same numbers. Lesson 04 (ZeRO) keeps a quarter of them on each rank, and
-# sends no more than you sent here.
+# Next: four copies of AdamW's moments hold the same values. Lesson 04 (ZeRO) stores a quarter of them on each rank,
+# and sends no more than you sent here.

@@ -13,11 +13,11 @@
 # ---
 
 # %% [markdown]
-# # 04 ZeRO: nobody needs to hold everything
+# # 04 ZeRO: no rank needs to store everything
 #
 # *50 minutes to read and run, 70 to build.* In lesson 03 four ranks held four equal copies of weights, gradients and
-# AdamW's moments. Here each copy is cut into four shards with one owner each: first the optimizer's state, then the
-# gradients, then the weights. You count what each cut saves and sends. You need lesson 03.
+# AdamW's moments. Here each copy is split into four shards with one owner each: first the optimizer state, then the
+# gradients, then the weights. You count the bytes that each step saves and sends. You need lesson 03.
 #
 # Vote first: write `"true"`, `"false"` or `"only if ..."`. The claims are settled at the end.
 #
@@ -30,9 +30,9 @@ vote_2 = None
 
 # %% [markdown]
 # ## The question
-# Training in mixed precision with AdamW keeps 16 bytes for each parameter: 2 of weights and 2 of gradients (bfloat16),
-# and 12 of optimizer state: a float32 master copy of the weight and two moments, 4 each. Data parallelism keeps all of it
-# on every rank.
+# Training in mixed precision with AdamW stores 16 bytes per parameter: 2 of weights and 2 of gradients (bfloat16),
+# and 12 of optimizer state: a float32 master copy of the weight and two moments, 4 each. Data parallelism stores all
+# of it on every rank.
 #
 # ```
 #               weights   gradients   optimizer
@@ -42,8 +42,8 @@ vote_2 = None
 #   stage 3     ##        ##          ############                                       ... and of the weights
 # ```
 #
-# A rank that owns a quarter of the optimizer's state can update a quarter of the weights. Which gradients does it need,
-# and who needs what it made?
+# A rank that owns a quarter of the optimizer's state can update a quarter of the weights. Which gradients does it
+# need, and which ranks need the updated weights?
 
 # %% [markdown]
 # ## Predict
@@ -101,13 +101,13 @@ for n, printed in PRINTED.items():
 print(f"your prediction for stage 1 on 64: {predicted_gb}")
 
 # %% [markdown]
-# Stage 1 ends at 4 bytes a parameter, however many ranks there are; stage 2 at 2; only stage 3 has no floor. A study
-# note gives plain data parallelism "~90 GB" here, with 60 for the optimizer: that is 8 bytes, the moments alone. The
-# float32 master weights make it 120.
+# Stage 1 never goes below 4 bytes per parameter, however many ranks there are, and stage 2 never below 2; only stage
+# 3 has no floor. A study note gives plain data parallelism "~90 GB" here, with 60 for the optimizer: that is 8 bytes,
+# the moments alone. The float32 master weights make it 120.
 #
 # ## One all-reduce, cut in two
-# A reduce-scatter adds up what the ranks have and leaves each one piece of the sum. An all-gather gives everybody all
-# pieces. One after the other they are an all-reduce, and the owner's step fits between them.
+# A reduce-scatter sums the ranks' tensors and leaves one shard of the sum on each rank. An all-gather gives every
+# rank all shards. One after the other they are an all-reduce, and the owner's step fits between them.
 
 # %%
 import torch
@@ -137,11 +137,11 @@ for rank, seen in enumerate(run(cut_in_two, n=RANKS)):
 
 # %% [markdown]
 # Look at `bytes`: reduce-scatter and all-gather together, then the all-reduce. Both are 2(n-1)/n S. So stage 1 sends
-# no more than DP: it only gathers *weights*, after the step, where DP gathered gradients before it.
+# no more than DP: it gathers *weights* after the step, while DP gathers gradients before it.
 #
 # ## Who owns what
-# Parameters are laid end to end in one flat tensor, padded to a multiple of n, and cut into equal shards. A shard does
-# not care where a tensor ends:
+# Parameters are concatenated into one flat parameter, padded to a multiple of n, and split into equal shards. A shard
+# may begin or end inside a tensor:
 
 
 # %%
@@ -161,13 +161,13 @@ for rank, mine in enumerate(run(owners, n=RANKS)):
     print(f"rank {rank}: {mine}")
 
 # %% [markdown]
-# Rank 3 owns two elements and one of padding. This works because AdamW treats every element alike: an optimizer that needs
-# the norm of a whole matrix (LAMB, Adafactor) cannot be cut so.
+# Rank 3 owns two elements and one of padding. This works because AdamW treats every element alike: an optimizer that
+# needs the norm of a full matrix (LAMB, Adafactor) cannot be sharded this way.
 #
 # ## Stage 1: build it
-# `step` is the optimizer on the own shards, and `refresh` brings the others'. In the source, names end in `_F` for a whole
-# flat, in `_f` for a shard. In float32 a shard *is* its piece of the parameters' memory; in bfloat16 it is the float32
-# master copy, which nobody else keeps.
+# `step` runs the optimizer on the rank's own shards, and `refresh` gathers the others. In the source, names end in
+# `_F` for a full flat parameter and in `_f` for a shard. In float32 a shard *is* a view of the parameters' memory; in
+# bfloat16 it is the float32 master copy, which no other rank stores.
 
 # %%
 from course_lib.view import show_source
@@ -178,15 +178,16 @@ show_source(zero.FlatParameter.start_gather, zero.FlatParameter.start_reduce)
 
 # %% [markdown]
 # ## Stage 2: gradients leave at once
-# Stage 1 lets gradients add up in full and scatters them once a step. Stage 2 scatters a bucket as soon as backward has
-# filled it, and frees it: a rank never holds all gradients. `_ready` is called by autograd when a gradient is complete.
+# Stage 1 accumulates full gradients and scatters them once per step. Stage 2 scatters a bucket as soon as backward
+# has filled it, and frees it: a rank never holds all gradients. Autograd calls `_ready` when a gradient is computed.
 
 # %%
 show_source(zero.Zero2._ready, zero.Zero2._send_next, zero.Zero2.accumulate)
 
 # %% [markdown]
-# The price: what has been freed cannot be added to. So *every* micro-batch scatters its gradients, and the sum grows in
-# the shard. (FSDP2's `set_requires_gradient_sync(False)` keeps them whole instead: DP's bytes again, without what stage 2 saves.)
+# The price: nothing can be added to a freed gradient. So *every* micro-batch scatters its gradients, and the sum
+# grows in the shard. (FSDP2's `set_requires_gradient_sync(False)` keeps full gradients instead: DP's bytes again,
+# without the memory that stage 2 saves.)
 #
 # ## Stage 3: weights come and go
 # The weights of a block are needed twice: in its forward and in its backward. Stage 3 gathers them before each, and
@@ -208,7 +209,7 @@ show_source(zero.Zero3._before_forward, zero.Zero3._before_backward, zero.Zero3.
 # stays gathered saves one of two gathers.
 #
 # ## Measure: the same losses, other bytes
-# Four steps in each of the four ways. Losses and weights must be equal; bytes sent and state kept must be those of the
+# Four steps in each of the four ways. Losses and weights must be equal; bytes sent and state stored must match the
 # formulas. Here everything is float32: 4 bytes of weights, 4 of gradients, 8 of moments.
 
 # %%
@@ -321,10 +322,12 @@ for way, result in runs.items():
 print(f"\nyour predictions: stage 1 {predicted_stage_1}, stage 3 {predicted_stage_3}")
 
 # %% [markdown]
-# Equal losses. State is some bytes above the formula: AdamW keeps one counter of 4 bytes for each tensor or flat, and stage 3
-# one element for each flat that is freed. Stage 3 sends less than 1.5 times DP's bytes here, because root and last block are kept.
+# Equal losses. State is some bytes above the formula: AdamW stores one counter of 4 bytes for each tensor or flat
+# parameter, and stage 3 one element for each flat parameter that is freed. Stage 3 sends less than 1.5 times DP's
+# bytes here, because the root and the last block stay gathered.
 #
-# Stage 1 and stage 2 keep the same state *between* steps. What stage 2 saves is seen only during one:
+# Stage 1 and stage 2 store the same state *between* steps. The memory that stage 2 saves is visible only during a
+# step:
 
 # %%
 from course_lib.view import live_plot
@@ -338,9 +341,9 @@ picture = live_plot(
 picture
 
 # %% [markdown]
-# Each line begins at the state kept. In backward DP climbs by a full set of gradients, and by the buckets on their way.
-# Stage 1 climbs by one set too, from half the height. Stage 2 climbs less: only shards stay. Stage 3 starts at a quarter,
-# and its teeth are blocks that come and go.
+# Each line begins at the stored state. In backward DP climbs by a full set of gradients, and by the buckets in
+# flight. Stage 1 climbs by one set too, from half the height. Stage 2 climbs less: only shards stay. Stage 3 starts
+# at a quarter, and its teeth are blocks that are gathered and freed.
 
 # %%
 print(
@@ -357,13 +360,14 @@ for way in WAYS:
 print(f"your prediction for stage 3: {predicted_peak}")
 
 # %% [markdown]
-# "Explained" takes all activations at the fullest moment. They are largest when backward begins, gradients when it ends;
-# so it is a little too much, or too little by the gradient that is just being handed over.
+# "Explained" counts all activations at the fullest moment. Activations are largest when backward begins, gradients
+# when it ends. So the figure is a little too large, or too small by the one gradient that autograd holds at that
+# moment.
 #
-# Not a quarter: activations are not cut, and neither are a few blocks that are whole for a moment.
+# The peak is not a quarter: activations are not sharded, and a few blocks are gathered at that moment.
 #
 # ## The price of stage 2: micro-batches
-# DP and stage 1 talk once a step. Stages 2 and 3 talk in every micro-batch.
+# DP and stage 1 communicate once per step. Stages 2 and 3 communicate in every micro-batch.
 
 
 # %%
@@ -390,8 +394,8 @@ for count in (1, 2, 4):
 print(f"your prediction for stage 2 with 4: {predicted_stage_2_m4}")
 
 # %% [markdown]
-# With P parameters of b bytes and M micro-batches, stage 2 sends (M+1)(n-1)/n Pb, stage 3 up to 3M(n-1)/n Pb. That is why
-# ZeRO-2 and a pipeline (lesson 07) do not mix well: a pipeline lives on many micro-batches.
+# With P parameters of b bytes and M micro-batches, stage 2 sends (M+1)(n-1)/n Pb, stage 3 up to 3M(n-1)/n Pb. That is
+# why ZeRO-2 and a pipeline (lesson 07) do not mix well: a pipeline needs many micro-batches.
 #
 # ## Who waits
 # The step below is *paced*, as in lesson 03: a block takes 15 ms forward and 30 ms backward, and the link carries 100 MB/s.
@@ -445,7 +449,8 @@ timeline(
 )
 
 # %% [markdown]
-# For a closer look open `zero3.json`, which lies in your folder for temporary files, in [ui.perfetto.dev](https://ui.perfetto.dev).
+# For a closer look open `zero3.json`, which is in your folder for temporary files, in
+# [ui.perfetto.dev](https://ui.perfetto.dev).
 
 # %%
 import tempfile
@@ -458,14 +463,14 @@ perfetto(paced["zero 3"].traces, path, title="ZeRO-3")
 print(f"{path.name}: {path.stat().st_size / 1000:.0f} kB")
 
 # %% [markdown]
-# Look at the lower line of a rank: gathers under the forward, gathers and reduce-scatters in turn under the backward. Stage 1
-# sends less and waits longer: all of its messages come after backward. (They need not: Megatron-LM's distributed optimizer
-# hides its reduce-scatters in backward and its gathers in the next forward.) Bytes are one price; where they stand is
-# another.
+# Look at the lower line of a rank: gathers under the forward, gathers and reduce-scatters in turn under the backward.
+# Stage 1 sends less and waits longer: all of its messages come after backward. (They need not: Megatron-LM's
+# distributed optimizer hides its reduce-scatters in backward and its gathers in the next forward.) Bytes are one
+# price; the moment when they are sent is another.
 #
 # ## A checkpoint that forgets the ranks
-# Every rank saves its shards; what is in the file are whole tensors by name. So a run of stage 3 on four ranks goes on as
-# stage 1 on two, or in one process.
+# Every rank saves its shards; the file contains full tensors by name. So a run of stage 3 on four ranks can continue
+# as stage 1 on two, or in one process.
 
 # %%
 import tempfile
@@ -531,9 +536,10 @@ picture_sliders(
 
 # %% [markdown]
 # ## The same in PyTorch
-# `ZeroRedundancyOptimizer` is stage 1, with whole tensors instead of equal shards: it broadcasts each from its owner, after
-# DDP's all-reduce of all gradients: half more bytes. `fully_shard` (FSDP2) is stage 3, with one shard of each *tensor*, cut
-# along its first dim. Both average gradients over the ranks, so the loss is the plain mean.
+# `ZeroRedundancyOptimizer` is stage 1 with full tensors instead of equal shards. It broadcasts each tensor from its
+# owner, after DDP's all-reduce of all gradients, and so sends half more bytes. `fully_shard` (FSDP2) is stage 3, with
+# one shard of each *tensor*, split along its first dim. Both average gradients over the ranks, so the loss is the
+# plain mean.
 
 # %%
 import torch.distributed as dist
@@ -581,21 +587,21 @@ for way in ("zero 1", "zero 3"):
     print(f"        ours: {[one['state'] for one in runs[way]]}")
 
 # %% [markdown]
-# Whole tensors cannot be shared out evenly: look at the ranks of torch's stage 1.
+# Full tensors cannot be divided evenly: look at the ranks of torch's stage 1.
 #
 # ## Break it and diagnose
-# Of the six runs below one is healthy and five are ill.
+# Of the six runs below one is correct (its cause is `"healthy"`) and five are faulty.
 #
 # - **twice**: gradients are divided by the number of ranks once more after they arrived
-# - **double**: the norm for clipping is taken of whole gradients, and its square summed over the ranks once more
+# - **double**: the norm for clipping is taken of full gradients, and its square summed over the ranks once more
 # - **shifted**: one rank puts the padding in front, so that its gradient is one element off
 # - **late**: every rank gathers *before* its optimizer steps
 # - **stale**: one rank gathers into a copy that its model never sees
 #
-# The table shows the ledger and, after one step, where weights differ from those of one process: a line for each rank that
-# computes, a column for each owner. `.` is right, `x` is wrong. The norm is what clipping uses; one process has 1.
-# Say for each run what it has, in which collective it shows (`"reduce_scatter"`, `"all_gather"`, or for a norm
-# `"all_reduce"`), and on which rank (a number, or `"all"`). Another SEED, other patients.
+# The table shows the ledger and, after one step, where weights differ from those of one process: a line for each rank
+# that computes, a column for each owner. `.` is right, `x` is wrong. The norm is what clipping uses; one process has
+# 1. Name for each run the cause, the collective in which it shows (`"reduce_scatter"`, `"all_gather"`, or for a norm
+# `"all_reduce"`), and the rank (a number, or `"all"`). Another SEED draws other runs.
 
 # %%
 SEED = 4
@@ -697,12 +703,12 @@ for lab_run in lab:
 # %% [markdown]
 # <details><summary>How to read it</summary>
 #
-# The loss falls in all six, and the bytes are equal: neither tells you.
+# The loss falls in all six runs, and the bytes are equal: neither helps.
 #
-# - **A column is wrong** (all ranks agree, one owner is off): that owner made a wrong step, from a wrong piece of the
+# - **A column is wrong** (all ranks agree, one owner is off): that owner made a wrong step, from a wrong shard of the
 #   gradient. Look at its reduce-scatter: *shifted*.
-# - **A row is wrong but for its own column**: that rank never saw what it gathered: *stale*.
-# - **Only the diagonal is right**: nobody saw the others' new weights, because they were gathered too early: *late*.
+# - **A row is wrong but for its own column**: that rank's model never received the gathered weights: *stale*.
+# - **Only the diagonal is right**: no rank has the others' new weights, because they were gathered too early: *late*.
 # - **Everything is wrong, all ranks agree**: look at the norm. 1/n of the right one: *twice*. √n times: *double*, and
 #   clipping makes every step too short.
 #
@@ -713,19 +719,20 @@ for lab_run in lab:
 lab.grade(diagnosis)
 
 # %% [markdown]
-# What is wrong can be looked at again; `lab.reveal()` tells all.
+# Look again at the fields that are wrong; `lab.reveal()` shows the causes.
 #
 # ## When not to use it
-# - **The model fits.** Stage 1 costs nothing on the wire and is worth having; stages 2 and 3 buy memory that nobody needs.
-# - **With a pipeline, stages 2 and 3.** They pay again for every micro-batch. A pipeline takes stage 1.
-# - **A slow link and few tokens.** Stage 3 sends 1.5 times the bytes, and weights, unlike gradients, are waited for: a block
-#   of h hidden units wants 12h² of them for every micro-batch, however few tokens it has.
-# - **Activations fill the memory.** ZeRO does not cut them: recomputation and lessons 05, 06 and 09 do.
-# - **Optimizers that need whole matrices.** They need other cuts: whole tensors to one owner each.
+# - **The model fits.** Stage 1 sends no extra bytes and is worth having; stages 2 and 3 save memory that you do not
+#   need.
+# - **With a pipeline, stages 2 and 3.** They send again for every micro-batch. Use stage 1 with a pipeline.
+# - **A slow link and few tokens.** Stage 3 sends 1.5 times the bytes, and ranks wait for weights, unlike gradients: a
+#   block of h hidden units needs 12h² of them for every micro-batch, however few tokens it has.
+# - **Activations fill the memory.** ZeRO does not shard them: recomputation and lessons 05, 06 and 09 reduce them.
+# - **Optimizers that need full matrices.** They need another partition: full tensors, each with one owner.
 #
 # ## The table that grows
-# State, peak and bytes are those of the steps above, exposed that of the paced one; code is lines of the library behind
-# each way, comm not counted.
+# State, peak and bytes are from the steps above, exposed from the paced step. Code is the lines of the library behind
+# each way, without comm.
 
 # %%
 from course_lib.view import code_lines
@@ -752,8 +759,8 @@ for way, result in runs.items():
 # **Claim 1: only if a step has one micro-batch.** A study note says that stage 2's bytes are those of DDP. With M
 # micro-batches they are (M+1)/2 times as many, because freed gradients cannot wait for the next micro-batch.
 #
-# **Claim 2: false.** It divides the state by n. Activations, the blocks gathered at the moment, and the gradients on their
-# way stay. The same note's "90/N GB" is 120/N, and only between steps.
+# **Claim 2: false.** It divides the state by n. Activations, the gathered blocks and the gradients in flight are not
+# divided. The same note's "90/N GB" is 120/N, and only between steps.
 
 # %%
 print(f"your votes: 1 {vote_1}; 2 {vote_2}")
@@ -795,14 +802,14 @@ print()
 cheat_sheet(billions=7, n=64, micro_batches=8)
 
 # %% [markdown]
-# State here is weights and optimizer; gradients come and go. Stage 1 is even cheaper than DP in this precision: the sums
-# travel in float32, the weights that it gathers in bfloat16. A DP that sums in bfloat16, as in lesson 01's table, sends half of
-# what stands here, 27.6 GB, and less than stage 1.
+# State here is weights and optimizer; gradients are temporary. Stage 1 is even cheaper than DP in this precision: it
+# sends sums in float32 and gathers weights in bfloat16. A DP that sums in bfloat16, as in lesson 01's table, sends
+# half of this, 27.6 GB, and less than stage 1.
 
 # %% [markdown]
 # ## Your turn
-# [Five exercises](../exercises/04_zero.ipynb), each on its own: a table by hand (10 minutes), the bounds of a shard (5); and
-# on real ranks a step of stage 1 (10), buckets that leave during backward (25), and stage 3 in raw PyTorch (20).
+# [Five exercises](../exercises/04_zero.ipynb), each on its own: a table by hand (10 minutes), the bounds of a shard
+# (5); and on real ranks a step of stage 1 (10), buckets sent during backward (25), and stage 3 in raw PyTorch (20).
 
 # %% course={"role": "given"}
 import torch
@@ -816,8 +823,8 @@ from course_lib import comm
 # ## 04-1 Who owns, keeps and sends what, by hand
 # Ten minutes, on paper; no code.
 #
-# **Shards.** A model has three tensors: a of 5 elements, b of 2 and c of 3. They are laid end to end in this order and cut
-# for four ranks.
+# **Shards.** A model has three tensors: a of 5 elements, b of 2 and c of 3. They are concatenated in this order and
+# sharded over four ranks.
 #
 # - `flat`: places in the flat tensor, padding included
 # - `owners`: which tensors rank 0, 1, 2 and 3 own a part of, such as `"a b bc abc"`
@@ -829,8 +836,8 @@ from course_lib import comm
 # - `kept, GB`: what a rank keeps, on 8 ranks
 # - `kept, 1000 ranks`: the same per parameter, in bytes, on 1000 ranks
 #
-# **Sent.** The same model on 8 ranks; weights and gradients travel in 2 bytes each, and stage 3 keeps nothing gathered
-# between forward and backward.
+# **Sent.** The same model on 8 ranks; weights and gradients are sent in 2 bytes each, and stage 3 keeps no weights
+# gathered between forward and backward.
 #
 # - `sent, GB`: what a rank sends in a step with one micro-batch
 # - `sent, 4 micro-batches`: the same with four
@@ -860,10 +867,10 @@ table = {
 
 # %% [markdown] course={"ex": "04-1", "role": "answer"}
 # - `aaa aab bcc c..`: shards of three places, the last two of them padding.
-# - Stage 1 keeps 4 + 12/8 bytes a parameter, stage 2 2 + 14/8, stage 3 16/8. With 1000 ranks only the undivided part is left
-#   in stages 1 and 2.
-# - One reduce-scatter or all-gather of the 4 GB sends 7/8 of them, 3.5 GB. DP and stage 1 have two a step, stage 2 M + 1,
-#   stage 3 3M.
+# - Stage 1 stores 4 + 12/8 bytes per parameter, stage 2 2 + 14/8, stage 3 16/8. With 1000 ranks almost only the
+#   replicated bytes are left in stages 1 and 2.
+# - One reduce-scatter or all-gather of the 4 GB sends 7/8 of them, 3.5 GB. DP and stage 1 have two per step, stage 2
+#   M + 1, stage 3 3M.
 
 # %% course={"ex": "04-1", "role": "check"}
 from course_lib.grading import check
@@ -893,14 +900,15 @@ check("04-2", bounds)
 
 # %% [markdown] course={"ex": "04-3"}
 # ## 04-3 A step of stage 1
-# Every rank has the same flat weights [P], and its own flat gradients [P]. Write the step: each rank updates its own shard,
-# with the sum of all ranks' gradients, and everybody gets all new weights. n need not divide P: pad with zeros at the end.
+# Every rank has the same flat weights [P], and its own flat gradients [P]. Write the step: each rank updates its own
+# shard, with the sum of all ranks' gradients, and every rank gets all new weights. n need not divide P: pad with
+# zeros at the end.
 #
 # `update` is the optimizer: it keeps a moment of the size that it is given, and treats every element alike.
 #
-# Checked are the weights after three steps on one to four ranks (once a rank has nothing but padding), that `update` sees one
-# shard once a step, and that a rank sends as much as one all-reduce of the padded gradients. `F.pad(x, (0, k))` puts k zeros
-# behind x.
+# The check looks at the weights after three steps on one to four ranks (once a rank has only padding), at one shard
+# for `update` per step, and at the bytes sent: as many as one all-reduce of the padded gradients. `F.pad(x, (0, k))`
+# puts k zeros behind x.
 
 
 # %% course={"ex": "04-3", "role": "answer"}
@@ -929,16 +937,17 @@ check("04-3", sharded_step)
 # The class below is stage 2 but for its two methods that matter. `shards[k]` is this rank's shard of bucket k, and the
 # optimizer updates these shards alone.
 #
-# - `ready` is called by autograd when a parameter's gradient of one backward is complete. When it completes a bucket, the bucket
-#   leaves, this rank's piece of the sum is added to `shards[k].grad`, and the full gradients are freed: `p.grad = None`.
+# - Autograd calls `ready` when a parameter's gradient of one backward is computed. When that fills a bucket, the
+#   bucket is sent, this rank's shard of the sum is added to `shards[k].grad`, and the full gradients are freed:
+#   `p.grad = None`.
 # - A step may have several micro-batches, each with a backward of its own. Every one sends its buckets.
 # - `step` updates the shards, lets all parameters follow, and forgets the shards' gradients.
 #
 # Losses are divided already: gradients are summed. Backward completes the buckets in one order on all ranks, and `ready` may
 # wait for what it sends.
 #
-# Checked are the shards' gradients and, after two steps, the weights, on one to four ranks; calls and bytes; and that the
-# gradients of all buckets are never alive at once.
+# The check looks at the shards' gradients and, after two steps, the weights, on one to four ranks; at calls and
+# bytes; and that the gradients of all buckets are never alive at once.
 
 
 # %% course={"ex": "04-4", "role": "answer"}
@@ -1003,16 +1012,17 @@ check("04-4", Zero2)
 
 # %% [markdown] course={"ex": "04-5"}
 # ## 04-5 Gather, use, free, in raw PyTorch
-# Forward and backward of a chain of layers in stage 3, with `torch.distributed` alone: `course_lib` refuses here, and autograd
-# is not needed. The default process group stands already. Layer l is y = tanh(x @ W), W [d, d]; the two functions below
-# compute it and its backward. A rank has only its *shard* of each W: W flattened, padded with zeros at the end, and cut into
-# n equal pieces.
+# Forward and backward of a chain of layers in stage 3, with `torch.distributed` alone: `course_lib` refuses here, and
+# autograd is not needed. The default process group exists already. Layer l is y = tanh(x @ W), W [d, d]; the two
+# functions below compute it and its backward. A rank has only its *shard* of each W: W flattened, padded with zeros
+# at the end, and split into n equal shards.
 #
-# Gather a layer's weights before its forward and again before its backward, and let them go after it. Of each layer's dW
-# only this rank's shard of the sum over the ranks stays. (The last layer may stay gathered from forward to backward.)
+# Gather a layer's weights before its forward and again before its backward, and free them after each. Of each layer's
+# dW only this rank's shard of the sum over the ranks stays. (The last layer may stay gathered from forward to
+# backward.)
 #
-# Checked on one to four ranks are y and the gradients, that the shards are not written, bytes, and that the weights of all
-# layers are never alive at once.
+# The check compares y, the gradients and the bytes on one to four ranks. The shards must not be overwritten, and the
+# weights of all layers must never be alive at once.
 #
 # Of use: `dist.all_gather(parts, shard)` and `dist.reduce_scatter(mine, parts)`, where `parts` is a list of n tensors. Both fill
 # their first argument.
@@ -1079,37 +1089,40 @@ check("04-5", sharded_pass)
 # **2.** Why does stage 1 send no more than data parallelism?
 #
 # <details><summary>Answer</summary>
-# An all-reduce is a reduce-scatter and an all-gather. Stage 1 does both, with the step between them: the second half carries
-# weights instead of gradients.
+# An all-reduce is a reduce-scatter and an all-gather. Stage 1 does both, with the step between them: the second half
+# sends weights instead of gradients.
 # </details>
 #
 # **3.** Where does the 1.5 of stage 3 come from, and when is it less, or more?
 #
 # <details><summary>Answer</summary>
-# Three halves of an all-reduce instead of two: gather, gather, reduce-scatter. Less with kept blocks; more with M
-# micro-batches, M times as much; and with gradients in float32 but weights in bfloat16 two of the three carry half the bytes.
+# Three halves of an all-reduce instead of two: gather, gather, reduce-scatter. It is less with blocks that stay
+# gathered, and M times as much with M micro-batches. With gradients in float32 but weights in bfloat16, two of the
+# three halves send half the bytes.
 # </details>
 #
 # **4.** Losses are right with one micro-batch, and wrong with four, in stage 2 alone. What do you look at?
 #
 # <details><summary>Answer</summary>
-# The shard's gradient: was it replaced instead of added to? And `p.grad` after a send: what is not freed is sent again.
+# The shard's gradient: was it replaced instead of added to? And `p.grad` after a send: a gradient that is not freed
+# is sent again.
 # </details>
 #
 # **5.** One rank's checkpoint of stage 3 is lost. What is lost, and what would have been lost in stage 1?
 #
 # <details><summary>Answer</summary>
-# In stage 3 one n-th of everything: nobody else has those weights. In stage 1 one n-th of the moments (and of the master
-# weights); the weights that the model computes with are whole on every rank.
+# In stage 3 one n-th of everything: no other rank has those weights. In stage 1 one n-th of the moments (and of the
+# master weights); the weights that the model computes with are replicated on every rank.
 # </details>
 #
 # ## Sources and what next
 # - Rajbhandari et al. 2019, *ZeRO*, [arXiv:1910.02054](https://arxiv.org/abs/1910.02054): table 1 and sections 5 and 7.
-# - Zhao et al. 2023, *PyTorch FSDP*, [arXiv:2304.11277](https://arxiv.org/abs/2304.11277): prefetch, and what is kept.
+# - Zhao et al. 2023, *PyTorch FSDP*, [arXiv:2304.11277](https://arxiv.org/abs/2304.11277): prefetch, and which units
+#   stay gathered.
 # - Megatron Core, [distributed
 #   optimizer](https://docs.nvidia.com/megatron-core/developer-guide/latest/distrib_optimizer.html): stage 1 in production.
 # - [FSDP2's design notes](https://github.com/pytorch/torchtitan/blob/main/docs/fsdp.md): why one shard for each tensor.
 # - The library: `course_lib/zero`, whose formulas are in `cost.py`.
 #
-# Next: a block that is gathered whole must fit and must be waited for. Lesson 05 (tensor parallelism) never gathers it: every
-# rank computes with its part.
+# Next: a gathered block must fit, and ranks must wait for it. Lesson 05 (tensor parallelism) never gathers it: every
+# rank computes with its shard.

@@ -15,9 +15,10 @@
 # %% [markdown]
 # # 05 Tensor parallelism: one layer, cut over ranks
 #
-# *50 minutes to read and run, 60 to build.* Until now every rank computed whole layers. Here a single matrix is cut: each
-# rank multiplies its share, and one sum makes the result whole. You derive the pair of operators behind it, count what a
-# layer sends, see why its messages cannot hide, and break it. You need lessons 00 and 03.
+# *50 minutes to read and run, 60 to build.* Until now every rank computed full layers. Here a single matrix is
+# sharded: each rank multiplies with its shard, and one sum gives the full result. You derive the pair of operators
+# behind it, count the bytes that a layer sends, see why its messages cannot hide, and break it. You need lessons 00
+# and 03.
 #
 # Vote first: write `"true"`, `"false"` or `"only if ..."`. The claims are settled at the end.
 #
@@ -30,8 +31,8 @@ vote_2 = None
 
 # %% [markdown]
 # ## The question
-# An MLP is two matrices with a nonlinearity between: y = GELU(x A) B. Two ranks are to share the work on the *same* rows
-# x. Megatron's answer: A by columns, B by rows.
+# An MLP is two matrices with a nonlinearity between: y = GELU(x A) B. Two ranks are to divide the work on the *same*
+# rows x. Megatron's answer: A by columns, B by rows.
 #
 # ```
 #                 A = [ A0 | A1 ]            B = [ B0 ]
@@ -41,8 +42,9 @@ vote_2 = None
 #  rank 1   x --> x A1 --> GELU --> h1 --> h1 B1 --+
 # ```
 #
-# h0 and h1 are different features. Nobody needs the other's, because row k of B meets feature k alone. So nothing travels
-# between the two matrices, and the results are partial sums. What travels in backward?
+# h0 and h1 are different features. Neither rank needs the features of the other, because row k of B is only
+# multiplied with feature k. So the ranks send nothing between the two matrices, and the results are partial sums.
+# What must they send in backward?
 
 # %% [markdown]
 # ## Predict
@@ -70,12 +72,12 @@ predicted_serving = None  # all-reduces of all blocks for one token served
 #
 # $$A = \begin{pmatrix} 2 & -1 \\ 1 & 3 \end{pmatrix} \qquad B = \begin{pmatrix} 1 & 0 \\ 2 & 1 \end{pmatrix} \qquad xA = [4, 5] \qquad y = xAB = [14, 5]$$
 #
-# Rank 0 has column [2, 1] and row [1, 0]: its h is 4 and its part of y is [4, 0]. Rank 1: 5, and [10, 5]. The sum is
-# [14, 5].
+# Rank 0 has column [2, 1] and row [1, 0]: its h is 4 and its partial sum of y is [4, 0]. Rank 1: 5, and [10, 5]. The
+# sum is [14, 5].
 #
-# Backward from dy = [1, 1]. Every rank needs dy, and has it. Rank 0: dh = dy · [1, 0] = 1, and dx = 1 · [2, 1]. Rank 1:
-# dh = 3, dx = 3 · [-1, 3]. But x went to *both*, so its gradient is the sum: [2, 1] + [-3, 9] = [-1, 10]. That is the
-# second message. The gradients of A's columns and B's rows need none: each rank's own are complete.
+# Backward from dy = [1, 1]. Every rank needs dy, and has it. Rank 0: dh = dy · [1, 0] = 1, and dx = 1 · [2, 1]. Rank
+# 1: dh = 3, dx = 3 · [-1, 3]. But x went to *both*, so its gradient is the sum: [2, 1] + [-3, 9] = [-1, 10]. That is
+# the second message. The gradients of A's columns and B's rows need none, because each rank computes its own in full.
 
 # %%
 import torch
@@ -105,14 +107,15 @@ for rank, told in enumerate(run(by_hand, n=2)):
 
 # %% [markdown]
 # ## The pair of operators, f and g
-# For autograd the two messages must be part of the graph. Each stands in one direction only:
+# For autograd the two messages must be part of the graph. Each operator sends in one direction only:
 #
 # | | forward | backward | where |
 # |---|---|---|---|
 # | f, `comm.copy_to` | identity | all-reduce | x enters the region in which ranks divide the work |
 # | g, `comm.reduce_from` | all-reduce | identity | partial sums leave it |
 #
-# g's backward sends nothing: y is the sum of the parts, so dy is the gradient of *each* part. f is the transpose of g.
+# g's backward sends nothing: y is the sum of the partial sums, so dy is the gradient of *each* of them. f is the
+# transpose of g.
 
 # %%
 from course_lib.view import show_source
@@ -139,11 +142,11 @@ x = torch.tensor([[1.0, 2.0]], requires_grad=True)
 assert run(by_autograd, True, n=2)[1]["dx"] == x.grad.flatten().tolist()
 
 # %% [markdown]
-# Look at `dx` of g alone: outputs are right, gradients are partial and differ from rank to rank. Nothing fails.
+# Look at `dx` of g alone: outputs are right, gradients are partial and differ from rank to rank. No error is raised.
 #
 # ## Why columns first
-# The other order is also a correct pair for linear maps: A by rows, B by columns. Then x A is a sum over ranks, and GELU
-# stands behind it:
+# The other order is also a correct pair for linear maps: A by rows, B by columns. Then x A is a sum over ranks, and
+# GELU follows it:
 
 # %%
 import torch.nn.functional as F
@@ -153,13 +156,14 @@ print("gelu(a) + gelu(b):", (F.gelu(a) + F.gelu(b)).tolist())
 print("gelu(a + b):      ", F.gelu(a + b).tolist())
 
 # %% [markdown]
-# A function that is not linear must see finished numbers. By rows first, the all-reduce would come *before* GELU, on the F
-# features between A and B instead of x's D (here F = 4 D), and every rank needs all of them. By columns, each is finished on one.
+# A function that is not linear needs fully reduced features. By rows first, the all-reduce would come *before* GELU,
+# on the F features between A and B instead of x's D (here F = 4 D), and every rank needs all of them. By columns,
+# each feature is computed in full on one rank.
 #
 # ## Build it
-# Each half is made from the serial `nn.Linear`, with the same weights. Mind torch's layout: a linear keeps its weight as
-# (out, in), so "columns of A" are rows of that tensor. Names end in dims: x_BSD is batch, sequence, features; a lower-case
-# letter divides: `W_FtD` is F/t by D on t ranks.
+# Each half is built from the `nn.Linear` of the single-process model, with the same weights. Note torch's layout: a
+# linear stores its weight as (out, in), so "columns of A" are rows of that tensor. Names end in dims: x_BSD is batch,
+# sequence, features. A lower-case letter divides: `W_FtD` is F/t by D on t ranks.
 
 # %%
 from course_lib import tp
@@ -167,10 +171,10 @@ from course_lib import tp
 show_source(tp.ColumnLinear.forward, tp.RowLinear.forward)
 
 # %% [markdown]
-# The column's bias is cut with its features. The row's bias is whole and added *after* the sum: before it, n ranks would
-# add it n times.
+# The column's bias is sharded with its features. The row's bias is replicated and added *after* the sum: before it, n
+# ranks would add it n times.
 #
-# Is it the serial MLP? Output, the gradient of x, and the gradients of all shares:
+# Does it equal the MLP of one process? Output, the gradient of x, and the gradients of all shards:
 
 # %%
 from course_lib.model.layers import MLP
@@ -213,9 +217,9 @@ print("shares of rank 0:", [list(result[0][name].shape) for name in ("columns", 
 
 # %% [markdown]
 # ## Attention by heads
-# Heads do not see each other until o mixes them. So q, k and v are cut by columns, whole heads to a rank, softmax and all
-# stay inside it, and o is cut by rows: the same pair. The cut of a whole model is a table, from module names to what takes
-# their place:
+# Heads are independent until the output projection o. So q, k and v are sharded by columns, with full heads on each
+# rank, softmax stays inside the rank, and o is sharded by rows: the same pair. The sharding of a model is a table,
+# from module names to their parallel replacements:
 
 # %%
 BLOCKS = {key: entry for key, entry in tp.GPT.items() if key.startswith("blocks.")}
@@ -225,9 +229,9 @@ print()
 show_source(tp.plan.enters, comm.Region.columns)
 
 # %% [markdown]
-# Attention and MLP call `columns` with the linears that read x. Under tensor parallelism x enters there by f, once for q, k
-# and v together: their three gradients of x are added on the rank, then sent once. A rank must hold whole heads, so n must
-# divide them:
+# Attention and MLP call `columns` with the linears that read x. Under tensor parallelism x enters there by f, once for q,
+# k and v together: the rank adds their three gradients of x and sends the sum once. A rank must hold full heads, so n
+# must divide their number:
 
 # %%
 from course_lib.launch import RankError
@@ -245,8 +249,8 @@ except RankError as error:
 
 # %% [markdown]
 # ## Measure: train with cut blocks
-# `BLOCKS` leaves embedding and head whole; the vocabulary is lesson 06's. All ranks of a tensor-parallel group read the
-# *same* rows: the batch is not divided. Four steps, in one process and on ranks:
+# `BLOCKS` replicates embedding and LM head; lesson 06 shards the vocabulary. All ranks of a tensor-parallel group
+# read the *same* rows: the batch is not divided. Four steps, in one process and on ranks:
 
 # %%
 from fractions import Fraction
@@ -319,15 +323,15 @@ print(
 )
 
 # %% [markdown]
-# Two forward and two backward in every layer. Norms and the row's biases are not cut, and nobody synchronises their
-# gradients: all ranks compute the same, because f has made dx whole before it reaches the norm.
+# Two forward and two backward in every layer. Norms and the row's biases are replicated, and no rank synchronizes
+# their gradients: all ranks compute the same, because f has fully reduced dx before it reaches the norm.
 #
-# A study note gives TP's volume per layer as "4 × B × S × H". That is the *payload* in numbers; a rank sends 2(n-1)/n times
-# that.
+# A study note gives TP's volume per layer as "4 × B × S × H". That is the *payload* in elements; a rank sends
+# 2(n-1)/n times that.
 #
 # ## What is cut and what stays whole
-# Inside a region a rank keeps its share for backward. Outside, between g and the next f, every rank has all of x, and keeps
-# what norms and column linears need of it.
+# Inside a region a rank saves its shard of the activations for backward. Outside, between g and the next f, every
+# rank has all of x, and saves in full what norms and column linears need.
 
 # %%
 from course_lib.recompute import saved_by_block
@@ -369,8 +373,9 @@ memory_plot(
 )
 
 # %% [markdown]
-# Look at the yellow parts: on four ranks still half of one process's, and the more ranks the closer to a floor, what is whole
-# on every rank. (Weights stay above a quarter: the vocabulary is whole here.) Lesson 06 cuts that floor too.
+# On four ranks the yellow bars (activations) are still half as tall. With more ranks they approach a floor: the
+# activations that every rank stores in full. (Weights stay above a quarter, because the vocabulary is replicated
+# here.) Lesson 06 shards this floor too.
 #
 # ## A first look: when does TP send more than DP?
 # For a layer of hidden size h, DP all-reduces the gradients of about 12h² parameters, whatever the tokens; TP four times
@@ -403,8 +408,8 @@ for tokens in (64, 128, 192, 256):
     print(f"{tokens:7}{int(sent[0]):10,}{int(sent[1]):10,}")
 
 # %% [markdown]
-# At 3h they are within a few percent; biases and norms are the rest. Above it TP sends more, in every layer. Large runs are
-# there: 131,072 tokens a replica in Llama 3 405B, where 3h is 49,152.
+# At 3h they are within a few percent; biases and norms are the rest. Above it TP sends more, in every layer. Large
+# runs are there: 131,072 tokens per replica in Llama 3 405B, where 3h is 49,152.
 #
 # ## See it: messages that cannot hide
 # A paced step through two blocks, first with the four ranks in one node, then in two nodes of two. Compute is slept to 10
@@ -484,7 +489,8 @@ paced_picture("one node")
 paced_picture("two nodes")
 
 # %% [markdown]
-# For a closer look open `tp.json`, which lies in your folder for temporary files, in [ui.perfetto.dev](https://ui.perfetto.dev).
+# For a closer look open `tp.json`, which is in your folder for temporary files, in
+# [ui.perfetto.dev](https://ui.perfetto.dev).
 
 # %%
 import tempfile
@@ -497,9 +503,9 @@ perfetto(paced["two nodes"].traces, path, title="tensor parallelism on two nodes
 print(f"{path.name}: {path.stat().st_size / 1000:.0f} kB")
 
 # %% [markdown]
-# Most of the grey is waiting (the rest is norms and residuals, outside the boxes). g stands between this half and the next:
-# the norm needs the sum. In DP nothing but the optimizer waits for a gradient, so it travels while backward goes on. The same
-# slow link carries DP's buckets below, of four blocks (the best of three runs):
+# Most of the gray is waiting (the rest is norms and residuals, outside the boxes). g is between this half and the
+# next: the norm needs the sum. In DP only the optimizer waits for a gradient, so the ranks send it while backward
+# continues. The same slow link carries DP's buckets below, of four blocks (the best of three runs):
 
 # %%
 from course_lib.trace.blocks import MeasuredBlocks
@@ -547,14 +553,15 @@ for name, link in lines.items():
 print(f"your prediction: {predicted_hidden} of TP's hides")
 
 # %% [markdown]
-# Measured is longer than the formula: gloo's own time, and the wait for the last rank. Look at `share`: TP hides nothing, DP
-# all that travels before backward ends. So TP stays inside a node, where links are fast, and DP, which can wait, goes
-# across.
+# The measured times are longer than the formula because gloo adds its own time and every rank waits for the slowest
+# one. Look at `share`: TP hides none of its messages, and DP hides all messages that it sends before backward ends.
+# So TP stays inside a node, where links are fast, and DP, which can wait, crosses nodes.
 #
 # ## Second step: cut the product, and it can hide
-# The all-reduce waits for the whole product. Cut x into blocks of rows, and the sum of one block can travel while the next is
-# multiplied. The library does it where activations lie by rows between the regions (`sp.REGION`, lesson 06): there g is a
-# reduce-scatter and f an all-gather, and both become rings between matrix products.
+# The all-reduce waits for the full product. Split x into blocks of rows, and the sum of one block can be sent while
+# the next block is multiplied. The library does this where activations are sharded by rows between the regions
+# (`sp.REGION`, lesson 06): there g is a reduce-scatter and f an all-gather, and both become rings between matrix
+# products.
 
 # %%
 from course_lib import sp
@@ -584,11 +591,11 @@ assert off < 1e-4
 print(f"outputs differ by {off:.0e}; plain TP forward sends {int(blocks_bytes(RANKS) / 2):,}")
 
 # %% [markdown]
-# The same bytes in smaller pieces, each beside arithmetic. (`course bench tp` times it.) Without any cut: in backward, f's
-# all-reduce can run beside the *weight* gradients, which nobody waits for; Megatron does so.
+# The same bytes in smaller messages, each beside arithmetic. (`course bench tp` times it.) Even without a split, in
+# backward f's all-reduce can run beside the *weight* gradients, for which no other operation waits. Megatron does so.
 #
 # ## Serving one token
-# Without backward, two all-reduces a layer stay. With one token each is tiny:
+# Without backward, two all-reduces per layer remain. With one token each is tiny:
 
 
 # %%
@@ -611,14 +618,14 @@ print(
 assert own.calls() == 2 * CONFIG.layers
 
 # %% [markdown]
-# What a token pays on the network is the *number* of messages. A note counts 192 for GPT-3's 96 layers: right. TP still makes
-# a token come sooner, because every rank reads only its share of the weights; replicas (DP) send nothing but make no token
-# faster.
+# A token's time on the network is set by the *number* of messages. A note counts 192 for GPT-3's 96 layers, which is
+# right. TP still produces a token sooner, because every rank reads only its shard of the weights. Replicas (DP) send
+# nothing but make no token faster.
 
 # %% [markdown]
 # ## The same in PyTorch
-# `parallelize_module` turns the weights into DTensors, cut as ours are. Left alone, each of q, k and v lets x enter by
-# itself; `PrepareModuleInput` makes it one entry.
+# `parallelize_module` turns the weights into DTensors, sharded like ours. By default x enters q, k and v three times;
+# `PrepareModuleInput` makes it one entry.
 
 # %%
 import torch.distributed as dist
@@ -679,16 +686,16 @@ print(f"{'ours':31}{sum(runs[4][0]['calls']):3} calls, {int(blocks_bytes(4)):,} 
 
 # %% [markdown]
 # ## Break it and diagnose
-# One run is healthy, four are ill:
+# One run is correct (its cause is `"healthy"`), four are faulty:
 #
-# - **no sum**: a row linear's parts are not summed
+# - **no sum**: a row linear's partial sums are not summed
 # - **no f**: x enters the MLPs without f, so that backward does not sum dx
 # - **bias**: row linears add their bias before the sum
-# - **heads**: one rank took the query heads of its neighbour
+# - **heads**: one rank took the query heads of its neighbor
 #
-# For each, name cause, collective (`"forward"` or `"backward"` if an all-reduce is missing there, else None) and rank (a
-# number, or `"all"`; None if healthy). "Off" is against one process; "apart" is between ranks; gradients are of a norm, in
-# the first step. The last columns are sums over each rank's query weights. Another SEED, other patients.
+# For each, name cause, collective (`"forward"` or `"backward"` if an all-reduce is missing there, else None) and rank
+# (a number, or `"all"`; None if correct). "Off" is against one process; "apart" is between ranks; gradients are of a
+# norm, in the first step. The last columns are sums over each rank's query weights. Another SEED draws other runs.
 
 # %%
 SEED = 1
@@ -788,36 +795,37 @@ for lab_run in lab:
 #
 # Below 1e-5 is rounding.
 #
-# - **A call missing forward**: *no sum*. Ranks go apart at once, in the very first loss.
+# - **A call missing forward**: *no sum*. Ranks diverge at once, in the very first loss.
 # - **Calls missing backward**: *no f*. The first loss is right, so a test of outputs passes. Gradients before the region are
 #   partial, and replicated weights drift apart.
 # - **All calls there, first loss right, last loss off**: *bias*. Biases start at 0, and n times 0 is 0: only a trained
 #   model, or a loaded checkpoint, shows it. The gradients are right too.
-# - **First loss off, ranks agree, calls right**: the sum is made, of wrong parts. Two ranks with the same sum of query
-#   weights hold the same *heads*; whose should differ is the one whose own are nowhere.
+# - **First loss off, ranks agree, calls right**: the ranks sum wrong partial sums. Two ranks with the same sum of
+#   query weights hold the same *heads*. The faulty rank's own heads appear on no rank.
 #
-# Two checks find most of it: a logit comparison with a serial twin whose biases are *not* zero, and a checksum of replicated
-# weights over the tp ranks.
+# Two checks find most of it: a logit comparison with a single-process reference whose biases are *not* zero, and a
+# checksum of replicated weights over the tp ranks.
 # </details>
 
 # %%
 lab.grade(diagnosis)
 
 # %% [markdown]
-# What is wrong can be looked at again; `lab.reveal()` tells all. In *heads*, the ring of neighbours tells which rank: it
-# holds what the *next* rank holds too.
+# Look again at the fields that are wrong; `lab.reveal()` shows the causes. In *heads*, the ring of neighbors
+# identifies the rank: it holds the same heads as the *next* rank.
 #
 # ## When not to use it
-# - **Across slow links.** Four exposed messages a layer: see two nodes above.
+# - **Across slow links.** Four exposed messages per layer: see two nodes above.
 # - **The layers are small.** Each rank's product shrinks with n, the message does not: matrices become too thin to keep a
 #   GPU busy.
 # - **The model fits.** With many tokens DP sends less, and hides it.
 # - **More ranks than heads**, or sizes that n does not divide.
-# - **Activations are the problem.** On four ranks more than half of what a block keeps is whole: lesson 06.
+# - **Activations are the problem.** On four ranks more than half of a block's saved activations are replicated:
+#   lesson 06.
 #
 # ## The table that grows
-# State and activations are those of the training above, bytes of one step; exposed that of the paced two blocks; code is
-# lines of the library for the blocks, comm not counted.
+# State and activations are from the training above, bytes from one step, and exposed time from the two paced blocks.
+# Code is the lines of the library for the blocks, without comm.
 
 # %%
 from course_lib.view import code_lines
@@ -834,12 +842,12 @@ for n, result in runs.items():
 
 # %% [markdown]
 # ## The claims settled
-# **Claim 1: false.** Matrices are divided by n, and what is kept inside the regions. Norms, residuals and the inputs of
-# column linears are whole on every rank; and here the vocabulary.
+# **Claim 1: false.** Matrices and the saved activations inside the regions are divided by n. Norms, residuals and the
+# inputs of column linears are replicated, and so is the vocabulary here.
 #
-# **Claim 2: only if the product is cut.** A note says of TP's traffic that it "can overlap". As it stands, an all-reduce
-# separates two computations that depend on it, and measured nothing hides. In pieces, between pieces of the product, it
-# can; and part of backward's beside weight gradients.
+# **Claim 2: only if the product is split.** A note says of TP's traffic that it "can overlap". Without a split, an
+# all-reduce separates two computations that depend on it, and the measurement shows that nothing hides. Split into
+# blocks of rows, it can hide between the products; in backward a part of it can also hide beside weight gradients.
 
 # %%
 hidden = {name: run_.traces for name, run_ in paced.items()}
@@ -882,7 +890,7 @@ def cheat_sheet():
 cheat_sheet()
 
 # %% [markdown]
-# (With the vocabulary cut too: lesson 06.)
+# (With a sharded vocabulary too: lesson 06.)
 #
 # ## Your turn
 # [Five exercises](../exercises/05_tensor_parallelism.ipynb), each on its own: a pair on two ranks by hand (10 minutes); and
@@ -906,15 +914,16 @@ from course_lib import comm
 # Rank 0 has the first two columns of A and the first two rows of B, rank 1 the others.
 #
 # - `inner`: the two numbers of x A on each rank, before ReLU: [[rank 0], [rank 1]]
-# - `partial`: each rank's part of the sum, without c
+# - `partial`: each rank's partial sum, without c
 # - `y`: the right result, with c
-# - `bias too early`: y if every rank adds c to its part before the sum
-# - `rows first`: now cut A by rows instead: rank 0 has x = 1 and the first row, rank 1 x = 2 and the second. Each takes ReLU
-#   of its own four numbers; these are added. What comes out, in place of ReLU(x A)?
+# - `bias too early`: y if every rank adds c to its partial sum before the all-reduce
+# - `rows first`: now shard A by rows instead: rank 0 has x = 1 and the first row, rank 1 x = 2 and the second. Each
+#   takes ReLU of its own four numbers; these are added. What comes out, in place of ReLU(x A)?
 # - `dx parts`: back to columns first. From dy = [1, 1], the gradient of x that each rank gets by itself
 # - `dx`: the right gradient of x
 # - `all-reduces`: of this pair, [forward, backward]
-# - `bytes`: a GPT of 2 layers on 4 ranks; x has 10 tokens of 8 float32 numbers. What a rank sends for its blocks in a step
+# - `bytes`: a GPT of 2 layers on 4 ranks; x has 10 tokens of 8 float32 elements. The bytes that a rank sends for its
+#   blocks in a step
 
 # %% course={"ex": "05-1", "role": "answer"}
 # BEGIN SOLUTION
@@ -956,12 +965,12 @@ check("05-1", pair)
 
 # %% [markdown] course={"ex": "05-2"}
 # ## 05-2 Where the bias goes
-# A row linear: every rank has some of the inner features h, the columns of the weight that belong to them, and the whole
-# bias. Write the one line that returns the whole y = h Wᵀ + bias on every rank, through which autograd gets right gradients
-# of h, weight and bias on every rank.
+# A row linear: every rank has some of the inner features h, the columns of the weight that belong to them, and the
+# full bias. Write the one line that returns the full y = h Wᵀ + bias on every rank, such that autograd computes the
+# right gradients of h, weight and bias on every rank.
 #
-# Checked are outputs and these gradients on two and four ranks, outputs on one, and that one all-reduce is made.
-# `comm.copy_to` and `comm.reduce_from` are yours to use.
+# The check looks at outputs and these gradients on two and four ranks, at outputs on one rank, and at the one
+# all-reduce. `comm.copy_to` and `comm.reduce_from` are yours to use.
 
 
 # %% course={"ex": "05-2", "role": "answer"}
@@ -988,9 +997,9 @@ check("05-2", row_linear)
 # - f, `Copy`: forward passes x on, backward sums the gradient over the ranks.
 # - g, `Reduce`: forward sums x over the ranks, backward passes the gradient on.
 #
-# Checked are all four directions on two and four ranks, two of them on three and one; that neither x nor the gradient is
-# written into; and that each operator makes one all-reduce, in the right direction. `comm.all_reduce(x, axis)` returns the
-# sum and leaves x alone; `comm.copy_to` and `comm.reduce_from` refuse.
+# The check looks at all four directions on two and four ranks, and at two of them on three and one. Neither x nor the
+# gradient may be overwritten, and each operator makes one all-reduce, in the right direction. `comm.all_reduce(x,
+# axis)` returns the sum and does not change x; `comm.copy_to` and `comm.reduce_from` refuse.
 
 
 # %% course={"ex": "05-3", "role": "answer"}
@@ -1038,15 +1047,16 @@ check("05-3", Copy, Reduce)
 
 # %% [markdown] course={"ex": "05-4"}
 # ## 05-4 The MLP on ranks
-# A class made from the serial MLP, whose output on every rank is the serial one's. `mlp.fc_in` and `mlp.fc_out` are
-# `nn.Linear`s with biases, (F, D) and (D, F); between them stands `F.gelu`.
+# A class built from the MLP of one process, with the same output on every rank. `mlp.fc_in` and `mlp.fc_out` are
+# `nn.Linear`s with biases, (F, D) and (D, F); between them is `F.gelu`.
 #
 # Your module has four parameters and no others: `weight_in` (F/n, D), `bias_in` (F/n), `weight_out` (D, F/n) and `bias_out`
 # (D). Rank 0 holds the first F/n inner features, and so on.
 #
-# Checked on two and four ranks: outputs, gradients of x and of the parameters, weights after three steps of SGD; outputs on
-# one rank; that a rank keeps no more than its share alive and leaves `mlp` as it is; and one all-reduce forward, one
-# backward, each as large as x. `comm.copy_to` and `comm.reduce_from` are yours; the library's linears refuse.
+# Checked on two and four ranks: outputs, gradients of x and of the parameters, and weights after three steps of SGD.
+# Checked on one rank: outputs. A rank must store no more than its shard and leave `mlp` unchanged, and make one
+# all-reduce forward and one backward, each as large as x. `comm.copy_to` and `comm.reduce_from` are yours; the library's
+# linears refuse.
 
 
 # %% course={"ex": "05-4", "role": "answer"}
@@ -1083,14 +1093,14 @@ check("05-4", ParallelMLP)
 # %% [markdown] course={"ex": "05-5"}
 # ## 05-5 Attention by heads in raw PyTorch
 # One forward and backward of causal attention with `torch.distributed` alone: `course_lib` refuses. The default group
-# stands; `dist.all_reduce(x)` works in place. You need no autograd function: make the part of y that this rank's heads give,
-# call `part.backward(dy)`, and send what has to be summed.
+# exists; `dist.all_reduce(x)` works in place. You need no autograd function: compute the partial sum of y from this
+# rank's heads, call `part.backward(dy)`, and all-reduce what must be summed.
 #
-# A head takes `head_dim` neighbouring features; rank 0 computes the first heads, and so on; n divides their number.
-# `F.scaled_dot_product_attention(q, k, v, is_causal=True)` wants (batch, heads, sequence, head_dim).
+# A head takes `head_dim` neighboring features; rank 0 computes the first heads, and so on; n divides their number.
+# `F.scaled_dot_product_attention(q, k, v, is_causal=True)` expects (batch, heads, sequence, head_dim).
 #
-# Checked are y, the gradient of x and the gradients of this rank's shares on two to four ranks, y on one; that nothing given
-# is written into; and that a rank makes two all-reduces, each as large as x.
+# The check looks at y, the gradient of x and the gradients of this rank's shards on two to four ranks, and at y on
+# one. No input may be overwritten, and a rank makes two all-reduces, each as large as x.
 
 
 # %% course={"ex": "05-5", "role": "answer"}
@@ -1131,45 +1141,48 @@ check("05-5", attention_step)
 # ## Exit questions
 # Answer each before you unfold it.
 #
-# **1.** Why is the first matrix cut by columns?
+# **1.** Why is the first matrix sharded by columns?
 #
 # <details><summary>Answer</summary>
-# Its features are then finished on one rank, and GELU can be taken there. By rows it would need the sum first: one more
-# all-reduce, on four times as many features.
+# Each feature is then computed in full on one rank, and GELU can be applied there. By rows it would need the sum
+# first: one more all-reduce, on four times as many features.
 # </details>
 #
-# **2.** 32 layers, hidden 4,096, 8 ranks, 8 × 2,048 tokens, 2 bytes a number. What does a rank send for its blocks in a step?
+# **2.** 32 layers, hidden 4,096, 8 ranks, 8 × 2,048 tokens, 2 bytes per element. What does a rank send for its blocks
+# in a step?
 #
 # <details><summary>Answer</summary>
-# x has 134 MB. 8 · 32 · 7/8 · 134 MB = 30 GB, in 128 all-reduces. With full recomputation forward runs twice: 6 all-reduces a
-# layer instead of 4.
+# x has 134 MB. 8 · 32 · 7/8 · 134 MB = 30 GB, in 128 all-reduces. With full recomputation forward runs twice: 6
+# all-reduces per layer instead of 4.
 # </details>
 #
-# **3.** A layer's outputs agree with the serial ones to the last digit; training still goes wrong. What is missing?
+# **3.** A layer's outputs match those of one process to the last digit, but training still fails. What is missing?
 #
 # <details><summary>Answer</summary>
 # f: its forward is the identity, so outputs cannot show it. Compare the gradient of x, or of the norm before the region.
 # </details>
 #
-# **4.** Why do norms need no gradient synchronisation here, when under sequence parallelism (lesson 06) they will?
+# **4.** Why do norms need no gradient synchronization here, although they will under sequence parallelism (lesson
+# 06)?
 #
 # <details><summary>Answer</summary>
-# Here every rank runs each norm on all rows, with a whole dx: equal gradients. There a rank has some rows only.
+# Here every rank runs each norm on all rows, with a fully reduced dx: equal gradients. There a rank has some rows
+# only.
 # </details>
 #
 # **5.** You serve a model on 8 GPUs of one node, batch 1. What does TP send for a token, and what decides its time?
 #
 # <details><summary>Answer</summary>
-# Two all-reduces a layer of one hidden vector. Their number times latency, not their bytes.
+# Two all-reduces of one hidden vector per layer. The time is their number times latency; the bytes do not matter.
 # </details>
 #
 # ## Sources and what next
 # - Shoeybi et al. 2019, *Megatron-LM*, [arXiv:1909.08053](https://arxiv.org/abs/1909.08053): section 3 is this lesson.
 # - Narayanan et al. 2021, [arXiv:2104.04473](https://arxiv.org/abs/2104.04473): why TP stays inside a node, measured.
-# - Korthikanti et al. 2022, [arXiv:2205.05198](https://arxiv.org/abs/2205.05198): what activations TP leaves whole.
-# - Wang et al. 2023, [doi:10.1145/3567955.3567959](https://doi.org/10.1145/3567955.3567959): communication between pieces of
-#   a product.
+# - Korthikanti et al. 2022, [arXiv:2205.05198](https://arxiv.org/abs/2205.05198): which activations TP replicates.
+# - Wang et al. 2023, [doi:10.1145/3567955.3567959](https://doi.org/10.1145/3567955.3567959): communication between
+#   blocks of a product.
 # - Pope et al. 2022, [arXiv:2211.05102](https://arxiv.org/abs/2211.05102): tensor parallelism for serving.
 #
-# Next: lesson 06 cuts what stayed whole here, activations by the sequence and the vocabulary by words, and asks what dropout
-# and grouped queries make of it.
+# Next: lesson 06 shards what is replicated here, the activations along the sequence and the vocabulary by words. It
+# then looks at dropout and grouped queries.

@@ -15,10 +15,10 @@
 # %% [markdown]
 # # 06 Sequence parallelism and recomputation
 #
-# *50 minutes to read and run, 65 to build.* Tensor parallelism left a floor: norms, residuals and the inputs of its regions
-# stay whole on every rank. Here ranks share the positions outside the regions, in two variants with different prices. Then
-# memory without messages: recomputation. And three details that break real runs: the vocabulary, dropout seeds, and heads
-# of keys and values that are fewer than the ranks. You need lesson 05.
+# *50 minutes to read and run, 65 to build.* Tensor parallelism left a floor: norms, residuals and the inputs of its
+# regions are replicated on every rank. Here the positions outside the regions are sharded, in two variants with
+# different prices. Then memory without messages: recomputation. And three details that break real runs: the
+# vocabulary, dropout seeds, and fewer heads of keys and values than ranks. You need lesson 05.
 #
 # Vote first: write `"true"`, `"false"` or `"only if ..."`. The claims are settled at the end.
 #
@@ -31,20 +31,22 @@ vote_2 = None
 
 # %% [markdown]
 # ## The question
-# A norm, a dropout and a residual sum treat every position by itself. So between two regions nobody needs all positions:
+# A norm, a dropout and a residual sum treat every position by itself. So between two regions no rank needs all
+# positions:
 #
 # ```
 #  tensor    x whole -> norm -> |f: as it is     | columns, rows |g: all-reduce    | -> x whole
 #  sequence  x rows  -> norm -> |all-gather rows | columns, rows |reduce-scatter   | -> x rows
 # ```
 #
-# *Rows* are positions here: on the second line a rank has S/n of the S positions, `x_BScD` in names. Inside a region nothing
-# changes: every rank has all positions and its share of the features. What does it cost, and what is spared?
+# *Rows* are positions here: on the second line a rank has S/n of the S positions, `x_BScD` in names. Inside a region
+# nothing changes: every rank has all positions and its shard of the features. What does it cost, and what does it
+# save?
 
 # %% [markdown]
 # ## Predict
-# The GPT of lesson 05, on four ranks. There its blocks sent 3,145,728 bytes a rank and step, and a rank kept 0.44 of a
-# block's activations. Fill in what you can.
+# The GPT of lesson 05, on four ranks. There its blocks sent 3,145,728 bytes per rank and step, and a rank saved 0.44
+# of a block's activations. Fill in what you can.
 
 # %%
 import torch
@@ -65,8 +67,8 @@ predicted_selective = None  # share of a block's activations that selective reco
 
 # %% [markdown]
 # ## An all-reduce is two halves
-# First, everybody gets the sum of some rows: reduce-scatter. Then, all rows go to everybody: all-gather. A ring all-reduce
-# is exactly this (lesson 02). So one can stop in the middle, work on rows, and go on later:
+# First, every rank gets the sum of some rows: reduce-scatter. Then every rank gets all rows: all-gather. A ring
+# all-reduce is exactly this (lesson 02). So ranks can stop in the middle, work on rows, and continue later:
 
 # %%
 from course_lib import comm
@@ -90,7 +92,7 @@ for rank, told in enumerate(run(in_two_halves, n=RANKS)):
     print(f"rank {rank}: {told}")
 
 # %% [markdown]
-# The bytes are equal, at once or in halves.
+# The bytes are equal, in one call or in two.
 #
 # ## The pair of operators
 # | | forward | backward |
@@ -98,9 +100,10 @@ for rank, told in enumerate(run(in_two_halves, n=RANKS)):
 # | enter | all-gather over S | reduce-scatter over S |
 # | leave | reduce-scatter over S | all-gather over S |
 #
-# Why does the gather have a reduce-scatter behind it? Every rank uses *all* rows, each for its own features. So each has a
-# part of the gradient of every row, and a row's owner needs the sum: `comm.gather_from_sequence`. `comm.gather_from` has the same forward
-# and takes its own rows of its own gradient instead: right where all ranks do the same with x, wrong here.
+# Why is the backward of this gather a reduce-scatter? Every rank uses *all* rows, each for its own features. So each
+# rank has a partial gradient of every row, and a row's owner needs the sum: `comm.gather_from_sequence`. `comm.gather_from` has the
+# same forward, but its backward takes the rank's own rows of its own gradient. That is right where all ranks do the
+# same with x, and wrong here.
 
 # %%
 from course_lib import sp
@@ -126,16 +129,16 @@ for gather in (comm.gather_from_sequence, comm.gather_from):
 # Both rows were multiplied by 2 and by 3: their gradient is 5. The second line has a perfect forward, too.
 #
 # ## Two variants
-# Column linears keep their input for backward: they need it for the gradient of their weights. That input is the gathered x,
-# *whole*. Two ways to go on:
+# Column linears save their input for backward: they need it for the gradient of their weights. That input is the
+# *full*, gathered x. There are two ways to continue:
 #
-# - `sp.REGION` keeps it. The bytes are those of tensor parallelism, and two activations a block stay whole.
-# - `sp.GATHER_AGAIN` keeps this rank's rows and gathers once more in backward. Everything is divided by n, for a third
-#   message in each region's backward. This is what Korthikanti et al. describe; they hide that
-#   message behind a gradient's product.
+# - `sp.REGION` saves it. The bytes are those of tensor parallelism, and two activations per block are replicated.
+# - `sp.GATHER_AGAIN` saves this rank's rows and gathers once more in backward. Everything is divided by n, for a
+#   third message in each region's backward. Korthikanti et al. describe this variant; they hide that message behind a
+#   gradient's product.
 #
-# Bytes and memory of each, measured on the blocks alone. Read a line as a whole: one variant's bytes with the other's
-# memory is a machine that nobody has.
+# Bytes and memory of each, measured on the blocks alone. Read each line as one: you cannot combine one variant's
+# traffic with the other's memory.
 
 # %%
 from fractions import Fraction
@@ -198,14 +201,15 @@ for n in (2, 4):
 print(f"your predictions: {predicted_bytes} bytes, share {predicted_kept}")
 
 # %% [markdown]
-# Look at four ranks: *rows, kept* sends the same bytes and keeps less; *rows, again* sends a quarter more and keeps a quarter.
+# Look at four ranks: *rows, kept* sends the same bytes and stores less; *rows, again* sends a quarter more and stores
+# a quarter.
 #
-# A note says that SP brings activations "to 1/TP size", beside the sentence that an all-reduce becomes a reduce-scatter and
-# an all-gather. Each is right, of another variant.
+# A note says that SP brings activations "to 1/TP size", beside the sentence that an all-reduce becomes a
+# reduce-scatter and an all-gather. Each is right, but for another variant.
 #
 # ## Korthikanti's formula, and ours
-# They count bytes of a GPT layer in units of s·b·h (positions, sequences, hidden features), with 2-byte numbers, an MLP of 4h
-# features and t ranks:
+# They count bytes of a GPT layer in units of s·b·h (positions, sequences, hidden features), with 2-byte elements, an
+# MLP of 4h features and t ranks:
 #
 # | | theirs, without attention's scores |
 # |---|---|
@@ -213,9 +217,9 @@ print(f"your predictions: {predicted_bytes} bytes, share {predicted_kept}")
 # | tensor | 10 + 24/t |
 # | sequence (again) | 34/t |
 #
-# The 10: inputs of two norms (4), of q, k, v (2) and of the MLP (2), two dropout masks (2). Their attention adds 5·a·s/h for
-# the scores of a heads; ours is a fused kernel and keeps none, but a log-sum-exp a row: one number, from which backward makes the
-# row's weights again. Now measure it with our layer in bfloat16:
+# The 10: inputs of two norms (4), of q, k, v (2) and of the MLP (2), two dropout masks (2). Their attention adds
+# 5·a·s/h for the scores of a heads; ours is a fused kernel and stores only a log-sum-exp per row: one number, from
+# which backward recomputes the row's weights. Now measure it with our layer in bfloat16:
 
 # %%
 s, b, h = 32, 2, 256
@@ -239,12 +243,14 @@ for n in (1, 2, 4):
         assert 0 <= kept / (s * b * h) - masks - theirs(way, n) < 0.25
 
 # %% [markdown]
-# Where plain `nn.Dropout` stands, torch's CPU mask takes two bytes instead of one: 2 more. The rest are statistics of the
-# norms and log-sum-exps. The line "rows, kept" is not in the paper: the same count with 4 left whole, 34/t + 4(1 - 1/t).
+# With plain `nn.Dropout`, torch's CPU mask takes two bytes instead of one: 2 more. The rest are statistics of the
+# norms and log-sum-exps. The line "rows, kept" is not in the paper: the same count with 4 replicated, 34/t + 4(1 -
+# 1/t).
 #
 # ## Build it: one argument, and one sum
-# The plan of lesson 05 takes another region. And something is new: a norm's weight was used on this rank's rows only. So its
-# gradient is *partial*: a sum over tp makes it whole, and so for biases behind a row linear, and for learned positions.
+# The plan of lesson 05 takes another region. One thing is new: a norm's weight was used on this rank's rows only. So
+# its gradient is *partial* and needs a sum over tp. The same holds for biases after a row linear and for learned
+# positions.
 
 # %%
 show_source(sp.sum_gradients)
@@ -312,11 +318,12 @@ memory_plot(
 )
 
 # %% [markdown]
-# Weights are the same in the lower three bars. The yellow parts are this lesson. In the table, shared rows send a little more
-# than by blocks alone: the sum of the small gradients, and where rows are gathered again, one more gather at the head.
+# Weights are the same in the lower three bars. The yellow bars are the subject of this lesson. In the table, sharded
+# rows send a little more than the blocks alone: the sum of the small gradients and, with GATHER_AGAIN, one more
+# gather at the head.
 #
 # ## Forget the sum
-# The classic mistake of sequence parallelism. Nothing fails. Look at both columns:
+# The classic mistake of sequence parallelism raises no error. Look at both columns:
 
 # %%
 forgot = run(train, RANKS, "rows, kept", False, n=RANKS)
@@ -330,20 +337,21 @@ assert apart > 1e-3
 assert forgot[0]["losses"][-1] < forgot[0]["losses"][0]
 
 # %% [markdown]
-# The loss still falls. But "the" norm is now four different ones, each trained on a quarter of the positions. A checkpoint
-# saves one of them. The test that finds it: a checksum of replicated weights over tp, after one step.
+# The loss still falls. But "the" norm is now four different ones, each trained on a quarter of the positions. A
+# checkpoint saves one of them. A checksum of replicated weights over tp, after one step, finds it.
 #
 # ## Recomputation: memory for arithmetic
-# Another way to keep less: keep the input of a function, and run the function again in backward. *Full*: each block keeps
-# its input alone. *Selective*: only attention's core, softmax(q kᵀ) v, runs again; it keeps q, k and v.
+# Another way to store less: save only the input of a function, and run the function again in backward. *Full*: each
+# block saves only its input. *Selective*: only attention's core, softmax(q kᵀ) v, runs again; it saves q, k and v.
 
 # %%
 show_source(recompute._Recomputed, recompute.full, recompute.selective)
 
 # %% [markdown]
-# One trap is in the source: dropout. The second forward must draw the same masks, so the random state is kept and restored.
+# One trap is in the source: dropout. The second forward must draw the same masks, so the random state is saved and
+# restored.
 #
-# Measured in one process, for torch's fused attention and for one that keeps its scores (as in 2022):
+# Measured in one process, for torch's fused attention and for one that stores its scores (as in 2022):
 
 # %%
 from course_lib.model import causal_attention
@@ -393,8 +401,8 @@ spared = log_sum_exp / one_block
 print(f"\nselective spares {spared:.2f} of a fused block; your prediction: {predicted_selective}")
 
 # %% [markdown]
-# Selective recomputation is for attention that keeps scores, a·s² numbers a sequence: long sequences, many heads. A fused
-# kernel recomputes inside and never stores them; then nothing is left to spare.
+# Selective recomputation is for attention that stores scores, a·s² elements per sequence: long sequences, many heads.
+# A fused kernel recomputes inside and never stores them, so nothing is left to save.
 #
 # The price in arithmetic, from counting matrix products alone, without the saving of a causal kernel: a layer's forward has
 # 24 b s h² + 4 b s² h operations, backward twice that. Full adds a forward: 1/3. Selective adds the 4 b s² h:
@@ -416,14 +424,14 @@ for name, (a, s_, h_) in {"this model": (8, SEQ, 64), "GPT-3": (96, 2048, 12288)
 print(f"Korthikanti, table 5, 175B: {52.8 / 51.4 - 1:.1%} more arithmetic (52.8 % against 51.4 %)")
 
 # %% [markdown]
-# 54 % is the paper's count for this shape: 2-byte numbers, dropout on the scores. Ours above, 4 bytes and no dropout, spared
-# 33 %.
+# 54 % is the paper's count for this shape: 2-byte elements, dropout on the scores. Ours above, 4 bytes and no
+# dropout, saved 33 %.
 #
-# The last line is their HFU over their MFU (lesson 01). It is three times our count: s/6h, what attention's products take in
-# forward *and* backward. Only their forward runs twice.
+# The last line is their HFU over their MFU (lesson 01). It is three times our count: s/6h, the cost of attention's
+# products in forward *and* backward. Only their forward runs twice.
 #
-# On ranks there is a second price. What runs again sends again: the region's forward messages stand inside the block, none
-# inside the core.
+# On ranks there is a second price. A recomputed forward sends its messages again: the region's forward messages are
+# inside the block, and none are inside the core.
 
 # %%
 print(f"{'bytes a rank, blocks':22}{'none':>12}{'selective':>12}{'full':>12}")
@@ -436,18 +444,18 @@ for way in WAYS:
 assert sent["full"]["tensor"][0] == 12 * CONFIG.layers * Fraction(RANKS - 1, RANKS) * X_BYTES
 
 # %% [markdown]
-# Tensor parallelism has 6 all-reduces a layer then instead of 4.
+# Tensor parallelism then has 6 all-reduces per layer instead of 4.
 #
 # ## The vocabulary
-# For V words and T tokens, embedding and head are V·h numbers each, often the largest matrices; logits are T·V numbers, often
-# more than any activation. So words are divided: rank r has rows r·V'/n and following; V' is V padded to a multiple of n. The
-# embedding gives zeros for words of others, and the sum over ranks (or a reduce-scatter) makes x. The loss, in which z are a
-# token's logits and m is their maximum, must not gather them:
+# For V words and T tokens, embedding and LM head have V·h elements each, often the largest matrices; logits have T·V
+# elements, often more than any activation. So the vocabulary is sharded: rank r has the V'/n rows from r·V'/n on; V'
+# is V padded to a multiple of n. The embedding gives zeros for words of other ranks, and the sum over ranks (or a
+# reduce-scatter) gives x. The loss, in which z are a token's logits and m is their maximum, must not gather them:
 #
 # $$\text{loss} = \log \sum_v e^{z_v - m} + m - z_\text{target}$$
 #
-# The maximum m, the sum and the target's logit: three all-reduces of *one number a token*. Backward, softmax - onehot, needs
-# none: each rank has its own columns.
+# The maximum m, the sum and the target's logit: three all-reduces of *one number per token*. Backward, softmax -
+# onehot, needs none: each rank has its own columns.
 
 # %%
 show_source(tp.layers._VocabCrossEntropy)
@@ -486,13 +494,14 @@ print(
 assert sent == formulas.loss_bytes(WORDS, TOKENS, RANKS)
 
 # %% [markdown]
-# Padding has minus infinity as logit. With 0 it would be two more words with a share of the probability: the trap of padded
-# vocabularies, and the loss is off by little.
+# Padding has minus infinity as logit. With 0 there would be two more words with some probability. This is the trap of
+# padded vocabularies: the loss is off by little.
 #
 # ## Dropout seeds
-# Where ranks hold the *same* numbers, they must drop the same: one seed. Where they hold *different* ones, equal masks would
-# drop the same places of every shard: other seeds. With tensor parallelism, outside the regions is the first case, inside
-# (dropout in attention) the second. With shared rows outside is the second, too: `tp.RankDropout`.
+# Where ranks hold the *same* values, they must drop the same elements: one seed. Where they hold *different* values,
+# equal masks would drop the same places of every shard: other seeds. With tensor parallelism, outside the regions is
+# the first case, inside (dropout in attention) the second. With sharded rows, outside is the second case, too:
+# `tp.RankDropout`.
 
 # %%
 show_source(tp.RankDropout.forward)
@@ -516,12 +525,13 @@ for way, skewed in (("tensor", False), ("rows, kept", False), ("tensor", True)):
     assert (masks[0][0] == masks[1][0]) == (way == "tensor" and not skewed)
 
 # %% [markdown]
-# Second pair: other masks, and the common stream stays common, so that what is drawn from it later is equal. Third pair: the
-# usual accident, `manual_seed(seed + rank)`. There x, which all ranks must hold alike, is no longer the same.
+# Second pair: other masks, and the common stream stays common, so that later draws from it are equal. Third pair: the
+# usual accident, `manual_seed(seed + rank)`. There x, which must be equal on all ranks, is no longer the same.
 #
 # ## Fewer heads of keys and values than ranks
-# Grouped queries: 8 query heads use 2 heads of keys and values. On four ranks each head is held by two, which use it for
-# *their* queries: they are a KV replication group. Weights are equal, gradients are parts: one more sum, over the group only.
+# Grouped queries: 8 query heads use 2 heads of keys and values. On four ranks each head is replicated on two ranks,
+# which use it for *their* queries. These two ranks are its KV replication group. Their weights are equal and their
+# gradients partial: one more sum, over the KV replication group only.
 
 # %%
 GROUPED = tiny_config(layers=1, heads=8, kv_heads=2)
@@ -555,12 +565,12 @@ print(f"{int(sent):,} bytes per rank on the axis of the group")
 assert sent == formulas.shared_head_bytes(GROUPED, RANKS)
 
 # %% [markdown]
-# Forgetting it shows as drift within the group. Cutting a head in two instead is no way out: its scores would be partial sums,
-# and softmax needs them whole, an all-reduce of s² numbers a head.
+# Without it, the weights of a KV replication group drift apart. Splitting a head in two does not help: its scores
+# would be partial sums, and softmax needs the sums, an all-reduce of s² elements per head.
 #
 # ## The same in PyTorch
-# DTensor has `SequenceParallel` for the norms; the linears say how x lies outside, `Shard(1)`. It leaves the norms'
-# gradients as *partial* DTensors: the sum is still somebody's to ask for. One block with the same weights:
+# DTensor has `SequenceParallel` for the norms; the linears declare the layout of x outside, `Shard(1)`. It leaves the
+# norms' gradients as *partial* DTensors: you must still request the sum. One block with the same weights:
 
 # %%
 import torch.distributed as dist
@@ -652,17 +662,18 @@ print("gradients with dropout: equal to the last bit")
 
 # %% [markdown]
 # ## Break it and diagnose
-# A model with 258 words, 8 query heads and 2 of keys and values, its rows shared by four ranks. One run is healthy, four are
-# ill:
+# A model with 258 words, 8 query heads and 2 of keys and values, its rows sharded over four ranks. One run is correct
+# (its cause is `"healthy"`), four are faulty:
 #
 # - **norms**: the gradients of norms are not summed over tp
 # - **gather**: x enters by a gather whose backward takes own rows instead of summing
-# - **heads**: the gradients of shared heads are not summed
+# - **heads**: the gradients of replicated heads are not summed
 # - **padding**: the padding of the vocabulary is not masked
 #
-# For each, name the cause, the collective that is missing (`"all_reduce"`, `"reduce_scatter"` or None) and rank (a number
-# where one rank alone does something wrong, `"all"`, or None if healthy). "Off" is against one process; "apart" is between
-# ranks that hold the same; "finite" counts logits by rank that are not minus infinity. Another SEED, other patients.
+# For each, name the cause, the collective that is missing (`"all_reduce"`, `"reduce_scatter"` or None) and rank (a
+# number where only one rank is faulty, `"all"`, or None if correct). "Off" is against one process; "apart" is between
+# ranks with the same weights; "finite" counts logits by rank that are not minus infinity. Another SEED draws other
+# runs.
 
 # %%
 SEED = 1
@@ -756,13 +767,14 @@ for lab_run in lab:
 #
 # Below 1e-5 is rounding.
 #
-# - **First loss off**: only *padding* touches the forward. One rank has two more words than the others leave it.
-# - **Scatters missing**: *gather*. All ranks agree on a wrong gradient, because the norms' sum is made of wrong parts.
+# - **First loss off**: only *padding* touches the forward. One rank has two words too many.
+# - **Scatters missing**: *gather*. All ranks agree on a wrong gradient, because the norms' partial gradients are
+#   wrong.
 # - **One reduce missing, norms apart**: *norms*. Each rank has the gradient of its rows.
-# - **One reduce missing, keys apart**: *heads*. The norms behind it are right.
+# - **One reduce missing, keys apart**: *heads*. The norms' gradients are right.
 #
-# Two checks find them: gradients against one process (not outputs: three of four are right there), and a checksum over ranks
-# of everything that two ranks hold.
+# Two checks find them: gradients against one process (not outputs: three of four are right there), and a checksum
+# over ranks of all replicated tensors.
 # </details>
 
 # %%
@@ -770,15 +782,16 @@ lab.grade(diagnosis)
 
 # %% [markdown]
 # ## When not to use it
-# - **Without tensor parallelism.** It divides what TP leaves whole, over the same ranks. Beyond them, for long sequences,
-#   there is context parallelism (lesson 09), which cuts attention by positions too.
-# - **Sequences that n does not divide**, such as one token served: there plain TP does it.
-# - **Full recomputation where memory suffices**: a third more arithmetic, and half more of TP's messages. Take the shared
-#   rows first, then selective if scores are kept, and full for as few blocks as will do.
+# - **Without tensor parallelism.** It shards the activations that TP replicates, over the same ranks. Beyond them,
+#   for long sequences, there is context parallelism (lesson 09), which shards attention by positions too.
+# - **Sequences that n does not divide**, such as one token in serving: use plain TP there.
+# - **Full recomputation where memory suffices**: a third more arithmetic, and half more of TP's messages. Use sharded
+#   rows first, then selective recomputation if scores are stored, and full recomputation for as few blocks as
+#   possible.
 #
 # ## The table that grows
-# Activations and bytes are those of the training above; code is lines of the library beside those of lesson 05. No column of
-# exposed time: as there, each message stands between two computations of which one needs the other.
+# Activations and bytes are from the training above; code is the lines of the library added to lesson 05's. There is
+# no column of exposed time: as in lesson 05, each message separates two computations of which one needs the other.
 
 # %%
 from course_lib.view import code_lines
@@ -794,12 +807,12 @@ for way, result in runs.items():
 
 # %% [markdown]
 # ## The claims settled
-# **Claim 1: false.** Either the bytes are tensor parallelism's and what enters a region stays whole; or all is divided by n
-# and the blocks send 1.25 times as much.
+# **Claim 1: false.** Either the bytes are tensor parallelism's and the inputs of the regions are replicated, or all
+# is divided by n and the blocks send 1.25 times as much.
 #
-# **Claim 2: only if attention keeps its scores, and the sequence is long.** Scores were a third of what a block keeps here,
-# and are 70 % of it at GPT-3's size by the paper's count. A fused kernel keeps none, and selective recomputation spares a
-# log-sum-exp a row.
+# **Claim 2: only if attention stores its scores, and the sequence is long.** Scores were a third of a block's saved
+# activations here, and are 70 % of them at GPT-3's size by the paper's count. A fused kernel stores none, and
+# selective recomputation saves a log-sum-exp per row.
 
 # %%
 kept_by_way = {way: round(shares[4, way], 2) for way in WAYS}
@@ -868,17 +881,17 @@ from course_lib import comm
 #
 # Two ranks, four positions of one feature; rank 0 has the first two rows outside the regions.
 #
-# - `rows`: rank 0's part that leaves a region is [1, 2, 3, 4], rank 1's [10, 20, 30, 40]. What each rank has then:
-#   [[rank 0], [rank 1]]
-# - `dx`: in backward, rank 0 has the gradient [1, 1, 2, 2] of what had entered, rank 1 [3, 3, 4, 4]. What each rank has
-#   after the backward of enter: [[rank 0], [rank 1]]
-# - `norm parts`: y = w · u stands before that enter, where w is one weight of a norm and u = [1, 2, 1, -2] its input, by
-#   position. The gradient of w that each rank has by itself, two numbers
+# - `rows`: rank 0's partial sum that leaves a region is [1, 2, 3, 4], rank 1's [10, 20, 30, 40]. The rows that each
+#   rank has then: [[rank 0], [rank 1]]
+# - `dx`: in backward, rank 0 has the gradient [1, 1, 2, 2] of the region's input, rank 1 [3, 3, 4, 4]. The gradient
+#   that each rank has after the backward of enter: [[rank 0], [rank 1]]
+# - `norm parts`: y = w · u comes before that enter, where w is one weight of a norm and u = [1, 2, 1, -2] its input,
+#   by position. The gradient of w that each rank has by itself, two numbers
 # - `norm`: the gradient that w needs
 #
 # A layer on four ranks, forward and backward; x has 1,000 bytes.
 #
-# - `bytes`: what a rank sends: [tensor parallelism, shared rows kept, shared rows gathered again]
+# - `bytes`: the bytes that a rank sends: [tensor parallelism, sharded rows kept, sharded rows gathered again]
 # - `full`: with tensor parallelism and full recomputation
 # - `kept`: Korthikanti's GPT layer without scores, eight ranks, in units of s·b·h: [tensor, rows kept, rows again]
 #
@@ -931,11 +944,11 @@ check("06-1", rows)
 
 # %% [markdown] course={"ex": "06-2"}
 # ## 06-2 Rows enter a region
-# A column linear whose input is shared by rows. Write the one line that returns y of all positions on this rank's features,
-# through which autograd gets right gradients of the rows and of the weight.
+# A column linear whose input is sharded by rows. Write the one line that returns y of all positions on this rank's
+# features, such that autograd computes the right gradients of the rows and of the weight.
 #
-# Checked are outputs and gradients on two and four ranks, outputs on one, and that one all-gather is made forward and one
-# reduce-scatter backward. The operators of `comm` are yours; `sp.enter` refuses.
+# The check looks at outputs and gradients on two and four ranks, at outputs on one, and at one all-gather forward and
+# one reduce-scatter backward. You may use the operators of `comm`; `sp.enter` refuses.
 
 
 # %% course={"ex": "06-2", "role": "answer"}
@@ -956,11 +969,11 @@ check("06-2", column_on_rows)
 
 # %% [markdown] course={"ex": "06-3"}
 # ## 06-3 The sum that norms need
-# After backward, where ranks share rows: parameters that every rank holds have the gradient of this rank's rows only. Make
-# their `.grad` whole. `comm.shard_spec(p)` says how the ranks of the axis divide a parameter, or is None if every rank holds
-# all of it. A sharded parameter has its whole gradient already.
+# After backward with sharded rows, replicated parameters have the gradient of this rank's rows only. Reduce their
+# `.grad` fully. `comm.shard_spec(p)` says how the ranks of the axis shard a parameter, or returns None if it is
+# replicated. The gradient of a sharded parameter is fully reduced already.
 #
-# Checked are the gradients of both kinds on two, three and four ranks, and that one all-reduce is made for all together.
+# The check looks at the gradients of both kinds on two, three and four ranks, and at one all-reduce for all of them.
 # `comm.all_reduce(x, axis)` returns the sum; `comm.sum_gradients` and `sp.sum_gradients` refuse.
 
 
@@ -986,15 +999,15 @@ check("06-3", sum_partial)
 
 # %% [markdown] course={"ex": "06-4"}
 # ## 06-4 A loss that never gathers logits
-# Cross-entropy of T tokens as a `torch.autograd.Function`, called as `VocabLoss.apply(z_TVt, targets_T, axis)`. Rank r has the
-# logits of words r·w to r·w + w - 1, where w is the width of its `z_TVt`; the last rank's may be padding, minus infinity.
-# Targets are numbers of words, all of them on every rank, never padding.
+# Cross-entropy of T tokens as a `torch.autograd.Function`, called as `VocabLoss.apply(z_TVt, targets_T, axis)`. Rank
+# r has the logits of words r·w to r·w + w - 1, where w is the width of its `z_TVt`; the last rank's may be padding,
+# minus infinity. Targets are word ids, all of them on every rank, never padding.
 #
-# Forward returns the loss of each token, (T,), on every rank. Backward gets a gradient for each of them.
+# Forward returns the loss of each token, (T,), on every rank. Backward receives a gradient for each of them.
 #
-# Checked are losses and the gradient of each rank's logits on two and four ranks, losses on one; logits are near 200, so that
-# e to them is infinite. Forward may send three numbers a token, in all-reduces, backward nothing. `comm.all_reduce` and
-# `comm.all_reduce_max` are yours; `tp.loss_sum` refuses.
+# The check looks at losses and the gradient of each rank's logits on two and four ranks, and at losses on one. Logits
+# are near 200, so that their exponential is infinite. Forward may send three numbers per token, in all-reduces,
+# backward nothing. You may use `comm.all_reduce` and `comm.all_reduce_max`; `tp.loss_sum` refuses.
 
 
 # %% course={"ex": "06-4", "role": "answer"}
@@ -1036,13 +1049,14 @@ check("06-4", VocabLoss)
 
 # %% [markdown] course={"ex": "06-5"}
 # ## 06-5 A region between rows in raw PyTorch
-# One forward and backward of y = relu(x Aᵀ) Bᵀ with `torch.distributed` alone: `course_lib` refuses. The default group stands.
-# Outside, ranks share the T tokens (rank 0 has the first T/n rows of x, y and their gradients); inside, the features.
-# `dist.all_gather(parts, rows)` fills a list of n tensors, `dist.reduce_scatter(rows, parts)` takes one. You need no autograd
-# function: `torch.autograd.grad` gives the gradients of the part that this rank computes.
+# One forward and backward of y = relu(x Aᵀ) Bᵀ with `torch.distributed` alone: `course_lib` refuses. The default
+# group exists. Outside, the T tokens are sharded (rank 0 has the first T/n rows of x, y and their gradients); inside,
+# the features are sharded. `dist.all_gather(parts, rows)` fills a list of n tensors, `dist.reduce_scatter(rows,
+# parts)` takes one. You need no autograd function: `torch.autograd.grad` gives the gradients of this rank's partial
+# sum.
 #
-# Checked are the four results on two to four ranks, y on one; that nothing given is written into; and that a rank sends no
-# more than two gathers of rows and two reduce-scatters: keep x for backward.
+# The check looks at the four results on two to four ranks, and at y on one. No input may be overwritten, and a rank
+# sends no more than two gathers of rows and two reduce-scatters: save x for backward.
 
 
 # %% course={"ex": "06-5", "role": "answer"}
@@ -1086,27 +1100,27 @@ check("06-5", region_step)
 # **1.** Why may a norm work on rows, and attention may not?
 #
 # <details><summary>Answer</summary>
-# A norm treats each position by itself. Attention at one position reads keys and values of all before it.
+# A norm treats each position by itself. Attention at one position reads the keys and values of all earlier positions.
 # </details>
 #
 # **2.** Somebody quotes "the bytes of tensor parallelism, and 34/t". What do you answer?
 #
 # <details><summary>Answer</summary>
-# Those are two variants. With the bytes of tensor parallelism what enters a region stays whole: 34/t + 4(1 - 1/t). With 34/t x
-# is gathered again in backward: 1.25 times the bytes.
+# Those are two variants. With the bytes of tensor parallelism the inputs of the regions are replicated: 34/t + 4(1 -
+# 1/t). With 34/t x is gathered again in backward: 1.25 times the bytes.
 # </details>
 #
 # **3.** Outputs are right, the loss falls, and a reloaded checkpoint continues a little worse. What do you look at?
 #
 # <details><summary>Answer</summary>
-# Checksums of replicated weights over tp: norms, biases behind row linears. Where their gradients are not summed, ranks drift,
-# and the checkpoint has one rank's.
+# Checksums of replicated weights over tp: norms and biases after row linears. If their gradients are not summed,
+# ranks drift apart, and the checkpoint has one rank's weights.
 # </details>
 #
 # **4.** Your attention is fused. Does selective recomputation help?
 #
 # <details><summary>Answer</summary>
-# It spares a log-sum-exp a row. The kernel recomputes by itself. For more memory: full recomputation of some blocks.
+# It saves a log-sum-exp per row. The kernel recomputes by itself. For more memory: full recomputation of some blocks.
 # </details>
 #
 # **5.** 8 ranks, 8,192 tokens, 128,000 words. What does a rank send for the loss, and what if logits were gathered?
@@ -1121,7 +1135,7 @@ check("06-5", region_step)
 #   [arXiv:2205.05198](https://arxiv.org/abs/2205.05198): sections 4 and 5 are this lesson.
 # - Chen et al. 2016, [arXiv:1604.06174](https://arxiv.org/abs/1604.06174): recomputation.
 # - Shoeybi et al. 2019, [arXiv:1909.08053](https://arxiv.org/abs/1909.08053): the vocabulary and its loss.
-# - Dao et al. 2022, [arXiv:2205.14135](https://arxiv.org/abs/2205.14135): attention that keeps no scores.
+# - Dao et al. 2022, [arXiv:2205.14135](https://arxiv.org/abs/2205.14135): attention that stores no scores.
 # - Ainslie et al. 2023, [arXiv:2305.13245](https://arxiv.org/abs/2305.13245): grouped queries.
 #
-# Next: lesson 07 cuts the model across its layers.
+# Next: lesson 07 splits the model between its layers.

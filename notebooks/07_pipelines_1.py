@@ -15,9 +15,9 @@
 # %% [markdown]
 # # 07 Pipelines I: naive, GPipe, 1F1B
 #
-# *45 minutes to read and run, 55 to build.* A model that is too large for one GPU is cut by layers, and each rank
-# holds one piece. You will write down who does what and in which order, have it refused, correct it, run it on four real
-# ranks, and measure what it costs in time and memory. You need lesson 00 (`run`, ranks, the ledger).
+# *45 minutes to read and run, 55 to build.* A model that is too large for one GPU is split by layers, and each rank
+# holds one stage. You will write down which rank does what and in which order, see it refused, correct it, run it on
+# four real ranks, and measure its time and memory. You need lesson 00 (`run`, ranks, the ledger).
 #
 # Vote first: `"true"`, `"false"` or `"only if ..."`; the end settles both. GPipe and 1F1B are two such orders, and the
 # *bubble* is the time in which a rank only waits.
@@ -31,8 +31,8 @@ vote_2 = None
 
 # %% [markdown]
 # ## The question
-# Cut a decoder of four blocks into four **stages**, one block each. Rank 0 also has the embedding, rank 3 the final
-# norm and the head. Forward (F) goes from rank 0 to rank 3, backward (B) from rank 3 to rank 0:
+# Split a decoder of four blocks into four **stages**, one block each. Rank 0 also has the embedding, rank 3 the final
+# norm and the LM head. Forward (F) goes from rank 0 to rank 3, backward (B) from rank 3 to rank 0:
 #
 # ```
 #             rank 0     x     rank 1     x     rank 2     x     rank 3
@@ -41,9 +41,9 @@ vote_2 = None
 #                      dL/dx            dL/dx            dL/dx
 # ```
 #
-# While rank 3 works, rank 0 has nothing to do. So the batch is cut into m **micro-batches**, and rank 0 begins the
-# second while rank 1 has the first. In which order should a rank do its forwards and backwards? How long must it wait
-# all the same, and how much must it remember?
+# While rank 3 works, rank 0 has nothing to do. So the batch is split into m **micro-batches**, and rank 0 begins the
+# second while rank 1 has the first. In which order should a rank do its forwards and backwards? How long must it
+# still wait, and how much must it store?
 
 # %% [markdown]
 # ## Predict
@@ -91,10 +91,10 @@ predicted_messages = None  # messages between ranks to serve one token
 
 # %% [markdown]
 # ## One message, live
-# The whole mechanism, on two ranks. Rank 0 sends its output. Rank 1 receives it as a *leaf* that wants a gradient,
-# for autograd knows nothing of the network. After its backward, rank 1 sends the gradient of that leaf back, and
-# rank 0 continues backward from there. Forward and backward are paced, filled up by sleep, so that ranks do not fight
-# for the cores of a small machine; processes, messages and waiting are real.
+# This is the full mechanism, on two ranks. Rank 0 sends its output. Rank 1 receives it as a *leaf* that requires a
+# gradient, because autograd does not see the network. After its backward, rank 1 sends the gradient of that leaf
+# back, and rank 0 continues backward from there. Forward and backward are paced (padded by sleep), so that ranks do
+# not compete for the cores of a small machine. Processes, messages and waiting are real.
 
 # %%
 PACE = {"F": F, "B": B}
@@ -144,7 +144,7 @@ timeline(halves.traces, conditions=Conditions(PACE), title="One micro-batch thro
 # %% [markdown]
 # ## A schedule is a list of rows
 # Each rank does a row of actions from left to right. The cell `0F3` means stage 0, forward, micro-batch 3. Times are
-# not written down: an action starts when its rank is free and what it needs has arrived.
+# not written down: an action starts when its rank is free and its inputs have arrived.
 #
 # - F of stage s needs F of stage s-1 for the same micro-batch;
 # - B of stage s needs F of stage s and, unless s is the last stage, B of stage s+1.
@@ -180,8 +180,8 @@ except ValueError as error:
     print(f"refused: {error}")
 
 # %% [markdown]
-# The dots hide the backwards of three ranks. Fill them in as GPU 0 has them, and the rows are legal. (In the picture a
-# *hop* is a message to a neighbour, *makespan* the length of the step; the grey comes later.)
+# The dots hide the backwards of three ranks. Fill them in as GPU 0 has them, and the rows are legal. (In the picture
+# a `hop` is a P2P transfer between stages, *makespan* the length of the step; the gray comes later.)
 
 # %%
 complete = """
@@ -214,7 +214,7 @@ simulated = {name: simulate(schedule, COSTS) for name, schedule in schedules.ite
 schedule_picture(simulated["naive"])
 
 # %% [markdown]
-# The dotted ground is the **bubble**. The micro-batches have gained nothing.
+# The dotted area is the **bubble**. The micro-batches have gained nothing.
 
 # %% [markdown]
 # ## GPipe
@@ -224,12 +224,14 @@ schedule_picture(simulated["naive"])
 schedule_picture(simulated["gpipe"])
 
 # %% [markdown]
-# Count on rank 0. It works m(F+B). It waits while its last forward travels to the end, (p-1)F, and until the first
-# backward is back, (p-1)B. Every other rank waits as long, some of it at the ends. So
+# Count on rank 0. It works m(F+B). It waits while its last forward passes through the other stages, (p-1)F, and until
+# the first backward arrives, (p-1)B. Every other rank waits as long, partly at the start and at the end of the step.
+# So
 #
 # $$\text{step} = (m+p-1)(F+B), \qquad \text{bubble} = (p-1)(F+B)$$
 #
-# A share needs a base, and two are in use. Do not compare one kind with the other; that of ideal may exceed 100 %.
+# A percentage needs a base, and two are in use. Do not compare one kind with the other; the share of ideal may exceed
+# 100 %.
 #
 # | base | share | who uses it |
 # |---|---|---|
@@ -247,8 +249,8 @@ for p, m in ((4, 1), (4, 4), (4, 8), (4, 32), (8, 8), (8, 32)):
 
 # %% [markdown]
 # ## 1F1B
-# The grey steps under each rank of GPipe are what is **in flight**: micro-batches that have had their forward but not
-# yet their backward. Their activations must be kept, and they grow to m.
+# The gray steps under each rank of GPipe show the micro-batches **in flight**: they have had their forward but not
+# yet their backward. Their activations must be stored, and their number grows to m.
 #
 # One forward, one backward (1F1B) does each backward as early as it can. Rank r starts with p-1-r forwards, then
 # alternates F and B, then does the backwards that are left. On rank 0 that is F0 to F2, then the pairs from F3 B0 on.
@@ -265,11 +267,11 @@ for name, simulation in simulated.items():
     )
 
 # %% [markdown]
-# Step and bubble are those of GPipe: the idle time has only moved. What changed is the memory: rank r keeps at most
+# Step and bubble are those of GPipe: the idle time has only moved. What changed is the memory: rank r stores at most
 # p-r micro-batches instead of m.
 #
 # ## Try it
-# Sliders live in a running notebook only; the picture above is their first setting. (1) Switch between GPipe and 1F1B
+# Sliders work in a running notebook only; the picture above is their first setting. (1) Switch between GPipe and 1F1B
 # with m at 16: which numbers change? (2) Find the smallest m that brings the bubble of 4 ranks under 10 % of total.
 
 # %%
@@ -286,8 +288,8 @@ schedule_sliders("1f1b", P, M)
 
 # %% [markdown]
 # ## Build: one engine, any rows
-# The library's engine does not know what GPipe is. It takes the next action of its row, waits for the input, computes,
-# and posts one batch of messages: send this result, receive what I need next.
+# The library's engine does not know what GPipe is. It takes the next action of its row, waits for the input,
+# computes, and posts one batch of messages: send this result, receive the next input.
 
 # %%
 from course_lib.pp.engine import Engine
@@ -351,12 +353,12 @@ for name, results in runs.items():
     print(f"{name:10}{results[-1]['loss']:10.6f}{gradients.norm():12.6f}{difference:20.1e}")
 
 # %% [markdown]
-# Equal to one process that takes the batch whole, up to rounding: only the order of the work changed.
+# Equal to one process with the full batch, up to rounding: only the order of the work changed.
 
 # %% [markdown]
 # ## What was sent
-# Each of the p-1 borders is crossed by the activations of all micro-batches forward and by gradients of the same size
-# back: 2(p-1) · batch · sequence · hidden numbers, whatever the schedule.
+# Over each of the p-1 stage boundaries, the ranks send the activations of all micro-batches forward and gradients of
+# the same size back: 2(p-1) · batch · sequence · hidden elements, whatever the schedule.
 
 # %%
 activation_bytes = TOKENS.numel() * CONFIG.hidden * 4
@@ -396,9 +398,9 @@ print(
 )
 
 # %% [markdown]
-# GPipe keeps exactly m times what naive keeps, 1F1B exactly p-r times. **This is the difference between GPipe and 1F1B.**
-# Double the batch, and GPipe's column doubles while that of 1F1B stays. (The last rank saves more for each micro-batch:
-# the head's logits.)
+# GPipe stores exactly m times as much as naive, 1F1B exactly p-r times. **This is the difference between GPipe and
+# 1F1B.** Double the batch, and GPipe's column doubles while 1F1B's stays. (The last rank saves more for each
+# micro-batch: the head's logits.)
 
 # %% [markdown]
 # ## Measured
@@ -437,8 +439,8 @@ print(
 )
 
 # %% [markdown]
-# What is measured takes longer: messages are not free, and a busy machine wakes a sleeping rank late. Here is 1F1B as it
-# ran, with the simulation as outlines above each rank:
+# The measured step takes longer: messages are not free, and a busy machine wakes a sleeping rank late. Here is 1F1B
+# as it ran, with the simulation as outlines above each rank:
 
 # %%
 timeline(
@@ -449,7 +451,8 @@ timeline(
 )
 
 # %% [markdown]
-# For a closer look open `1f1b.json`, which lies in your folder for temporary files, in [ui.perfetto.dev](https://ui.perfetto.dev).
+# For a closer look open `1f1b.json`, which is in your folder for temporary files, in
+# [ui.perfetto.dev](https://ui.perfetto.dev).
 
 # %%
 import tempfile
@@ -463,7 +466,7 @@ print(f"{path.name}: {path.stat().st_size / 1000:.0f} kB")
 
 # %% [markdown]
 # ## Serving one token
-# Without a backward there are only messages forward. One token, four stages, the same pace:
+# Without a backward there are only messages forward. One token, four stages, the same padded times:
 
 
 # %%
@@ -496,14 +499,14 @@ print(
 )
 
 # %% [markdown]
-# p-1 transfers of one hidden vector: tiny. But the token is not served sooner, for the stages work one after the other.
-# The note recommends pipelines for serving "to minimise latency"; they make the model fit, and with several requests
-# under way all stages work.
+# p-1 transfers of one hidden vector: tiny. But the token is not served sooner, because the stages work one after the
+# other. The note recommends pipelines for serving "to minimize latency". They make the model fit, and with several
+# requests in flight all stages work.
 
 # %% [markdown]
 # ## The same in PyTorch
-# `PipelineStage` wraps one rank's piece, the schedule object runs it. Only the first rank is given tokens, only the
-# last one targets.
+# `PipelineStage` wraps one rank's stage, and the schedule object runs it. Only the first rank receives tokens, only
+# the last one targets.
 
 # %%
 import torch.distributed as dist
@@ -541,17 +544,17 @@ print(f"gradients of torch's 1F1B and ours differ by {apart:.1e} at most")
 
 # %% [markdown]
 # ## Break it and diagnose
-# Five runs of 1F1B, of a model whose head is the table of its embedding (tied: rank 0 and the last have a copy each), on
-# sequences of different length. One run is healthy:
+# Five runs of 1F1B, of a model whose LM head uses the embedding's weight (tied: rank 0 and the last rank have a copy
+# each), on sequences of different length. One run is correct (its cause is `"healthy"`):
 #
-# - **forgotten**: the 1/m was forgotten, each micro-batch's mean loss is taken whole
+# - **forgotten**: the 1/m was forgotten, each micro-batch's mean loss counts in full
 # - **mean of means**: each is divided by its own tokens, then by m, as above
-# - **tied**: the two ends do not add up the gradients of their copies
+# - **tied**: the embedding and the LM head do not add up the gradients of their copies
 # - **lost**: one rank sends zeros back, for one micro-batch
 #
-# For each name the cause, the call that is missing or wrong (`"all_reduce"`, `"send"`, or None) and the rank (a number, 0 for
-# *tied*; `"all"`; None if healthy). Length and angle compare the whole gradient with that of one process, "off" each rank's,
-# "ends" the two copies of the table. Another SEED, other patients.
+# For each name the cause, the call that is missing or wrong (`"all_reduce"`, `"send"`, or None) and the rank (a
+# number, 0 for *tied*; `"all"`; None if correct). Length and angle compare the full gradient with that of one
+# process, "off" each rank's, "ends" the two copies of the tied weight. Another SEED draws other runs.
 
 # %%
 SEED = 3
@@ -646,9 +649,9 @@ for lab_run in lab:
 #   show you that.
 # - **About m times too long**: *forgotten*, m times what *mean of means* gives. AdamW, which divides a gradient by its
 #   size, hides it.
-# - **Only the ends are off, and apart**: *tied*. From now on the copies are two tables.
-# - **Loss right, ranks before one are off**: *lost*, by that one: to those before it nothing came back. (The last rank is
-#   off too: the first one's share is in its table; but the ends agree.)
+# - **Only the first and the last rank are off, and apart**: *tied*. From now on the two copies differ.
+# - **Loss right, ranks before one are off**: *lost*, by that rank: the ranks before it received no gradient. (The
+#   last rank is off too, because its tied weight includes the first rank's gradient; but the two copies agree.)
 #
 # </details>
 
@@ -656,7 +659,7 @@ for lab_run in lab:
 lab.grade(diagnosis)
 
 # %% [markdown]
-# What is wrong can be looked at again; `lab.reveal()` tells all.
+# Look again at the fields that are wrong; `lab.reveal()` shows the causes.
 #
 # **Both send first.** Where 1F1B alternates, rank 0 has an activation for rank 1 while rank 1 has a gradient for rank 0.
 # With a plain `send` and then `recv` on both:
@@ -677,12 +680,12 @@ except RankError as error:
     print(error)
 
 # %% [markdown]
-# Each send waits for a receive that stands behind the other send. So the engine posts both as one batch
+# Each send waits for a receive that comes after the other send. So the engine posts both as one batch
 # (`batch_isend_irecv` in torch). Do not trust a version that works: whether a lone send waits depends on backend and
 # message size.
 #
-# **Rows that wait for each other.** Rank 0 alternates at once, rank 1 wants two forwards first. No batching helps
-# here, and `validate` sees it without a rank:
+# **Rows that wait for each other.** Rank 0 alternates at once, rank 1 needs two forwards first. No batching helps
+# here, and `validate` finds it without a rank:
 
 # %%
 waiting = """
@@ -698,7 +701,7 @@ except ValueError as error:
 # ## When not to use it
 # - **The model fits.** Then data parallelism has no bubble.
 # - **The batch is small.** m is at most the sequences that a pipeline gets. With m near p the bubble is near half.
-# - **The stages are unequal.** The slowest sets the pace for all:
+# - **The stages are unequal.** The slowest stage sets the speed of all:
 
 # %%
 even = simulate(schedules["1f1b"], COSTS)
@@ -711,12 +714,11 @@ for factor in (1.25, 1.5, 2.0):
     )
 
 # %% [markdown]
-# Where it shines: its messages are few and go to neighbours only, so it may be laid across the slow links between
-# nodes.
+# Its strength: the messages are few and go to neighbors only, so a pipeline may cross the slow links between nodes.
 #
 # ## The table that grows
-# Each lesson adds rows; each number is that of the fullest rank. State is parameters, gradients and AdamW's moments.
-# The row of data parallelism (lesson 03) is computed: whole state, a quarter of the batch, one all-reduce.
+# Each lesson adds rows; each figure is from the fullest rank. State is parameters, gradients and AdamW's moments. The
+# row of data parallelism (lesson 03) is computed: replicated state, a quarter of the batch, one all-reduce.
 
 # %%
 from course_lib.pp.exchange import P2PExchange
@@ -747,14 +749,14 @@ for name, results in runs.items():
     )
 
 # %% [markdown]
-# Code lines count the engine too, which all three share. State falls to about a quarter, which data parallelism cannot
+# Code lines include the engine, which all three use. State falls to about a quarter, which data parallelism cannot
 # do. The price is the bubble.
 
 # %% [markdown]
 # ## The claims settled
 # **Claim 1: false.** The note says that 1F1B improves the bubble "significantly". With equal stages and free messages
-# its bubble is that of GPipe. When a hop takes time, it is larger: where 1F1B alternates, two neighbours wait for each
-# other in turn.
+# its bubble equals GPipe's. When a P2P transfer takes time, it is larger: where 1F1B alternates, two neighbors wait
+# for each other in turn.
 
 # %%
 sizes = [(p, m) for p in range(1, 9) for m in range(1, 33)]
@@ -773,10 +775,10 @@ print(f"room for {keeps} micro-batches: GPipe runs m = {keeps}, bubble {small:.1
 print(f"1F1B may run any m, say {4 * M}, bubble {large:.1%}")
 
 # %% [markdown]
-# The smaller bubble comes from the larger m for which 1F1B has room: from a larger batch, or smaller micro-batches.
+# The smaller bubble comes from the larger m for which 1F1B has memory: from a larger batch, or smaller micro-batches.
 #
-# **Claim 2: only if the micro-batches stay large enough.** Keep the batch and cut it finer. Every action has a fixed
-# cost (launching kernels). Say 5 ms a forward, beside 160 ms of work to share out; backwards take twice that:
+# **Claim 2: only if the micro-batches stay large enough.** Keep the batch and split it finer. Every action has a
+# fixed cost (launching kernels). Say 5 ms per forward, beside 160 ms of work to divide; backwards take twice that:
 
 # %%
 FIXED, WORK = 5, 160  # ms of forward on a stage: for each micro-batch, and for the whole batch
@@ -793,7 +795,7 @@ print(
 )
 
 # %% [markdown]
-# The bubble falls all the way, the step does not: (m+p-1)(fixed + work/m) is shortest at that root.
+# The bubble always falls, the step does not: (m+p-1)(fixed + work/m) is shortest at that root.
 #
 # ## Exit questions
 # Answer each before you unfold it.
@@ -806,12 +808,12 @@ print(
 #
 # </details>
 #
-# **2.** A colleague replaces GPipe by 1F1B with the same m. The step is no faster. What did he gain, and how does he
-# turn it into time?
+# **2.** A colleague replaces GPipe by 1F1B with the same m. The step is no faster. What is the gain, and how does it
+# become time?
 #
 # <details><summary>Answer</summary>
 #
-# Memory: rank r keeps min(m, p-r) micro-batches instead of m. So he can raise m with the batch.
+# Memory: rank r stores min(m, p-r) micro-batches instead of m. So m can grow with the batch.
 #
 # </details>
 #
@@ -819,7 +821,7 @@ print(
 #
 # <details><summary>Answer</summary>
 #
-# Nothing: p-1 borders, each crossed twice by batch · sequence · hidden numbers.
+# Nothing: p-1 stage boundaries, each crossed twice by batch · sequence · hidden elements.
 #
 # </details>
 #
@@ -827,18 +829,19 @@ print(
 #
 # <details><summary>Answer</summary>
 #
-# Its first backward waits until the first micro-batch has come back. With one forward less it waits in every round where
-# it could have computed. With one more it keeps one micro-batch more and gains nothing, unless messages are slow: then
-# the extra one hides a part. The cell below has the numbers.
+# Its first backward waits until the first micro-batch has come back. With one forward less it waits in every round
+# where it could have computed. With one more it stores one micro-batch more and gains nothing, unless messages are
+# slow: then the extra micro-batch hides a part of the wait. The cell below has the numbers.
 #
 # </details>
 #
-# **5.** A run hangs in its first step. Rank 1 stands in `send` to rank 2, rank 2 in `send` to rank 1. What is wrong, and
-# what is the repair?
+# **5.** A run hangs in its first step. Rank 1 waits in `send` to rank 2, rank 2 in `send` to rank 1. What is wrong,
+# and what is the repair?
 #
 # <details><summary>Answer</summary>
 #
-# Both send first. Post send and receive as one batch (`batch_isend_irecv`), or let one of two neighbours receive first.
+# Both send first. Post send and receive as one batch (`batch_isend_irecv`), or let one of two neighbors receive
+# first.
 #
 # </details>
 
@@ -882,9 +885,9 @@ cheat_sheet(8, 32)
 
 # %% [markdown]
 # ## Your turn
-# [Five exercises](../exercises/07_pipelines_1.ipynb), about 55 minutes: trace 1F1B by hand (10), find the m that a limit on
-# the bubble needs (5), write 1F1B as rows for any p and m (10), swap two messages in raw PyTorch without a deadlock (10),
-# and run one rank's row on real ranks, equal to one process (20).
+# [Five exercises](../exercises/07_pipelines_1.ipynb), about 55 minutes: trace 1F1B by hand (10), find the m that a
+# limit on the bubble needs (5), write 1F1B as rows for any p and m (10), exchange two messages in raw PyTorch without
+# a deadlock (10), and run one rank's row on real ranks, equal to one process (20).
 
 # %% course={"role": "given"}
 import math
@@ -988,14 +991,14 @@ from course_lib.grading import check
 check("07-3", rows_of_1f1b)
 
 # %% [markdown] course={"ex": "07-4"}
-# ## 07-4 A swap that cannot deadlock
+# ## 07-4 An exchange that cannot deadlock
 # In raw PyTorch: use `torch.distributed` (here `dist`) alone. Where 1F1B alternates, a rank has an activation for the
 # next rank, which at the same time has a gradient for it. Write the function that both of them call: it sends `mine`
 # to rank `peer`, and returns what `peer` sends, a new tensor of the shape and dtype of `like`.
 #
-# It is tried on two ranks, and on four in a row that do as 1F1B does: each swaps with the next rank, then with the one
-# before, several times. The default group is there; only the two ranks of a swap call the function. Counted are one
-# message out and one in for each swap, their peer and their bytes; `mine` and `like` stay as they are.
+# It is tried on two ranks, and on four in a row that do as 1F1B does: each exchanges with the next rank, then with
+# the previous one, several times. The default group exists; only the two ranks of an exchange call the function. The
+# check counts one message out and one in per exchange, their peer and their bytes; `mine` and `like` must not change.
 
 
 # %% course={"ex": "07-4", "role": "answer"}
@@ -1020,18 +1023,19 @@ check("07-4", swap)
 
 # %% [markdown] course={"ex": "07-5"}
 # ## 07-5 One rank's step of a pipeline
-# Now the mechanism: forward and backward of all micro-batches on one rank, in the order of the row that it is given. Rank
-# r holds stage r. Two functions of the library move tensors:
+# Now the mechanism: forward and backward of all micro-batches on one rank, in the order of the given row. Rank r
+# holds stage r. Two functions of the library move tensors:
 #
 # - `comm.recv(like, axis, source=rank)` waits for a message and returns it, a new tensor of the shape of `like`;
 # - `comm.start_send(x, axis, to=rank)` sends x and returns *at once* a handle; call its `wait()` before you return.
 #
-# Messages of two ranks arrive in the order in which they were sent. All micro-batches have the same shape, and so have
-# all activations. The loss of the step is the mean over all micro-batches; `loss(y, target)` is that of one.
+# Messages of two ranks arrive in the order in which they were sent. All micro-batches have the same shape, and so
+# have all activations. The loss of the step is the mean over all micro-batches; `loss(y, target)` is the loss of one
+# micro-batch.
 #
-# The rows are those of 1F1B; p is 1 to 4. Compared with one process: the loss, all gradients, and the weights after the
-# optimizer, which steps when you have returned. Counted: 2(p-1)m messages in all, to neighbours only, and on rank r the
-# saved activations of at most p-r micro-batches.
+# The rows are those of 1F1B; p is 1 to 4. Compared with one process: the loss, all gradients, and the weights after
+# the optimizer, which steps when you have returned. Counted: 2(p-1)m messages in all, to neighbors only, and on rank
+# r the saved activations of at most p-r micro-batches.
 
 
 # %% course={"ex": "07-5", "role": "answer"}
@@ -1075,9 +1079,9 @@ def one_step(row, stage, micro_batches, loss, axis) -> float:
 
 
 # %% [markdown] course={"ex": "07-5", "role": "answer"}
-# No send waits here, so no two can wait for each other. The library's engine posts send and receive of two actions as one
-# batch instead: with nccl, messages that were posted one by one stand in a queue, and there a later one may be what the
-# other rank waits for.
+# No send waits here, so no two can wait for each other. The library's engine posts send and receive of two actions as
+# one batch instead: with nccl, messages that were posted one by one wait in a queue, and the other rank may wait for
+# a later one.
 
 # %% course={"ex": "07-5", "role": "check"}
 from course_lib.grading import check
@@ -1086,11 +1090,11 @@ check("07-5", one_step)
 
 # %% [markdown]
 # ## Sources and what to read next
-# - Huang et al. 2018, *GPipe*, [arXiv:1811.06965](https://arxiv.org/abs/1811.06965): section 2 has the bubble of total.
-#   It also recomputes activations in backward, which shrinks what is in flight.
+# - Huang et al. 2018, *GPipe*, [arXiv:1811.06965](https://arxiv.org/abs/1811.06965): section 2 has the bubble of
+#   total. It also recomputes activations in backward, which shrinks the memory in flight.
 # - Harlap et al. 2018, *PipeDream*, [arXiv:1806.03377](https://arxiv.org/abs/1806.03377): where 1F1B comes from. It
 #   does not wait for the last backward before a step, and its gradients are *not* those of one process.
 # - Narayanan et al. 2021, *Efficient Large-Scale Language Model Training*,
 #   [arXiv:2104.04473](https://arxiv.org/abs/2104.04473): 1F1B as you ran it; section 2.2 has the bubble of ideal.
 #
-# Next: lesson 08 takes the bubble itself apart, with several stages a rank and a backward in two halves.
+# Next: lesson 08 reduces the bubble itself, with several stages per rank and a split backward.

@@ -15,13 +15,14 @@
 # %% [markdown]
 # # 08 Pipelines II: interleaved, zero bubble, DualPipe-V
 #
-# *60 minutes to read and run, 65 to build.* Lesson 07 ended with a bubble that only more micro-batches could shrink. Here
-# the micro-batches stay, and the bubble shrinks all the same: by thinner stages, by a backward in two halves, by a pipeline
-# that turns round. You draw each schedule, run it on real ranks, and put its price beside it. You need lesson 07.
+# *60 minutes to read and run, 65 to build.* Lesson 07 ended with a bubble that only more micro-batches could shrink.
+# Here the number of micro-batches stays the same and the bubble still shrinks: by thinner stages, by a split
+# backward, and by a V-shaped placement. You draw each schedule, run it on real ranks, and compare its price. You need
+# lesson 07.
 #
 # Vote first: write `"true"`, `"false"` or `"only if ..."`. The claims are settled at the end.
 #
-# 1. *Interleaving with v chunks a rank divides the bubble by v and costs nothing.*
+# 1. *Interleaving with v chunks per rank divides the bubble by v and costs nothing.*
 # 2. *With a zero-bubble schedule no rank ever waits.*
 
 # %%
@@ -30,16 +31,17 @@ vote_2 = None
 
 # %% [markdown]
 # ## The question
-# In 1F1B every rank waits (p-1)(F+B) in a step: until the first micro-batch has come to it and gone back, and at the end.
+# In 1F1B every rank waits (p-1)(F+B) in a step: until the first micro-batch has arrived and its gradient has
+# returned, and at the end.
 #
 # ```
 #   rank 0   F0 F1 F2 F3 .................. B0 ...      three things could change:
 #   rank 1      F0 F1 F2 ............ B0 ...             - what comes to a rank comes sooner: thinner stages
 #   rank 2         F0 F1 ...... B0 ...                   - what goes back goes back sooner: half a backward
-#   rank 3            F0 B0 ...                          - what nobody waits for fills the gap: the other half
+#   rank 3            F0 B0 ...                          - what no rank waits for fills the gap: the other half
 # ```
 #
-# Which half of a backward does nobody wait for?
+# For which half of a backward does no rank wait?
 
 # %% [markdown]
 # ## Predict
@@ -86,8 +88,8 @@ predicted_best = None  # the shortest step that any order can reach, one stage a
 # Give each rank v thin stages (*chunks*), here two of half the size: rank 0 the stages 0 and 4, rank 1 the stages 1 and 5. The
 # first micro-batch is through a thin stage in half the time, so the next rank begins sooner, and gradients come back sooner.
 #
-# All costs are those of the same model: a stage that is half as large costs half. (I and W in the code are the halves of a
-# backward; the next section has them.)
+# All costs are for the same model: a stage of half the size costs half. (I and W in the code are the two halves of a
+# split backward; the next section explains them.)
 
 # %%
 NAMES = ("1f1b", "interleaved", "zb-h1", "zb-h2", "zb-v", "dualpipe-v")
@@ -106,13 +108,14 @@ schedule_picture(
 )
 
 # %% [markdown]
-# Paler boxes are the second stage. Micro-batches go in rounds of p: four through the first stage, the same four through the
-# second, then the next four. A rank's waiting is still p-1 times one forward and one backward, of stages of 1/v the size:
+# Paler boxes are the second stage. Micro-batches are processed in rounds of p: four in the first stage, the same four
+# in the second, then the next four. A rank's waiting is still p-1 times one forward and one backward, of stages of
+# 1/v the size:
 #
 # $$\text{bubble} = (p-1)\,\frac{F+B}{v}, \qquad \text{of ideal} = \frac{p-1}{mv}, \qquad \text{of total} = \frac{p-1}{mv+p-1}$$
 #
-# The price: more in flight before the first backward (11 stages' worth in the picture are 5.5 micro-batches), and a message for
-# each of the pv-1 borders instead of p-1.
+# The price: more in flight before the first backward (11 stages' worth in the picture are 5.5 micro-batches), and a
+# message for each of the pv-1 stage boundaries instead of p-1.
 
 # %%
 print(f"{'chunks':>6}{'step':>7}{'bubble: of total':>18}{'formula':>9}{'of ideal':>10}", end="")
@@ -129,14 +132,15 @@ print(f"your predictions: step {predicted_interleaved}, messages {predicted_hops
 
 # %% [markdown]
 # ## A backward has two halves
-# A linear y = x Wᵀ gets dy and owes two gradients:
+# A linear y = x Wᵀ receives dy and computes two gradients:
 #
-# - **I**, of its input: dx = dy W. The stage before waits for it.
-# - **W**, of its weight: dW = dyᵀ x. Nobody waits for it, until the optimizer steps.
+# - **I**, the input gradient (dgrad): dx = dy W. The previous stage waits for it.
+# - **W**, the weight gradient (wgrad): dW = dyᵀ x. No rank waits for it until the optimizer steps.
 #
-# Each is one matrix product of the same size, so for a linear I and W take as long as F each. A whole stage has less W:
-# attention's scores have no weights. For a 1.5B model Qi et al. measured 18.5, 18.1 and 9.3 ms for F, I and W. Here the three are
-# paced alike, unless said. (Papers differ in words: Zero Bubble calls our I "B"; for DeepSeek B is the whole backward.)
+# Each is one matrix product of the same size, so for a linear I and W take as long as F each. A full stage has less
+# W: attention's scores have no weights. For a 1.5B model Qi et al. measured 18.5, 18.1 and 9.3 ms for F, I and W.
+# Here all three are paced to equal times unless said otherwise. (Papers differ in words: Zero Bubble calls our I "B";
+# for DeepSeek B is the whole backward.)
 #
 # Live, on two ranks: rank 1 does I, sends, and then does W. `pp.DeferredWeightGradients` wraps forward and I; its
 # `run` is W.
@@ -184,11 +188,11 @@ print("gradients equal to the last bit")
 timeline(halves.traces, conditions=Conditions(PACE), title="I leaves; W is done beside it")
 
 # %% [markdown]
-# Look at W of rank 1 and I of rank 0: they overlap. With a whole backward, rank 0 would have waited for both.
+# Look at W of rank 1 and I of rank 0: they overlap. With an unsplit backward, rank 0 would have waited for both.
 #
 # ## What W keeps
-# Between I and W a linear must keep x and dy. All else that forward had saved (softmax, norms, activation functions) is
-# free after I. One block, in bytes; the second line is torch's own split, which goes twice through one graph:
+# Between I and W a linear must store x and dy. All other saved activations (softmax, norms, activation functions) are
+# freed after I. One block, in bytes; the second line is torch's own split, which runs twice through one graph:
 
 # %%
 from torch.distributed.pipelining._backward import stage_backward_input
@@ -227,17 +231,18 @@ assert between == formula
 assert after == 0
 
 # %% [markdown]
-# So a micro-batch whose W waits is not free. This course counts it *in flight* from F to W.
+# So a micro-batch with a deferred weight gradient still needs memory. This course counts it *in flight* from F to W.
 #
 # ## ZB-H1: W fills the gap
-# The first schedule of the Zero Bubble paper (Qi et al. 2023). The order of F and I is that of 1F1B. W goes where a rank would wait,
-# or where one more forward would break the limit of p in flight; what is left is done at the end, where 1F1B waits.
+# The first schedule of the Zero Bubble paper (Qi et al. 2023). The order of F and I is that of 1F1B. W is placed
+# where a rank would wait, or where one more forward would break the limit of p in flight. The remaining Ws run at the
+# end, where 1F1B waits.
 
 # %%
 schedule_picture(simulated["zb-h1"], title="ZB-H1: W fills the gap at the end; 27 instead of 33")
 
 # %% [markdown]
-# The gap at the end is gone; a gap at the beginning is left, since before the first I there is no W to fill it:
+# The gap at the end is gone. A gap at the beginning remains, because before the first I there is no W to fill it:
 # (p-1)(F+I-W) instead of (p-1)(F+I+W), with no more in flight than 1F1B's rank 0.
 #
 # ## ZB-H2: more forwards first
@@ -264,9 +269,9 @@ print(
 print(f"your prediction for ZB-H1: {predicted_zb_h1}")
 
 # %% [markdown]
-# Look at *step*: ZB-H2 is no shorter than ZB-H1. Both reach the bound: rank 3 cannot begin before (p-1)F, and has m(F+I+W) to
-# do. What ZB-H2 gains is in the **span** (*longest rank*), from a rank's own first start to its own last end. Its ranks begin
-# one after another and end one after another: the picture is a parallelogram.
+# Look at *step*: ZB-H2 is no shorter than ZB-H1. Both reach the bound: rank 3 cannot begin before (p-1)F, and has
+# m(F+I+W) to do. The gain of ZB-H2 is in the **span** (*longest rank*), from a rank's own first start to its own last
+# end. Its ranks begin one after another and end one after another: the picture is a parallelogram.
 #
 # ## The optimizer's barrier
 # Whether the span counts depends on what is between two steps. If each rank steps its own weights and begins the next batch,
@@ -293,21 +298,22 @@ for name, schedule in schedules.items():
     print(f"{name:12}{one.makespan:16.2f}{(many - one.makespan) / (STEPS - 1):9.2f}{one.work:6.0f}")
 
 # %% [markdown]
-# So compare like with like: "zero bubble" is said of the span. The authors take the barrier away: ranks step at once, pass
-# the norm along the pipeline, and undo the step in the rare case that it should have been clipped.
+# So compare like with like: "zero bubble" refers to the span. The authors remove the barrier: ranks step at once,
+# pass the norm along the pipeline, and undo the step in the rare case that it should have been clipped.
 #
 # ## ZB-V and DualPipe-V: there and back
-# Two thin stages a rank, but in a V: rank 0 has the first *and* the last. So a micro-batch ends where it began, and rank 0
-# starts the backward itself. Every rank has an early stage, whose micro-batches wait long, and a late one, whose wait is short:
-# memory is equal on all ranks, and no larger than on 1F1B's rank 0.
+# Two thin stages per rank, but with a V-shaped placement: rank 0 has the first *and* the last. So a micro-batch ends
+# where it began, and rank 0 starts the backward itself. Every rank has an early stage with long waits and a late
+# stage with short waits, so memory is equal on all ranks, and no larger than on 1F1B's rank 0.
 
 # %%
 schedule_picture(simulated["zb-v"], title="ZB-V: no gap either, with 1F1B's memory on every rank")
 
 # %% [markdown]
-# DualPipe (DeepSeek) feeds micro-batches in from both ends, so every rank holds two stages and the parameters are there twice.
-# DualPipe-V is one half of it, folded into the same V. In its steady state it pairs one forward with one *whole* backward, so that
-# the messages of one (experts', lesson 10) hide behind the computation of the other; halves are used only at both ends.
+# DualPipe (DeepSeek) feeds micro-batches in from both sides, so every rank holds two stages and the parameters are
+# stored twice. DualPipe-V is one half of it, folded into the same V. In its steady state it pairs one forward with
+# one *unsplit* backward, so that the messages of one (experts', lesson 10) hide behind the computation of the other.
+# Split backwards are used only at the start and at the end.
 
 # %%
 schedule_picture(
@@ -316,8 +322,8 @@ schedule_picture(
 )
 
 # %% [markdown]
-# Move it (in Jupyter): the picture above is the first setting. A hop of 0.25: whose picture changes least? Tick `give I and W`,
-# then make W small: where does the bubble of the ZB schedules come back?
+# Move it (in Jupyter): the picture above is the first setting. Set `hop`, the time of a P2P transfer, to 0.25: which
+# schedule changes least? Tick `give I and W`, then make W small: where does the bubble of the ZB schedules reappear?
 
 # %%
 from course_lib.view.sliders import schedule_sliders
@@ -326,8 +332,8 @@ schedule_sliders("dualpipe-v", P, M, f=0.5, b=1.0)
 
 # %% [markdown]
 # ## All of them: memory against bubble
-# Left is little memory, low is little bubble. The lines are the best that a search finds within each memory; dotted is what no
-# order can beat.
+# Left means little memory, low means a small bubble. The lines are the best schedules that a search finds within each
+# memory; the dotted line is a bound that no order can beat.
 
 # %%
 from course_lib.view.trade import trade_plot
@@ -362,8 +368,8 @@ trade_plot(
 )
 
 # %% [markdown]
-# ZB-H1 stands straight below 1F1B: less bubble for no memory. ZB-H2 lies to the right of ZB-H1 and no lower,
-# because this picture counts total time. Interleaved pays in memory what the V does not.
+# ZB-H1 is straight below 1F1B: less bubble for no extra memory. ZB-H2 is to the right of ZB-H1 and no lower, because
+# this picture counts total time. Interleaving costs memory that the V does not.
 #
 # ## Build it
 # The engine of lesson 07 needs a few more lines. A forward with an I in its row runs inside
@@ -384,8 +390,8 @@ show_source(fill)
 
 # %% [markdown]
 # ## Measure
-# All six on four ranks, paced: a rank's forward takes 30 ms, and so do its I and its W. Gradients must be those of one process;
-# steps and bubbles stand beside the simulation. (About 12 seconds.)
+# All six on four ranks, paced: a rank's forward takes 30 ms, and so do its I and its W. Gradients must equal those of
+# one process; steps and bubbles are printed beside the simulation. (About 12 seconds.)
 
 # %%
 UNIT = 0.030
@@ -461,8 +467,9 @@ late = max(overshoot(results.traces) for results in runs.values())
 print(f"sleeps took up to {late:.1%} longer than asked on this machine")
 
 # %% [markdown]
-# "In flight" counts pairs of stage and micro-batch: with two thin stages a rank, two are one micro-batch. Measured steps are up
-# to a tenth or so longer: here a message takes a millisecond or two, and all but ZB-H2 wait for nearly every one.
+# "In flight" counts pairs of stage and micro-batch: with two thin stages per rank, two are one micro-batch. Measured
+# steps are up to about a tenth longer: here a message takes a millisecond or two, and all but ZB-H2 wait for nearly
+# every one.
 #
 # ZB-V as it ran, with the simulation as outlines:
 
@@ -518,9 +525,10 @@ for title, costs_for in (("rank 2 at half speed", slow_rank), ("a large head", w
         print(f"{name:22}{equal.work:14.1f}{equal.makespan:12.1f}{found:10.1f}{bound:8.1f}")
 
 # %% [markdown]
-# Zero bubble reaches the bound here too (ZB-V with a large head only by a search). But the busiest rank's own work is nearly the
-# whole step, and the others wait for it: no order mends that, other stages do (fewer layers for the slow rank, and for
-# the one with the head). Does the simulation hold on ranks? ZB-H1 with the slow rank, 20 ms to a forward of the others:
+# Zero bubble reaches the bound here too (ZB-V with a large head only by a search). But the busiest rank's own work
+# takes nearly the full step, and the others wait for it. No order repairs that, but other stages do (fewer layers for
+# the slow rank, and for the rank with the LM head). Does the simulation hold on ranks? ZB-H1 with the slow rank, 20
+# ms to a forward of the others:
 
 # %%
 slow = costs_of(schedules["zb-h1"], 0.020).on_ranks(SPEEDS, schedules["zb-h1"].placement)
@@ -532,7 +540,7 @@ print(f"{1e3 * makespan(pp.measured_rows(slow_run.traces)):.0f} ms")
 
 # %% [markdown]
 # ## The same in PyTorch
-# Several stages a rank are a list of `PipelineStage`s. `ScheduleZBVZeroBubble` wants the V's placement.
+# Several stages per rank are a list of `PipelineStage`s. `ScheduleZBVZeroBubble` expects the V-shaped placement.
 
 # %%
 import torch.distributed as dist
@@ -665,20 +673,23 @@ lab.grade(diagnosis)
 # %% [markdown]
 # <details><summary>How to read it</summary>
 #
-# - **Lost W**, **W twice**: a rank's gradient is below 1, or above; all others are right, also those of the ranks before it: I was
-#   sent. Nothing hangs and no time is lost, so only a comparison with a twin shows it.
-# - **Whole B**: all gradients are right and the step is longer. From rank to rank the first backward comes one I later; before
-#   the ill rank it comes one I and one W later. It also keeps less: no W waits.
-# - **Hoards**: a rank keeps all eight micro-batches, and the step ends with its Ws. Its first backward comes in time.
+# - **Lost W**, **W twice**: a rank's gradient is below 1, or above. All others are right, also on the ranks before
+#   it, because I was sent. Nothing hangs and no time is lost, so only a comparison with a single-process reference
+#   shows it.
+# - **Whole B**: all gradients are right and the step is longer. From rank to rank the first backward starts one I
+#   later; before the faulty rank it starts one I and one W later. The faulty rank also stores less, because no W
+#   waits.
+# - **Hoards**: a rank stores all eight micro-batches, and the step ends with its Ws. Its first backward starts in
+#   time.
 #
-# `lab.reveal()` tells.
+# `lab.reveal()` shows the causes.
 # </details>
 
 # %% [markdown]
 # ## When not to use it
 # - **Many micro-batches.** With m much larger than p the bubble of 1F1B is small already.
-# - **Slow messages.** A rank that waits for the next I waits for its hops too. Costs of a hop, in forwards; look at what the last
-#   line has more than the first:
+# - **Slow messages.** A rank that waits for the next I also waits for its P2P transfers. The cost of a transfer is
+#   given in forwards; compare the last line with the first:
 
 # %%
 print(f"{'a hop takes':12}" + "".join(f"{name:>13}" for name in NAMES))
@@ -690,14 +701,15 @@ for hop in (0, 0.1, 0.25, 0.5):
     print(f"{hop:<12}" + "".join(f"{step:13.2f}" for step in steps))
 
 # %% [markdown]
-# ZB-H2, with most forwards ahead, hardly feels it: memory buys patience. Thin stages lose about what 1F1B does, but send
-# about v times the bytes.
+# ZB-H2, with most forwards ahead, hardly changes: its extra memory hides the transfers. Thin stages lose about as
+# much as 1F1B, but send about v times the bytes.
 #
-# - **W that is not there.** With frozen weights or LoRA there is little W to fill gaps with; and a W much shorter than I fills less.
-# - **ZeRO-2 or 3 beside it.** They send gradients in every micro-batch (lesson 04), m times a step.
+# - **Little W.** With frozen weights or LoRA there is little W to fill gaps with, and a W much shorter than I fills
+#   less.
+# - **ZeRO-2 or 3 beside it.** They send gradients in every micro-batch (lesson 04), m times per step.
 #
 # ## The table that grows
-# The fullest rank, one step. Code lines are those of the schedule, the filling of gaps and the split backward; the engine of
+# The fullest rank, one step. Code lines count the schedule, the filling of gaps and the split backward; the engine of
 # lesson 07 is not counted again.
 
 # %%
@@ -727,8 +739,8 @@ for name, results in runs.items():
 
 # %% [markdown]
 # ## The claims settled
-# **Claim 1: false.** The bubble is divided by v. But rank 0 keeps 1 + (p-1)/(pv) times as much as under 1F1B, and pv-1 borders are
-# crossed instead of p-1.
+# **Claim 1: false.** The bubble is divided by v. But rank 0 stores 1 + (p-1)/(pv) times as much as under 1F1B, and
+# messages cross pv-1 stage boundaries instead of p-1.
 
 # %%
 more = max(schedules["interleaved"].peak_in_flight()) / 2 / max(schedules["1f1b"].peak_in_flight())
@@ -737,10 +749,11 @@ print(
 )
 
 # %% [markdown]
-# **Claim 2: only if** F, I and W take the same time and messages none, memory is enough (2p-1 micro-batches for ZB-H2, p for
-# ZB-V), and the span is what counts: ranks begin one after another, and with a meeting at the optimizer they wait for one another
-# there. With the authors' own times (1.5B, p = 8, m = 24, W half of F) they count 24.3 % of total for 1F1B and 10.8 % for ZB-H2,
-# and so does this simulation. Notes that say "almost no bubble" leave out the base. ZB-H2 at other costs:
+# **Claim 2: only if** F, I and W take the same time and messages none, memory is enough (2p-1 micro-batches for
+# ZB-H2, p for ZB-V), and the span is what counts: ranks begin one after another, and with a barrier at the optimizer
+# they wait for one another there. With the authors' own times (1.5B, p = 8, m = 24, W half of F) they count 24.3 % of
+# total for 1F1B and 10.8 % for ZB-H2, and so does this simulation. Notes that say "almost no bubble" omit the base.
+# ZB-H2 at other costs:
 
 # %%
 for costs in (Costs(1, 1, 1), Costs(1, 1, 0.5), Costs(1, 1.3, 0.7), Costs(1, 1, 1, comm=0.2)):
@@ -789,9 +802,10 @@ cheat_sheet(p=8, m=32)
 
 # %% [markdown]
 # ## Your turn
-# [Five exercises](../exercises/08_pipelines_2.ipynb), each on its own: where W goes, by hand (15 minutes); the warm-up of
-# interleaving (5); a linear's backward in two halves (10); the rows of ZB-H1 for any p and m (20); and, on real ranks in raw PyTorch, a
-# backward that sends early (15). Then [the arena](08b_schedule_arena.ipynb): beat these schedules.
+# [Five exercises](../exercises/08_pipelines_2.ipynb), each on its own: where W goes, by hand (15 minutes); the
+# warm-up of interleaving (5); a linear's split backward (10); the rows of ZB-H1 for any p and m (20); and, on real
+# ranks in raw PyTorch, a backward that sends early (15). Then [the arena](08b_schedule_arena.ipynb): beat these
+# schedules.
 
 # %% course={"role": "given"}
 import torch
@@ -808,15 +822,15 @@ import torch.distributed as dist
 # rank 2   2F0 2I0 2F1 2I1 2F2 2I2 2F3 2I3
 # ```
 #
-# Put in the Ws, oldest first. A rank does one where it would have to wait for its next F or I, and before an F that would make
-# four in flight (from F to W); the rest at the end. Everything starts as early as it can.
+# Put in the Ws, oldest first. A rank does one where it would have to wait for its next F or I, and before an F that
+# would make four in flight (from F to W). The remaining Ws are at the end. Everything starts as early as it can.
 #
 # - `row 0`, `row 1`, `row 2`: the rows, twelve cells each
 # - `start of 0I0`: when rank 0 begins its first I
 # - `step`: when the last action ends
 # - `in flight at most, by rank`: three numbers
-# - `bubble of total`: the share of the step in which a rank waits, as a fraction such as `2/9`
-# - `step of 1F1B`: the same p and m with whole backwards of 2
+# - `bubble of total`: the fraction of the step in which a rank waits, such as `2/9`
+# - `step of 1F1B`: the same p and m with unsplit backwards of 2
 # - `W at once`: the step if every rank does each W right after its I
 
 # %% course={"ex": "08-1", "role": "answer"}
@@ -847,8 +861,9 @@ filled = {
 # END SOLUTION
 
 # %% [markdown] course={"ex": "08-1", "role": "answer"}
-# Every rank waits twice, before its first I has come. Look at the rows from rank to rank: W of micro-batch k stands after I of
-# micro-batch k + r. With W at once the first I still comes early, but what could have filled gaps is gone: m(F+I+W) + (p-1)(F+I).
+# Every rank waits twice, before its first I has arrived. Look at the rows from rank to rank: W of micro-batch k comes
+# after I of micro-batch k + r. With W at once the first I still comes early, but no W is left to fill the gaps:
+# m(F+I+W) + (p-1)(F+I).
 
 # %% course={"ex": "08-1", "role": "check"}
 from course_lib.grading import check
@@ -857,10 +872,11 @@ check("08-1", filled)
 
 # %% [markdown] course={"ex": "08-2"}
 # ## 08-2 The warm-up of interleaving
-# Interleaved 1F1B on p ranks with v chunks each: how many forwards does a rank do before it begins to alternate one forward and one
-# backward? Micro-batches go in rounds of p (m is a multiple of p): a round passes all chunks before the next one begins, and in
-# backward too. A rank must have done every chunk but the last for the first round; and each rank further from the end needs
-# *two* more, not one as in 1F1B: one for the way there and one for the way back. There are no more than m v forwards.
+# Interleaved 1F1B on p ranks with v chunks each: how many forwards does a rank do before it begins to alternate one
+# forward and one backward? Micro-batches are processed in rounds of p (m is a multiple of p): a round passes all
+# chunks before the next one begins, and in backward too. A rank must have done every chunk but the last for the first
+# round; and each rank further from the end needs *two* more, not one as in 1F1B: one for the way there and one for
+# the way back. There are no more than m v forwards.
 #
 # Write the one line. Rank 3 of 4, two chunks, m = 8: it begins to alternate after 4. v is 2 or more.
 
@@ -879,12 +895,12 @@ from course_lib.grading import check
 check("08-2", warm_up)
 
 # %% [markdown] course={"ex": "08-3"}
-# ## 08-3 A linear's backward in two halves
-# y = x Wᵀ + b, as `F.linear(x, weight, bias)` has it. Write the backward: the gradient of x now, those of weight and bias when they
-# are asked for. Return `(dx, later)`, where `later()` returns `(dweight, dbias)`.
+# ## 08-3 A linear's split backward
+# y = x Wᵀ + b, as in `F.linear(x, weight, bias)`. Write the backward: the gradient of x now, the gradients of weight
+# and bias on request. Return `(dx, later)`, where `later()` returns `(dweight, dbias)`.
 #
-# x may be (T, D) or (B, S, D); dy has the same dims with F features at the end; weight is (F, D). The gradients of weight and bias
-# sum over all positions. x and dy stay as they are, and no autograd is needed.
+# x may be (T, D) or (B, S, D); dy has the same dims with F features at the end; weight is (F, D). The gradients of
+# weight and bias sum over all positions. x and dy must not change, and no autograd is needed.
 
 
 # %% course={"ex": "08-3", "role": "answer"}
@@ -910,10 +926,10 @@ check("08-3", split_backward)
 # ## 08-4 The rows of ZB-H1
 # Write the schedule for any p and any m of at least p, stage r on rank r. A row is a list of cells such as `"0F3"`, `"0I3"`, `"0W3"`.
 #
-# Your rows are judged by what they do at F = I = W: `validate` finds them legal, every backward is split, the step is as short as any
-# can be, and no rank has more than p in flight, from F to W. Their order is yours.
+# Your rows are judged by their simulation at F = I = W: `validate` finds them legal, every backward is split, the
+# step is as short as possible, and no rank has more than p in flight, from F to W. You choose the order.
 #
-# You need no simulation: exercise 08-1's rows show a rule that knows ranks and micro-batches alone.
+# You need no simulation: the rows of exercise 08-1 show a rule that uses only ranks and micro-batches.
 
 
 # %% course={"ex": "08-4", "role": "answer"}
@@ -941,15 +957,16 @@ check("08-4", rows_of_zb_h1)
 
 # %% [markdown] course={"ex": "08-5"}
 # ## 08-5 Send early, in raw PyTorch
-# Backward of one micro-batch on one rank, with torch and `torch.distributed` alone; the default group stands. Rank r holds stage r;
-# its forward has been. Receive the gradient of y, send that of x *before* any gradient of a weight is computed, and then add the weights'
-# gradients to their `.grad`. It is called for several micro-batches, one after the other.
+# Backward of one micro-batch on one rank, with torch and `torch.distributed` alone; the default group exists. Rank r
+# holds stage r and has run its forward. Receive the gradient of y, send that of x *before* any gradient of a weight
+# is computed, and then add the weights' gradients to their `.grad`. It is called for several micro-batches, one after
+# the other.
 #
 # `torch.autograd.grad(y, inputs, dy)` computes the gradients of `inputs` alone and returns them; with `retain_graph=True` the graph is
 # there for a second time.
 #
-# Checked on one to four ranks: the gradients of all weights; on four, one message for each micro-batch, peers and bytes, and that no
-# weight's gradient was computed before the message left.
+# Checked on one to four ranks: the gradients of all weights; on four, one message per micro-batch, peers and bytes,
+# and that no weight's gradient was computed before the message was sent.
 
 
 # %% course={"ex": "08-5", "role": "answer"}
@@ -980,8 +997,8 @@ def backward_in_halves(x, y, parameters, dy):
 
 
 # %% [markdown] course={"ex": "08-5", "role": "answer"}
-# The second call computes again what lies between y and each weight: gradients of inner activations are made twice. The library's
-# split avoids that: every linear leaves its x and dy behind, and W is one product each.
+# The second call repeats the computation between y and each weight: gradients of inner activations are computed
+# twice. The library's split avoids that: every linear stores its x and dy, and W is one product each.
 
 # %% course={"ex": "08-5", "role": "check"}
 from course_lib.grading import check
@@ -1001,27 +1018,29 @@ check("08-5", backward_in_halves)
 # **2.** Why can W not fill the gap at the beginning of a step?
 #
 # <details><summary>Answer</summary>
-# A W needs its I, and the first I is what the rank waits for. Only more forwards can fill it, which cost memory.
+# A W needs its I, and the rank waits for the first I. Only more forwards can fill it, which cost memory.
 # </details>
 #
-# **3.** A colleague changes ZB-H1 to ZB-H2 and measures the same step. What does his training loop do?
+# **3.** A colleague changes ZB-H1 to ZB-H2 and measures the same step. What does the training loop do?
 #
 # <details><summary>Answer</summary>
-# It meets between two steps, most likely for the gradient norm. ZB-H2's gain is in the span; at F = I = W the makespan of both is at
-# its lower bound.
+# All ranks wait for one another between two steps, most likely for the gradient norm. ZB-H2's gain is in the span; at
+# F = I = W the makespan of both is at its lower bound.
 # </details>
 #
-# **4.** All Ws are put off to the end of the step. What goes wrong, and what does not?
+# **4.** All Ws are deferred to the end of the step. What goes wrong, and what does not?
 #
 # <details><summary>Answer</summary>
-# Gradients are right. But x and dy of every linear stay for all m micro-batches: memory grows with m, as in GPipe.
+# Gradients are right. But x and dy of every linear stay in memory for all m micro-batches: memory grows with m, as in
+# GPipe.
 # </details>
 #
 # **5.** Why has rank 0 the last stage in a V, and what must you watch?
 #
 # <details><summary>Answer</summary>
-# The first stage keeps a micro-batch longest and the last one shortest: on one rank they add up to what every other rank keeps.
-# Embedding and head lie on that rank too: its stages should have fewer blocks. (A tied embedding then needs no message.)
+# The first stage stores a micro-batch longest and the last one shortest: on one rank they add up to the memory of
+# every other rank. Embedding and LM head are on that rank too, so its stages should have fewer blocks. (A tied
+# embedding then needs no message.)
 # </details>
 #
 # ## Sources and what next
@@ -1031,4 +1050,4 @@ check("08-5", backward_in_halves)
 #   Sea AI Lab; both are in [deepseek-ai/DualPipe](https://github.com/deepseek-ai/DualPipe).
 # - The library: `course_lib/schedule/zero_bubble.py` and `course_lib/pp/split.py`.
 #
-# Next: [the arena](08b_schedule_arena.ipynb), where your own rows run; then lesson 09 cuts the sequence.
+# Next: [the arena](08b_schedule_arena.ipynb), where your own rows run; then lesson 09 shards the sequence.

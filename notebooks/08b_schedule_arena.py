@@ -15,9 +15,9 @@
 # %% [markdown]
 # # 08b The schedule arena
 #
-# *Untimed.* Write a pipeline schedule as rows. Every illegal move is named with its reason. What is legal is drawn, simulated, run on
-# real ranks, where its gradients must be those of one process, and scored: step, bubble and memory beside 1F1B, zero bubble and the
-# bound that no order can beat. You need lessons 07 and 08.
+# *Untimed.* Write a pipeline schedule as rows. Every illegal move is named with its reason. A legal schedule is
+# drawn, simulated, run on real ranks, where its gradients must equal those of one process, and scored: step, bubble
+# and memory beside 1F1B, zero bubble and the bound that no order can beat. You need lessons 07 and 08.
 #
 # Copy this notebook with `course start 08b`: in `work/` your attempts are remembered.
 #
@@ -25,9 +25,9 @@
 # - A line is a rank, a cell is stage, operation and micro-batch: `0F3`. Operations are F, and either B, or I and W, for each stage and
 #   micro-batch once.
 # - F needs F of the stage before; B and I need F of their stage and B or I of the next stage; W needs its I.
-# - Times are not written: an action begins when its rank is free and what it needs has come. F, I and W cost 1 unless the level says
-#   otherwise, and B costs I + W.
-# - In flight is what has had its F and not yet its B or W. Each level has a limit for every rank.
+# - Times are not written: an action begins when its rank is free and its inputs have arrived. F, I and W cost 1
+#   unless the level says otherwise, and B costs I + W.
+# - In flight are micro-batches that have had their F and not yet their B or W. Each level has a limit for every rank.
 #
 # ## Stars
 # One for a legal schedule with right gradients, two for a step no longer than 1F1B's with the same work, three for **par** (half of the
@@ -57,7 +57,8 @@ print(
 )
 
 # %% [markdown]
-# With cells that can be read, the moves are judged: here a backward before its forward, on both ranks. Mend it, and the next kind is told.
+# With cells that can be read, the moves are judged: here a backward before its forward, on both ranks. Repair it, and
+# the next kind is reported.
 
 # %%
 print(
@@ -71,7 +72,7 @@ print(
 )
 
 # %% [markdown]
-# Legal cell by cell, and still nobody can go on. The chain of who waits for whom closes:
+# Each cell is legal, but no rank can continue. The chain of waiting ranks is closed:
 
 # %%
 print(
@@ -86,7 +87,7 @@ print(
 
 # %% [markdown]
 # ## A legal one
-# One micro-batch there and back, then the next. Two ranks run it; read the waits, they say what to change.
+# One micro-batch there and back, then the next. Two ranks run it; the waits show what to change.
 
 # %%
 naive = """
@@ -129,15 +130,15 @@ arena.picture(LEVEL)
 
 # %% [markdown]
 # ## Help
-# Rows to begin with, here for level 4. Rows may also be a list of lists that a function of yours makes.
+# Rows to begin with, here for level 4. Rows may also be a list of lists, returned by your own function.
 
 # %%
 start = arena.begin_with(4)
 print(start)
 
 # %% [markdown]
-# Rows of four ranks are long. Write F and I alone, in the order that you want, and let the library put Ws into the gaps (B counts as
-# I). The order is what makes the difference:
+# Rows of four ranks are long. Write F and I alone, in the order that you want, and let the library put Ws into the
+# gaps (B counts as I). The order makes the difference:
 
 # %%
 filled = arena.split_backwards(4, start)
@@ -151,10 +152,11 @@ print(arena.play(4, filled, "example"))
 # - Level 2: 1F1B is legal there. Where can W go that B could not?
 # - Level 3: a rule that knows only rank and micro-batch reaches four stars (exercise 08-4).
 # - Level 4: the library needs 32, and 31 is possible. Which rank is full first, and what does it wait for?
-# - Levels 5 and 7: a micro-batch turns round on the last rank. Which of its two halves should go first?
-# - Level 6: less memory than the V's best. Who is full, and when?
-# - Level 8: who works all the time whatever you do? Give that rank no reason to wait.
-# - Level 9: when a message takes time, how many more forwards does a rank want before its first I?
-# - Level 10: nobody has proved that less is not possible.
+# - Levels 5 and 7: with the V-shaped placement the last rank has two neighboring stages. Which of them should go
+#   first?
+# - Level 6: less memory than the V's best. Which rank is full, and when?
+# - Level 8: which rank works all the time whatever you do? Give that rank no reason to wait.
+# - Level 9: when a message takes time, how many more forwards does a rank need before its first I?
+# - Level 10: there is no proof that less is impossible.
 #
 # `arena.stars()` counts your stars by level.

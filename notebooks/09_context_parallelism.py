@@ -15,10 +15,10 @@
 # %% [markdown]
 # # 09 Context parallelism: one sequence on many ranks
 #
-# *60 minutes to read and run, 65 to build.* One sequence of 128,000 tokens can fill a GPU with its activations, and no smaller
-# batch helps. Here its positions are cut over ranks. Every layer treats positions one by one, except attention: there a query
-# needs keys that other ranks hold. You merge partial softmaxes by hand, send K and V round a ring, balance its work, and
-# compare three ways by their bytes. You need lessons 02, 03 and 05.
+# *60 minutes to read and run, 65 to build.* One sequence of 128,000 tokens can fill a GPU with its activations, and
+# no smaller batch helps. Here its positions are sharded over ranks. Every layer treats positions one by one, except
+# attention: there a query needs keys that other ranks hold. You merge partial softmaxes by hand, send K and V round a
+# ring, balance its work, and compare three ways by their bytes. You need lessons 02, 03 and 05.
 #
 # Vote first: write `"true"`, `"false"` or `"only if ..."`. The claims are settled at the end.
 #
@@ -38,7 +38,7 @@ vote_2 = None
 #  rank 3   positions 48..63    q3 k3 v3
 # ```
 #
-# Every rank holds the whole model. What brings q2 and k0 together?
+# Every rank holds the full model. How do q2 and k0 meet?
 
 # %% [markdown]
 # ## Predict
@@ -69,8 +69,8 @@ predicted_targets = None  # of 64 targets, how many are lost if ranks shift thei
 # - the first: sum of exponentials 2, output (8 + 4) / 2 = 6
 # - the second: sum 6, output (6 + 0) / 6 = 1
 #
-# Each output is an average with its own sum below. So each weighs by its sum: 6 · 2/8 + 1 · 6/8 = 2.25. A block hands over
-# its output and the *logarithm* of its sum, the log-sum-exp (lse); scores are never needed again.
+# Each output is an average with its own sum below. So each is weighted by its sum: 6 · 2/8 + 1 · 6/8 = 2.25. A block
+# returns its output and the *logarithm* of its sum, the log-sum-exp (lse); scores are never needed again.
 
 # %%
 import torch
@@ -106,11 +106,11 @@ print()
 show_source(blockwise.merge)
 
 # %% [markdown]
-# `sigmoid(block_lse - lse)` is the second weight, from a difference: nothing overflows. A row that has seen nothing yet has
-# lse = -inf. Blocks may come in any order.
+# `sigmoid(block_lse - lse)` is the second weight, from a difference: nothing overflows. A row without any key so far
+# has lse = -inf. Blocks may arrive in any order.
 #
 # ## A ring
-# Each turn a rank works on the block in hand, while that block travels on to the next rank and another arrives.
+# In each turn a rank computes with its current block, sends this block to the next rank and receives another.
 
 # %%
 
@@ -126,24 +126,25 @@ print()
 show_source(comm.ring)
 
 # %% [markdown]
-# In turn t rank r has the block of rank r - t (mod n). Alive on a rank are at most its own block, one in hand and one that arrives:
-# memory does not grow with n.
+# In turn t rank r has the block of rank r - t (mod n). A rank stores at most its own block, the current block and the
+# arriving one: memory does not grow with n.
 #
-# The attention on top of it. `visible` says which queries see which keys of a block; what is hidden is never computed. Letters
-# after a name are its dimensions: B sequences, s positions of this rank (S of all), H heads of queries, G of keys and values,
-# K numbers in a head.
+# The attention on top of it. `visible` says which queries see which keys of a block; hidden scores are never
+# computed. Letters after a name are its dimensions: B sequences, s positions of this rank (S of all), H heads of
+# queries, G of keys and values, K elements per head.
 
 # %%
 show_source(blockwise.attend, cp.ring.RingAttention.forward)
 
 # %% [markdown]
 # ## Backward: a gradient follows its block
-# Backward of one block needs the final out and lse of the row, and nothing of other blocks:
+# Backward of one block needs the final out and lse of the row, and nothing from other blocks:
 #
 # $$p = e^{qk^T - lse} \qquad dv = p^T dout \qquad ds = p \, (dout \, v^T - \textstyle\sum dout \cdot out) \qquad dq = ds \, k \qquad dk = ds^T q$$
 #
-# (p are probabilities, ds is the gradient of the scores; q comes scaled.) So K and V turn once more. dq stays. A block's dk and
-# dv are sums over all ranks that saw it, and must come home: they travel one turn behind it, and each rank adds its share.
+# (p are probabilities, ds is the gradient of the scores; q comes scaled.) So K and V go round the ring once more. dq
+# stays. A block's dk and dv are sums over all ranks that used it, and must return to the block's rank. They are sent
+# one turn behind the block, and each rank adds its partial sum.
 #
 # ```
 #  rank 2, turn     0          1            2              3
@@ -156,7 +157,7 @@ show_source(blockwise.attend, cp.ring.RingAttention.forward)
 show_source(cp.ring.RingAttention.backward)
 
 # %% [markdown]
-# Is it the serial attention? Output and all three gradients, on every rank's own positions.
+# Does it equal the attention of one process? Output and all three gradients, on every rank's own positions.
 
 # %%
 from dataclasses import replace
@@ -234,18 +235,20 @@ assert forward == KV_BYTES * (RANKS - 1) // RANKS
 assert sent == 3 * forward
 
 # %% [markdown]
-# (n-1)/n forward; in backward as much for K and V and as much for their gradients. In bfloat16 gradients travel in float32, and that third counts double.
+# (n-1)/n forward; in backward as much for K and V and as much for their gradients. In bfloat16 gradients are sent in
+# float32, and that third counts double.
 #
 # ## Who works how much?
-# A query at position p has p + 1 keys. With neighbours on each rank, as a study note draws it, the first rank has little to
-# do and the last one nearly twice the mean. **Zig-zag** cuts 2n chunks and gives each rank an early and a late one.
+# A query at position p has p + 1 keys. With neighboring positions on each rank, as a study note draws it, the first
+# rank has little to do and the last one nearly twice the mean. **Zig-zag** makes 2n chunks and gives each rank an
+# early and a late one.
 #
 # ```
 #  contiguous   0 0 1 1 2 2 3 3
 #  zig-zag      0 1 2 3 3 2 1 0      whose chunk
 # ```
 #
-# We count score entries (pairs of a query and a key) in the run: what the kernel is asked for, by turn.
+# We count score entries (pairs of a query and a key) in the run, as passed to the kernel, by turn.
 
 # %%
 from fractions import Fraction
@@ -286,9 +289,9 @@ for name, layout in LAYOUTS.items():
 print(f"your prediction: {predicted_busiest}")
 
 # %% [markdown]
-# Contiguous comes to 2 - (s+1)/(S+1): nearly 2 on many ranks. Zig-zag is exactly 1, and in every turn: of another rank's block
-# each rank sees one half: either its late queries see all keys, or all its queries see the early keys. Only its own
-# block needs a mask.
+# Contiguous gives 2 - (s+1)/(S+1): nearly 2 on many ranks. Zig-zag is exactly 1, and in every turn: of another rank's
+# block each rank sees one half: either its late queries see all keys, or all its queries see the early keys. Only its
+# own block needs a mask.
 #
 # ## See it
 # The same ring forward and backward, *paced*: every entry takes 0.1 ms forward and 0.2 ms backward, and links are emulated.
@@ -351,13 +354,13 @@ print(
 )
 
 # %% [markdown]
-# Zig-zag gains less than its entries promise, since its last hop is exposed: it takes gradients home, and no computing is left
-# to hide it.
+# Zig-zag gains less than its entries promise, because its last P2P transfer is exposed: it returns gradients, and no
+# computing is left to hide it.
 #
-# Look at the lower line of each rank: all other hops lie under compute. A block travels while the one before is computed, so it
-# is hidden as soon as computing takes longer than sending. For blocks of c positions, without mask, in 2 bytes: 4c²h operations
-# against 4ch bytes, hence c ≥ F/B, where F is operations and B bytes a second (no forward, no backward). Both grow, work faster:
-# *long* sequences hide rings.
+# Look at the lower line of each rank: all other transfers are hidden under compute. A block is sent while the
+# previous one is computed, so it is hidden as soon as computing takes longer than sending. For blocks of c positions,
+# without mask, in 2 bytes: 4c²h operations against 4ch bytes, hence c ≥ F/B, where F is operations and B bytes per
+# second (no forward, no backward). Both grow, but work grows faster: *long* sequences hide rings.
 #
 # The same run for a trace viewer: open `ring_zigzag.json`, which lies in your folder for temporary files, in
 # [ui.perfetto.dev](https://ui.perfetto.dev).
@@ -374,8 +377,9 @@ print(f"{path.name}: {path.stat().st_size / 1000:.0f} kB")
 
 # %% [markdown]
 # ## Move it
-# A simulation of a forward: a whole block of 16 × 16 entries takes 10 ms, a hop of the ring `hop_ms`. Below the picture the same
-# with sliders (in Jupyter). From which hop on does the link show, in either layout? What do more ranks change?
+# A simulation of a forward: a full block of 16 × 16 entries takes 10 ms, a P2P transfer of the ring `hop_ms`. Below
+# the picture the same with sliders (in Jupyter). From which `hop_ms` on does the link show, in either layout? What do
+# more ranks change?
 
 # %%
 from course_lib.cp.layout import visible
@@ -421,22 +425,22 @@ picture_sliders(
 # %% [markdown]
 # <details><summary>What you should have seen</summary>
 #
-# Zig-zag: up to 4 ms nothing changes, from 6 on every turn waits for the link, since it has half a block to compute, 5 ms.
-# Contiguous: only the first turn waits until a hop takes more than 10 ms, but it is slower at any hop. The more ranks, the nearer it
-# comes to twice the time of zig-zag.
+# Zig-zag: up to 4 ms nothing changes, from 6 on every turn waits for the link, since it has half a block to compute,
+# 5 ms. Contiguous: only the first turn waits until a transfer takes more than 10 ms, but it is slower at any
+# `hop_ms`. With more ranks its time approaches twice that of zig-zag.
 # </details>
 #
 # ## Second way: gather K and V
-# Llama 3 does without a ring: one all-gather of K and V, then attention on what is visible; in backward a reduce-scatter
-# brings dK and dV home. Grouped queries make K and V small, and any mask (of documents, say) is easy when all keys are there. The
-# price is memory: K and V of all ranks.
+# Llama 3 uses no ring: one all-gather of K and V, then attention on the visible keys; in backward a reduce-scatter
+# returns dK and dV. Grouped queries make K and V small, and any mask (of documents, say) is easy when all keys are
+# there. The price is memory: K and V of all ranks.
 
 # %%
 show_source(cp.gather.GatherAttention.forward)
 
 # %% [markdown]
 # ## Third way: Ulysses
-# Heads do not know of one another. So exchange positions for heads:
+# Heads are independent until the output projection. So exchange positions for heads:
 #
 # ```
 #            heads  0 1 2 3                      heads  0 1 2 3
@@ -446,16 +450,17 @@ show_source(cp.gather.GatherAttention.forward)
 #  positions of r3  [d d d d]   all-to-all                 A B C D
 # ```
 #
-# In between runs the *serial* attention, and work is equal without zig-zag. It needs n to divide the query heads; where n
-# does not divide the key heads, these are sent in copies.
+# In between runs the attention of *one process*, and work is balanced without zig-zag. It needs n to divide the query
+# heads; where n does not divide the key heads, the ranks send copies of them.
 
 # %%
 show_source(cp.ulysses_attention)
 
 # %% [markdown]
 # ## Both: Ulysses x ring
-# More ranks than heads? A grid: a run of neighbours shares out heads (all-to-all wants the fast links), and a ring of such runs
-# passes K and V of these heads on. The layout is the ring's, cut once more.
+# For more ranks than heads, combine both. This is called USP or two-dimensional context parallelism: neighboring
+# ranks exchange heads (all-to-all needs the fast links), and a ring of such groups sends K and V of these heads on.
+# The layout is the ring's, sharded once more.
 
 # %%
 usp = cp.nested(cp.ZIGZAG, 2)
@@ -466,7 +471,8 @@ for rank in range(RANKS):
 
 # %% [markdown]
 # ## Measure all four
-# Values against one process, bytes and what is kept against the formulas, for 8 and for 2 heads of K and V.
+# Values are compared with one process, bytes and saved activations with the formulas, for 8 and for 2 heads of K and
+# V.
 
 # %%
 WAYS = ("ring", "gather", "ulysses", "ulysses x ring")
@@ -513,9 +519,9 @@ for kv_heads in (8, 2):
 print(f"your prediction of who sends least with 2: {predicted_least}")
 
 # %% [markdown]
-# The ranking flips. A ring and a gather send K and V alone, which grouped queries shrink; Ulysses also sends queries and
-# outputs, which they do not. But each of its tensors is one rank's, 1/n of the whole. In units of B S h numbers of 2 bytes,
-# a layer, forward and backward (`*` sends least):
+# The ranking flips. A ring and a gather send only K and V, which grouped queries shrink. Ulysses also sends queries
+# and outputs, which grouped queries do not shrink. But each of its tensors belongs to one rank, 1/n of the full size.
+# In units of B S h elements of 2 bytes, per layer, forward and backward (`*` sends least):
 
 # %%
 BF16 = tiny_config(
@@ -536,13 +542,14 @@ assert {least[1, n] for n in (2, 4, 8, 16)} == {"ulysses"}
 assert least[8, 2] == least[8, 4] == "gather"
 
 # %% [markdown]
-# Without grouping Ulysses always sends least. With it the gather does, the longer the more heads share. (In the run above Ulysses
-# sent its 2 heads of K and V in copies to 4 ranks, and gradients were as wide as values: there the gather won.) The ring never
-# sends least: what it has is memory that does not grow with n, and messages that hide.
+# Without grouping Ulysses always sends least. With grouping the gather does, up to a number of ranks that grows with
+# the group. (In the run above Ulysses sent its 2 heads of K and V in copies to 4 ranks, and gradients were as wide as
+# values: there the gather won.) The ring never sends least. Its advantages are memory that does not grow with n, and
+# messages that hide.
 #
 # ## What follows the layout
-# Three things are cut by a layout, and `cp.shard` cuts all at once: tokens, targets, and the positions by which RoPE turns
-# q and k. Targets are made *before* cutting: the next token of a chunk's last one is on another rank.
+# A layout shards three things, and `cp.shard` shards all at once: tokens, targets, and the positions by which RoPE
+# rotates q and k. Targets are made *before* sharding, because the next token after a chunk is on another rank.
 
 # %%
 lost = 0
@@ -556,7 +563,7 @@ print(
 )
 
 # %% [markdown]
-# A model called without positions counts 0, 1, 2 on every rank. The loss would fall all the same; so the library looks:
+# A model called without positions counts 0, 1, 2 on every rank. The loss would still fall, so the library checks:
 
 # %%
 from course_lib.data import batch
@@ -576,9 +583,9 @@ except RankError as error:
 
 # %% [markdown]
 # ## The loss is a mean over tokens, not over ranks
-# Ranks hold different numbers of tokens that count: padding lies at the end of a sequence. So every rank divides its *sum* by the
-# number of tokens of all ranks, and gradients are summed over `mesh.dp_cp`: like data-parallel ranks, cp ranks have seen other
-# tokens.
+# Ranks hold different numbers of tokens that count: padding is at the end of a sequence. So every rank divides its
+# *sum* by the number of tokens of all ranks, and gradients are summed over `mesh.dp_cp`: like data-parallel ranks, cp
+# ranks have seen other tokens.
 #
 # Training in one process and in four ways, with sequences of 8 to 64 tokens:
 
@@ -656,8 +663,8 @@ print(
 # A mean over ranks gives the last rank's few tokens the largest weight.
 #
 # ## What a rank keeps
-# Whichever way, what a layer keeps is cut by n, but for the gather's K and V; what a ring keeps is what one process
-# keeps of a sequence n times shorter.
+# In each way the saved activations of a layer are divided by n, except for the gather's K and V. A ring saves as much
+# as one process saves for a sequence n times shorter.
 
 # %%
 from course_lib.view import memory_plot
@@ -704,7 +711,7 @@ assert off < 1e-4
 print(f"raw ring: output differs from one process by {off:.0e}")
 
 # %% [markdown]
-# torch's own ring, private still, in the same layout, forward and backward, beside ours:
+# torch's own ring, still private, in the same layout, forward and backward, beside ours:
 
 # %%
 from course_lib.bench.cp import torch_ring
@@ -731,17 +738,17 @@ for name, theirs, ours in zip(
 
 # %% [markdown]
 # ## Break it and diagnose
-# Zig-zag rings. One run is healthy, four are ill:
+# Zig-zag rings. One run is correct (its cause is `"healthy"`), four are faulty:
 #
 # - **positions**: every rank takes contiguous positions for its zig-zag data
 # - **mean**: every rank divides by its own tokens, and gradients are averaged over ranks
 # - **labels**: one rank makes its targets from its own tokens
-# - **lost**: one rank drops the dK and dV that come home to it
+# - **lost**: one rank drops the dK and dV that return to it
 #
-# For each, name illness, where it shows (`"forward"` if already the ranks' own losses are wrong, else `"backward"`; None if
-# healthy) and rank (a number, or `"all"`). "Own loss off" is each rank's summed loss against the healthy run's; the last
-# columns are the norms of each rank's own gradient of the key weights, before any sum; "key grad off" compares the sum. Another
-# SEED, other patients.
+# For each, name the cause, where it shows (`"forward"` if the ranks' own losses are already wrong, else `"backward"`;
+# None if correct) and the rank (a number, or `"all"`). "Own loss off" is each rank's summed loss against the correct
+# run's; the last columns are the norms of each rank's own gradient of the key weights, before any sum; "key grad off"
+# compares the sum. Another SEED draws other runs.
 
 # %%
 SEED = 3
@@ -832,11 +839,13 @@ for lab_run in lab:
 #
 # The loss falls in all five.
 #
-# - **Own losses off on many ranks**: what enters the model is wrong everywhere: *positions*. RoPE turned keys and queries by
-#   wrong distances. (Rank 0 escapes: its early chunk has positions 0 to 7 either way, and the sequences of this step end before
-#   its late one.)
-# - **One rank's own loss off**: its targets, since its neighbours, who attend to its keys, are right: *labels*.
-# - **Losses right, one rank's key gradient is 0**: what came home was dropped: *lost*. A check of outputs never finds it.
+# - **Own losses off on many ranks**: the model's inputs are wrong everywhere: *positions*. RoPE rotated keys and
+#   queries by wrong distances. (Rank 0 is right: its early chunk has positions 0 to 7 either way, and the sequences
+#   of this step end before its late one.)
+# - **One rank's own loss off**: its targets are wrong, because its neighbors, which attend to its keys, are right:
+#   *labels*.
+# - **Losses right, one rank's key gradient is 0**: the returned gradients were dropped: *lost*. A check of outputs
+#   never finds it.
 # - **Losses right, gradients off, and no rank has 0**: the weights of the ranks are wrong: *mean*.
 #
 # </details>
@@ -846,17 +855,17 @@ lab.grade(diagnosis)
 
 # %% [markdown]
 # ## When not to use it
-# - **Sequences are short.** Below c = F/B positions a rank a ring shows; data parallelism cuts the batch and sends nothing in
-#   forward.
+# - **Sequences are short.** Below c = F/B positions per rank a ring is exposed; data parallelism divides the batch
+#   and sends nothing in forward.
 # - **Weights are the problem.** Every rank holds all of them.
-# - **Ulysses, few heads.** n must divide them, and tensor parallelism has cut them already.
-# - **Gather, no grouped queries.** K and V of the whole sequence are then as large as the activations that you cut.
-# - **Decoding.** A study note says that CP relieves the KV cache: training keeps none. And in serving a ring is for the prompt; one
-#   new token has no block of queries under which K and V could travel, so the query travels to them (lesson 13).
+# - **Ulysses, few heads.** n must divide them, and tensor parallelism has sharded them already.
+# - **Gather, no grouped queries.** K and V of the full sequence are then as large as the activations that you shard.
+# - **Decoding.** A study note says that CP relieves the KV cache, but training has none. In serving a ring is for the
+#   prompt: one new token has no block of queries that could hide K and V, so the query is sent to them (lesson 13).
 #
 # ## The table that grows
-# Bytes of one step of the training above; exposed is that of the paced attention; code is lines of the library, comm not
-# counted.
+# Bytes of one step of the training above; exposed is from the paced attention; code is the lines of the library,
+# without comm.
 
 # %%
 from course_lib.view import code_lines
@@ -882,11 +891,12 @@ for way, result in runs.items():
 
 # %% [markdown]
 # ## The claims settled
-# **Claim 1: only if the layout balances it.** In the order of a study note the last rank has nearly twice the mean, and all wait for
-# it. (Nor does each card compute "the complete attention", as the note says: only its own queries' rows.)
+# **Claim 1: only if the layout balances it.** In the order of a study note the last rank has nearly twice the mean,
+# and all ranks wait for it. (Nor does each card compute "the complete attention", as the note says: only its own
+# queries' rows.)
 #
-# **Claim 2: only if queries are not grouped, or ranks are many.** Ulysses' bytes fall with n, a ring's do not; grouped queries
-# shrink all that a ring sends, and of Ulysses' only K and V.
+# **Claim 2: only if queries are not grouped, or ranks are many.** Ulysses' bytes fall with n, a ring's do not.
+# Grouped queries shrink all messages of a ring, but only K and V of Ulysses.
 
 # %%
 print(
@@ -950,18 +960,18 @@ from course_lib.cp.blockwise import (
 
 # %% [markdown] course={"ex": "09-1"}
 # ## 09-1 Positions, entries, bytes, by hand
-# Ten minutes, on paper; no code. A sequence of 16 positions lies on four ranks, and attention is causal: the query at position
-# p has p + 1 score entries. Blocks travel to the next rank; zig-zag cuts 8 chunks.
+# Ten minutes, on paper; no code. A sequence of 16 positions is sharded over four ranks, and attention is causal: the
+# query at position p has p + 1 score entries. Each rank sends its blocks to the next rank; zig-zag has 8 chunks.
 #
 # - `contiguous`, `zig-zag`: the positions that rank 1 holds in each layout
 # - `entries, contiguous`, `entries, zig-zag`: score entries that rank 0, 1, 2 and 3 compute, hidden ones not counted
 # - `imbalance`: contiguous, the busiest rank's entries over the mean
-# - `blocks`: whose block rank 1 has in turns 0, 1, 2 and 3
+# - `blocks`: the rank whose block rank 1 has in turns 0, 1, 2 and 3
 # - `by turn, contiguous`, `by turn, zig-zag`: how many entries rank 1 computes in each of these turns
 # - `merged`: one query. On a first block its exponentials sum up to 6 and its output is 2; on a second they sum up to 2, and its
 #   output is 6. The output on both together
-# - `bytes`: K and V of one rank have 100 bytes, together. What a rank sends: [forward, backward]. Gradients have as many bytes a
-#   number, and the home rank's own share stays there
+# - `bytes`: K and V of one rank have 100 bytes, together. The bytes that a rank sends: [forward, backward]. Gradients
+#   have as many bytes per element, and the partial sum of the block's own rank stays there
 
 # %% course={"ex": "09-1", "role": "answer"}
 # BEGIN SOLUTION
@@ -998,7 +1008,7 @@ table = {
 # - Turns: its own triangle of 4 rows, 10. Contiguous: all 16 of rank 0's block, nothing of ranks 3 and 2. Zig-zag: of rank 0's
 #   block all four queries see the early chunk; of the blocks of ranks 3 and 2 the late two queries see all four keys.
 # - Merged: (6 · 2 + 2 · 6) / 8.
-# - Three turns of 100 bytes; backward the same once more, and dK, dV as much.
+# - Three turns of 100 bytes; in backward the same again, and as much for dK and dV.
 
 # %% course={"ex": "09-1", "role": "check"}
 from course_lib.grading import check
@@ -1007,8 +1017,8 @@ check("09-1", table)
 
 # %% [markdown] course={"ex": "09-2"}
 # ## 09-2 The positions of zig-zag
-# A sequence is cut into 2n chunks of `chunk` positions. Rank r holds the r-th chunk from the front and the r-th from the end.
-# Write the line that returns its positions, in ascending order: a list, a range or a tensor.
+# A sequence is split into 2n chunks of `chunk` positions. Rank r holds the r-th chunk from the front and the r-th
+# from the end. Write the line that returns its positions, in ascending order: a list, a range or a tensor.
 
 
 # %% course={"ex": "09-2", "role": "answer"}
@@ -1030,7 +1040,7 @@ check("09-2", positions)
 # The same queries have attended to two blocks of keys. Of each block you have the output and the log-sum-exp of the scores.
 # Return both for the two blocks together.
 #
-# Rows may have seen nothing of the first block: then `out_1` is 0 and `lse_1` is -inf. lse may be several hundred, above or
+# Rows may see no key of the first block: then `out_1` is 0 and `lse_1` is -inf. lse may be several hundred, above or
 # below 0, and exp of it is infinite or 0 in float32.
 
 
@@ -1050,18 +1060,18 @@ check("09-3", merge)
 
 # %% [markdown] course={"ex": "09-4"}
 # ## 09-4 Ring attention, forward
-# Contiguous layout: rank r holds the r-th part of the positions. K and V travel round the ring, to `axis.next`; while you work
-# on one block the next is on its way.
+# Contiguous layout: rank r holds the r-th shard of the positions. K and V are sent round the ring, to `axis.next`;
+# while you work on one block the next one is in flight.
 #
-# - `attend(q, k, v, causal)` returns `(block_out, block_lse)` of your queries on one block. `causal=True` hides keys behind the
-#   query, row by row, as the own block wants it.
+# - `attend(q, k, v, causal)` returns `(block_out, block_lse)` of your queries on one block. `causal=True` hides later
+#   keys, row by row, as a rank's own block needs it.
 # - `merge_into(out, lse, block_out, block_lse)` adds a block to `out` and `lse`, in place. Begin with zeros and with -inf.
 # - `comm.start_exchange(axis, [(x, axis.next)], [(like, axis.previous)])` starts a message each way; its `.wait()` gives the list
 #   of what has arrived. `x` must not be written meanwhile.
 #
-# Blocks of later ranks are passed on, not attended to. Checked on one to four ranks: outputs, that nothing given is written
-# into, bytes and peers, how often you attend, and that when you do, the exchange of the next block has been started and not
-# yet waited for. `cp.ring_attention` and `comm.ring` refuse; forward only.
+# Blocks of later ranks are sent on, not attended to. Checked on one to four ranks: outputs, bytes and peers, how
+# often you attend, and that the exchange of the next block has then started without a wait. No input may be
+# overwritten. `cp.ring_attention` and `comm.ring` refuse; forward only.
 
 
 # %% course={"ex": "09-4", "role": "answer"}
@@ -1093,17 +1103,18 @@ check("09-4", ring_attention)
 
 # %% [markdown] course={"ex": "09-5"}
 # ## 09-5 Ulysses' all-to-all, there and back, in raw PyTorch
-# With `torch.distributed` alone; `course_lib` refuses. The default group stands.
+# With `torch.distributed` alone; `course_lib` refuses. The default group exists.
 #
-# - `to_heads`: from some positions of all heads, x [B, s, H, K], to all positions of some heads, [B, n·s, H/n, K]. Rank r gets the
-#   r-th of n runs of neighbouring heads; positions stand in the order of the ranks.
+# - `to_heads`: from some positions of all heads, x [B, s, H, K], to all positions of some heads, [B, n·s, H/n, K].
+#   Rank r gets the r-th of n shards of neighboring heads; positions are in the order of the ranks.
 # - `to_rows`: the way back, from [B, S, h, K] to [B, S/n, n·h, K].
 #
-# `dist.all_to_all_single(received, pieces)` sends `pieces[r]` to rank r and fills `received[s]` with what rank s sent; both are
-# contiguous, of equal shape, and cut along dim 0. n divides H.
+# `dist.all_to_all_single(received, pieces)` sends `pieces[r]` to rank r and fills `received[s]` with what rank s
+# sent; both are contiguous, of equal shape, and split along dim 0. n divides H.
 #
-# Checked on one to four ranks: both ways; that causal attention between them gives the serial output and, going back by the
-# same two functions, its gradients; that x is not written; and that one all-to-all of x goes each way.
+# Checked on one to four ranks: both ways; that causal attention between them gives the output of one process and,
+# back through the same two functions, its gradients; that x is not overwritten; and that each way is one all-to-all
+# of x.
 
 
 # %% course={"ex": "09-5", "role": "answer"}
@@ -1145,27 +1156,32 @@ check("09-5", to_heads, to_rows)
 # **2.** Causal, contiguous, 8 ranks and a long sequence. By what factor does zig-zag shorten the step of attention?
 #
 # <details><summary>Answer</summary>
-# The busiest rank has 2 - 1/8 = 1.875 times the mean, and all wait for it. With zig-zag everybody has the mean: 1.875.
+# The busiest rank has 2 - 1/8 = 1.875 times the mean, and all ranks wait for it. With zig-zag every rank has the
+# mean: 1.875.
 # </details>
 #
-# **3.** Sequence parallelism (lesson 06) cuts positions too. What is the difference?
+# **3.** Sequence parallelism (lesson 06) shards positions too. What is the difference?
 #
 # <details><summary>Answer</summary>
-# It cuts them on the ranks of tensor parallelism, between the regions; inside, every rank has all positions of some heads. Context
-# parallelism is an axis of its own, whose ranks hold the whole weights and only their positions, in attention too.
+# It shards them over the ranks of tensor parallelism, between the regions; inside, every rank has all positions of
+# some heads. Context parallelism is an axis of its own: its ranks hold the full weights and only their positions, in
+# attention too.
 # </details>
 #
-# **4.** Outputs of a ring agree with the serial ones up to rounding; gradients of the key weights do not. Where do you look?
+# **4.** Outputs of a ring match those of one process up to rounding; gradients of the key weights do not. Where do
+# you look?
 #
 # <details><summary>Answer</summary>
-# At dK and dV: do they come home, is every rank's share added, and are they added in float32? dq stays on its rank.
+# At dK and dV: do they return, is every rank's partial sum added, and are they added in float32? dq stays on its
+# rank.
 # </details>
 #
 # **5.** 64 ranks, 32 query heads, 8 of K and V, nodes of 8. Which way do you take?
 #
 # <details><summary>Answer</summary>
-# Ulysses alone cannot: 64 ranks have no whole heads of 32. Ulysses inside a node, 8 neighbours with 4 query heads and one of K and V each, and a
-# ring of 8 nodes, whose messages hide. Or a gather, if memory allows K and V of the whole sequence.
+# Ulysses alone cannot: 32 heads cannot be divided over 64 ranks. Use Ulysses inside a node, 8 neighbors with 4 query
+# heads and one of K and V each, and a ring of 8 nodes, whose messages hide. Or a gather, if memory allows K and V of
+# the full sequence.
 # </details>
 #
 # ## Sources and what next
@@ -1174,6 +1190,7 @@ check("09-5", to_heads, to_rows)
 # - Brandon et al. 2023, *Striped Attention*, [arXiv:2311.09431](https://arxiv.org/abs/2311.09431): the imbalance, and another layout.
 # - Jacobs et al. 2023, *DeepSpeed-Ulysses*, [arXiv:2309.14509](https://arxiv.org/abs/2309.14509); Fang and Zhao 2024,
 #   [arXiv:2405.07719](https://arxiv.org/abs/2405.07719): with a ring.
-# - Llama Team 2024, [arXiv:2407.21783](https://arxiv.org/abs/2407.21783), section 3.3.2: the all-gather, and 2n chunks, two a rank.
+# - Llama Team 2024, [arXiv:2407.21783](https://arxiv.org/abs/2407.21783), section 3.3.2: the all-gather, and 2n
+#   chunks, two per rank.
 #
-# Next: lesson 10 cuts a layer into experts and sends tokens to them.
+# Next: lesson 10 splits a layer into experts and sends tokens to them.

@@ -13,17 +13,17 @@
 # ---
 
 # %% [markdown]
-# # 10 Expert parallelism: tokens travel to the weights
+# # 10 Expert parallelism: tokens are sent to the weights
 #
-# *50 minutes to read and run, 70 to build.* A mixture of experts has many MLPs where a dense model has one, and sends each
-# token through a few of them. The experts are shared out among ranks that hold different data, and tokens travel to them
-# and back. You route, count every byte that travels, see who waits for whom, and find out over which ranks each gradient is
-# summed. You need lessons 02 and 03.
+# *50 minutes to read and run, 70 to build.* A mixture of experts has many MLPs where a dense model has one, and sends
+# each token through a few of them. The experts are sharded over ranks that hold different data, and tokens are sent
+# to them and back. You route, count every byte sent, see which ranks wait, and find out over which ranks each
+# gradient is summed. You need lessons 02 and 03.
 #
 # Vote first: write `"true"`, `"false"` or `"only if ..."`. The claims are settled at the end.
 #
 # 1. *Two experts of eight for each token: the layer takes as long as two MLPs.*
-# 2. *In data parallelism every gradient is averaged over all dp ranks, those of experts too.*
+# 2. *In data parallelism every gradient is averaged over all dp ranks, also the experts' gradients.*
 
 # %%
 vote_1 = None
@@ -31,11 +31,12 @@ vote_2 = None
 
 # %% [markdown]
 # ## The question
-# An MLP holds about two thirds of a block's parameters, and uses all of them for every token. With E experts of which a token
-# takes C, parameters grow E times and arithmetic only C times. But E MLPs do not fit where one did.
+# An MLP holds about two thirds of a block's parameters, and uses all of them for every token. With E experts of which
+# a token uses C (the router's top_k), parameters grow E times and arithmetic only C times. But E MLPs do not fit
+# where one did.
 #
-# The ranks of data parallelism hold equal copies of everything. Let each keep E/n of the experts instead, and everything else
-# whole:
+# The ranks of data parallelism hold equal copies of all parameters. Let each store only E/n of the experts instead,
+# and replicate the other parameters:
 #
 # ```
 #           route          dispatch               experts             combine
@@ -45,12 +46,12 @@ vote_2 = None
 #  rank 3   x --> router --+                +---> 6 7 -------+                +---> weight, add
 # ```
 #
-# So the axis `ep` lives *inside* dp and takes no rank of its own. ZeRO brings weights to the tokens; here tokens go to the
-# weights. Then who has seen which tokens, when gradients are summed?
+# So the axis `ep` is *inside* dp and needs no extra ranks. ZeRO sends weights to the tokens; here tokens are sent to
+# the weights. Which tokens has each parameter seen, then, when gradients are summed?
 
 # %% [markdown]
 # ## Predict
-# Four ranks with 64 tokens each, two layers of 8 experts, 2 choices for each token. Fill in what you can.
+# Four ranks with 64 tokens each, two layers of 8 experts, top_k = 2. Fill in what you can.
 
 # %%
 import torch
@@ -83,7 +84,8 @@ predicted_factor = (
 )
 
 # %% [markdown]
-# (float64: in float32 a token that stands between two experts may go one way on one rank and another way in one process.)
+# (float64: in float32 a token with nearly equal logits may choose one expert on a rank and another one in one
+# process.)
 #
 # ## A router by hand
 # The router is a small linear layer, one logit for each expert. Softmax over *all* experts; the C largest are chosen, and
@@ -99,11 +101,11 @@ for token, p in enumerate(logits_TE.softmax(-1)):
 print("pairs by expert:", routes.chosen_E.tolist())
 
 # %% [markdown]
-# *Which* experts are chosen has no gradient; the weights have one, and through them the router learns. With a single choice
+# *Which* experts are chosen has no gradient; the weights have one, and through them the router learns. With top_k = 1
 # the weight is p itself: p divided by p would always be 1, and the router would learn nothing.
 #
-# In one process the layer is a loop over experts. Letters after a name are its dimensions: T tokens of this rank, C choices,
-# E experts, D numbers of a token, P pairs, A rows that arrived.
+# In one process the layer is a loop over experts. Letters after a name are its dimensions: T tokens of this rank, C
+# experts per token (top_k), E experts, D elements of a token, P pairs, A rows that arrived.
 
 # %%
 from course_lib.view import code_lines, show_source
@@ -111,10 +113,10 @@ from course_lib.view import code_lines, show_source
 show_source(ep.route, ep.MoE.through_experts)
 
 # %% [markdown]
-# ## Rows that travel, by hand
-# Four ranks, two tokens each; expert e lives on rank e, one choice. Token 31 is token 1 of rank 3. The expert adds 0.5. An
-# all-to-all wants rows for one rank side by side, so they are sorted first; and nobody knows what will come, so counts
-# travel before rows.
+# ## Dispatch and combine, by hand
+# Four ranks, two tokens each; expert e is on rank e, top_k = 1. Token 31 is token 1 of rank 3. The expert adds 0.5.
+# An all-to-all needs the rows for one rank side by side, so they are sorted first. No rank knows how many rows will
+# arrive, so counts are sent before rows.
 
 # %%
 from course_lib import comm
@@ -144,12 +146,12 @@ for rank, (sends, *rows) in enumerate(run(travel, n=RANKS)):
     print(f"rank {rank}  {sends!s:15}{arrived:26}{returned:15}{home}")
 
 # %% [markdown]
-# Look at `returned` and `home` of rank 0: rows come back in the order in which they left, and must be put into their places.
-# Look at `arrived`: rank 2 has four rows, rank 1 one. Nothing makes it even.
+# Look at `returned` and `home` of rank 0: rows come back in the order in which they were sent, and must be put into
+# their places. Look at `arrived`: rank 2 has four rows, rank 1 one. Nothing balances them.
 #
 # ## Build it
-# The layer on ranks: dispatch, compute, combine. `comm.all_to_all_v` is the uneven all-to-all as an operator; its backward is
-# the same journey the other way round.
+# The layer on ranks: dispatch, compute, combine. `comm.all_to_all_v` is the uneven all-to-all as an operator; its
+# backward is the same all-to-all in the other direction.
 
 # %%
 show_source(ep.ExpertParallelMoE.through_experts, ep.ExpertParallelMoE.own_experts)
@@ -157,12 +159,12 @@ print()
 show_source(ep.parallel.combine)
 
 # %% [markdown]
-# Rows arrive by rank, and within a rank by expert. `own_experts` gathers each expert's pieces of all ranks, and gives the
-# results back in the order of arrival.
+# Rows arrive by rank, and within a rank by expert. `own_experts` gathers each expert's rows from all ranks, and
+# returns the results in the order of arrival.
 #
 # ## Who sums what
-# With ep = 2 on four ranks there are two groups, and each has all experts between its ranks. Those who hold the *same* experts
-# form the axis `edp` (`mesh.dp_cp` is dp here: there is no cp):
+# With ep = 2 on four ranks there are two groups, and each has all experts between its ranks. The ranks that hold the
+# *same* experts form the axis `edp` (`mesh.dp_cp` is dp here: there is no cp):
 
 # %%
 from course_lib import dp
@@ -186,12 +188,12 @@ show_source(ep.ExpertSync.__init__)
 # | attention, norms, embedding, **router**, shared expert | all ranks | this rank | dp |
 # | an expert | the ranks of edp | all ranks of its ep group | edp |
 #
-# The last line is the trap. In backward the rows' gradients travel to the expert, so it adds up what all ranks of its ep
-# group want of it, by itself. Missing is the sum over those who hold the same expert. And nothing is divided: each rank has
-# divided its loss by the tokens of *all* ranks (lesson 03).
+# The last line is the trap. In backward the rows' gradients are sent to the expert's rank, which adds up the
+# gradients of all ranks of its ep group. The sum over the ranks that hold the same expert is still missing. And
+# nothing is divided: each rank has divided its loss by the tokens of *all* ranks (lesson 03).
 #
-# Now average instead, as DDP does: each rank takes the mean over its own tokens, gradients are divided by the number of
-# ranks that sum them.
+# Now average instead, as DDP does: each rank takes the mean over its own tokens, and gradients are divided by the
+# number of ranks in the sum.
 
 # %%
 from course_lib.data import batch
@@ -235,12 +237,12 @@ for averaged in (False, True):
 print(f"your prediction: {predicted_factor}")
 
 # %% [markdown]
-# Averaged, experts' gradients are ep times too large: their sum holds the tokens of all ranks, and is divided by the ranks
-# of edp only. AdamW hides a constant factor; a clipped norm and SGD do not.
+# Averaged, experts' gradients are ep times too large: their sum includes the tokens of all ranks, and is divided by
+# the ranks of edp only. AdamW hides a constant factor; a clipped norm and SGD do not.
 #
 # ## Measure: train with experts apart
-# Four steps in one process and on four ranks, with ep = 1 (plain data parallelism), 2 and 4. Losses and weights must be
-# equal, and bytes those of the formulas.
+# Four steps in one process and on four ranks, with ep = 1 (plain data parallelism), 2 and 4. Losses and weights must
+# be equal, and bytes must match the formulas.
 
 # %%
 from course_lib.trace import state_bytes
@@ -301,9 +303,9 @@ print(
 )
 
 # %% [markdown]
-# Tokens are counted exactly: each pair whose expert is elsewhere costs four rows of D numbers, there and back, forward and
-# backward. A rank sends two of them for each own pair that leaves, and two for each pair of others that it computes. What its
-# own tokens chose is only half of it:
+# Tokens are counted exactly: each pair with its expert on another rank costs four rows of D elements, there and back,
+# forward and backward. A rank sends two of them for each of its own pairs that it sends, and two for each pair of
+# other ranks that it computes. Its own tokens' choices are only half of its traffic:
 
 # %%
 # of the first layer in the first step: as the untrained router has it
@@ -324,7 +326,7 @@ print(
 )
 
 # %% [markdown]
-# ## See it: who is wanted
+# ## See it: which experts are chosen
 # The same layer as a picture. Each bar is an expert.
 
 # %%
@@ -333,9 +335,9 @@ from course_lib.view.experts import load_plot
 load_plot(load, title="An untrained router on real text: two of eight experts get 3 of 4 pairs")
 
 # %% [markdown]
-# All ranks wait in combine until the busiest has computed. So the layer takes as long as its busiest rank, and that rank
-# needs the most memory too. Below experts are *paced*: a row takes 0.3 ms. Three layers with an even load, and three with a
-# skewed one; messages and waiting are real.
+# All ranks wait in combine until the busiest rank has computed. So the layer takes as long as its busiest rank, and
+# that rank needs the most memory too. Below experts are *paced*: a row takes 0.3 ms. Three layers with an even load,
+# and three with a skewed one; messages and waiting are real.
 
 # %%
 from course_lib.view import timeline
@@ -402,9 +404,9 @@ print(f"{path.name}: {path.stat().st_size / 1000:.0f} kB")
 
 # %% [markdown]
 # ## Keep them busy alike
-# Two remedies. The **auxiliary loss** E Σ f_e p_e (f_e: share of the pairs that chose e; p_e: mean probability of e) is 1 for
-# an even load and more for a skewed one. f has no gradient; p has, and is pushed down where f is large. f must be counted
-# over the tokens of *all* ranks, so one small all-reduce of counts runs beside it.
+# Two remedies. The **auxiliary loss** E Σ f_e p_e (f_e: fraction of the pairs that chose e; p_e: mean probability of
+# e) is 1 for an even load and more for a skewed one. f has no gradient; p has, and is pushed down where f is large. f
+# must be counted over the tokens of *all* ranks, so one small all-reduce of counts runs beside it.
 
 # %%
 show_source(ep.balance_loss)
@@ -438,15 +440,16 @@ for coefficient in (0.0, 0.01, 0.1):
     print(f"coefficient {coefficient:4}   {line}")
 
 # %% [markdown]
-# Here 0.01 halves the imbalance and leaves the loss as it was; ten times as much gains nothing more, and costs loss.
+# Here 0.01 halves the imbalance and leaves the loss unchanged; ten times as much gains nothing more, and increases
+# the loss.
 #
-# The second remedy is **capacity**: of a rank's T tokens an expert takes at most T C / E pairs (an even load) times a factor,
-# first come, first served, first choices before second ones. The rest is dropped: the token passes by on the residual. Then no
-# rank can be overrun and shapes can be fixed; but what is dropped depends on the company that a token keeps. *Dropless* (no
-# capacity) is exact, and needs the uneven all-to-all.
+# The second remedy is **capacity**: of a rank's T tokens an expert takes at most T C / E pairs (an even load) times a
+# factor, in the order of the tokens, first choices before second ones. The other pairs are dropped: the token passes
+# by on the residual. Then no rank can be overloaded and shapes can be fixed; but whether a token is dropped depends
+# on the other tokens of the batch. *Dropless* (no capacity) is exact, and needs the uneven all-to-all.
 #
-# Below the picture the same with sliders (in Jupyter). At skew 3, which factor drops nothing, and what
-# does the busiest rank then compute?
+# Below the picture the same with sliders (in Jupyter). At skew 3, which factor drops nothing, and how much does the
+# busiest rank then compute?
 
 
 # %%
@@ -492,8 +495,9 @@ picture_sliders(
 # </details>
 #
 # ## A shared expert
-# DeepSeek-V3's layers have one more expert that every token uses. It is a plain MLP: replicated, summed over dp, nothing of it
-# travels. It takes what all tokens need, so that the others may differ, and it could compute while rows are on their way.
+# DeepSeek-V3's layers have one more expert that every token uses. It is a plain MLP: replicated, summed over dp, and
+# no row of it is sent. It learns the features that all tokens need, so that the other experts may differ, and it
+# could compute while rows are in flight.
 
 # %%
 with_shared = run(train, 4, True, n=RANKS)
@@ -510,8 +514,8 @@ print("bytes on ep are still those of the pairs:", [int(each) for each in counte
 
 # %% [markdown]
 # ## The same in PyTorch
-# torch has no expert-parallel layer, but it has the piece: `dist.all_to_all_single` with the two lists of splits. Backward
-# is the same call with the lists exchanged.
+# torch has no expert-parallel layer, but it has the main collective: `dist.all_to_all_single` with the two lists of
+# splits. Backward is the same call with the lists exchanged.
 
 # %%
 import torch.distributed as dist
@@ -588,16 +592,17 @@ print(f"outputs and gradients of x, router and experts differ by {apart:.0e} at 
 
 # %% [markdown]
 # ## Break it and diagnose
-# Four ranks, ep = 2. One run is healthy, four are ill:
+# Four ranks, ep = 2. One run is correct (its cause is `"healthy"`), four are faulty:
 #
 # - **divided**: experts' gradients are divided by dp after they were summed
-# - **group**: experts' gradients are summed over the wrong group, that of ep
+# - **group**: experts' gradients are summed over the wrong group, the ep group
 # - **router**: the router's gradient is not summed
-# - **order**: on one rank results come home in the wrong order, each to the next token
+# - **order**: on one rank results return in the wrong order, each to the next token
 #
-# For each name the illness, the axis on which the right sum or journey goes (`"ep"`, `"edp"` or `"dp"`) and the rank (a number,
-# or `"all"`); None if healthy. Loss is each rank's own, in the first step, off against one process with the same rows; `k` is
-# rank 0's gradient as a multiple of the right one; copies are compared after one step. Another SEED, other patients.
+# For each name the cause, the axis of the right sum or all-to-all (`"ep"`, `"edp"` or `"dp"`) and the rank (a number,
+# or `"all"`); None if correct. Loss is each rank's own, in the first step, off against one process with the same
+# rows; `k` is rank 0's gradient as a multiple of the right one; copies are compared after one step. Another SEED
+# draws other runs.
 
 # %%
 SEED = 3
@@ -715,13 +720,13 @@ for lab_run in lab:
 #
 # - **One rank's loss is off**, the others' are right: forward, and only there: *order*, on that rank. Counts, splits and bytes
 #   are all as they should be. (Gradients are off too, a consequence.)
-# - **Bytes on ep in place of edp, copies of experts apart**: *group*. Different experts' gradients were added up, and those
-#   who hold the same one never met. No error: their shapes agree.
+# - **Bytes on ep in place of edp, copies of experts apart**: *group*. Different experts' gradients were added up, and
+#   gradients of the same expert never were. No error: their shapes agree.
 # - **Experts' k is 1/4, copies agree**: *divided*. Nothing drifts, nothing fails, and AdamW hides it in the loss.
 # - **Copies of the router apart**: *router*. From now on equal tokens go to different experts on different ranks.
 #
-# Two checks find them: gradients against a serial twin (their factor, by kind of parameter), and a checksum of what should be
-# equal over dp, and over edp.
+# Two checks find them: gradients against a single-process reference (their factor, by kind of parameter), and a
+# checksum of the weights that should be equal over dp, and over edp.
 # </details>
 
 # %%
@@ -729,15 +734,15 @@ lab.grade(diagnosis)
 
 # %% [markdown]
 # ## When not to use it
-# - **All experts fit.** Replicate them: gradients travel once a step and hide behind backward; tokens travel four times a
-#   layer, and the next computation waits for them.
+# - **All experts fit.** Replicate them: gradients are sent once per step and hide behind backward; tokens are sent
+#   four times per layer, and the next computation waits for them.
 # - **Slow links inside the ep group.** All-to-all loads every link at once. Keep ep inside a node, or route in two steps.
-# - **Few tokens.** Every expert's product gets thin: n C T / E rows from n ranks. A GPU wants hundreds.
+# - **Few tokens.** Every expert's product becomes thin: n C T / E rows from n ranks. A GPU needs hundreds.
 # - **The load stays skewed.** Then n ranks work at the speed of one.
 #
 # ## The table that grows
-# State and bytes of a rank are those of the training above; the busiest rank that of the last step, layers averaged; code is
-# lines of the library behind the layer on ranks, comm not counted.
+# State and bytes per rank are from the training above; the busiest rank is from the last step, averaged over layers;
+# code is the lines of the library behind the layer on ranks, without comm.
 
 # %%
 parallel = ep.parallel
@@ -757,8 +762,8 @@ for ep_size, result in runs.items():
 
 # %% [markdown]
 # ## The claims settled
-# **Claim 1: only if the load is even.** The arithmetic of all ranks together is that of two MLPs. But all wait for the
-# busiest rank, and for four journeys.
+# **Claim 1: only if the load is even.** The arithmetic of all ranks together equals two MLPs. But all ranks wait for
+# the busiest rank, and for four all-to-alls.
 #
 # **Claim 2: false.** An expert's gradient is summed over edp, the ranks that hold it; its own ep group's tokens are in it
 # already. And sums are not divided: averaged over edp, it is ep times too large.
@@ -802,9 +807,9 @@ cheat_sheet()
 
 # %% [markdown]
 # ## Your turn
-# [Five exercises](../exercises/10_expert_parallelism.ipynb), each on its own: six tokens by hand (15 minutes), an expert's
-# gradient in one line (5), who serves a token (10), the journey there and back on real ranks (25), and the same in raw
-# PyTorch (15).
+# [Five exercises](../exercises/10_expert_parallelism.ipynb), each on its own: six tokens by hand (15 minutes), an
+# expert's gradient in one line (5), which experts serve a token (10), dispatch and combine on real ranks (25), and
+# the same in raw PyTorch (15).
 
 # %% course={"role": "given"}
 import torch
@@ -815,7 +820,7 @@ from course_lib import comm
 # %% [markdown] course={"ex": "10-1"}
 # ## 10-1 Six tokens and four experts, by hand
 # Fifteen minutes, on paper; no code. Two ranks with three tokens each, ep = 2: rank 0 holds experts 0 and 1, rank 1 holds 2 and
-# 3. Each token has two choices, the first one first:
+# 3. Each token has two experts, its first choice first:
 #
 # | | token 0 | token 1 | token 2 |
 # |---|---|---|---|
@@ -825,9 +830,9 @@ from course_lib import comm
 # - `by expert`: the pairs that each of the four experts computes, without capacity
 # - `imbalance`: pairs of the busiest rank over the mean of ranks
 # - `splits`: the rows that each rank hands to the all-to-all, for [[rank 0 to 0, 0 to 1], [1 to 0, 1 to 1]]
-# - `rows`: rank 0's rows in the order in which they leave, as numbers of tokens: by expert, and within an expert first choices
-#   before second ones, then by token
-# - `bytes`: what each rank sends, forward and backward; a row has 8 float32 numbers
+# - `rows`: rank 0's rows in the order in which they are sent, as numbers of tokens: by expert, and within an expert
+#   first choices before second ones, then by token
+# - `bytes`: what each rank sends, forward and backward; a row has 8 float32 elements
 # - `dropped`: pairs that each rank drops with capacity factor 1, rounded up
 # - `balance`: E Σ f_e p_e of all six tokens, without capacity. The probabilities, added up over the six tokens, are [2.4, 1.2,
 #   1.2, 1.2]; divide so that an even load gives 1
@@ -866,8 +871,8 @@ table = {
 # - Pairs by rank and expert: [3, 1, 2, 0] and [2, 1, 1, 2]. Ranks compute 7 and 5, the mean is 6.
 # - Rank 0's rows: expert 0 is the first choice of tokens 0 and 1 and the second of 2; expert 1 the second of 1; expert 2 the
 #   first of 2, the second of 0.
-# - Two pairs leave rank 0, three leave rank 1: each rank sends 2 · (2 + 3) rows of 32 bytes.
-# - Room is 6/4 rounded up: 2. Expert 0 has three pairs of rank 0. Each rank decides alone.
+# - Rank 0 sends two pairs, rank 1 three: each rank sends 2 · (2 + 3) rows of 32 bytes.
+# - The capacity is 6/4 rounded up: 2. Expert 0 has three pairs of rank 0. Each rank decides alone.
 # - 4 · (5 · 2.4 + (2 + 3 + 2) · 1.2) / 12 / 6.
 # - With ep = 4 the groups are 0 to 3 and 4 to 7; rank 1 has the same place as rank 5. An average over its two ranks divides by
 #   2, where 8 is right.
@@ -884,8 +889,8 @@ check("10-1", table)
 #
 # `ep` are the ranks that share all experts, `edp` those that hold the same ones, `data` all ranks with different tokens.
 #
-# Checked are gradients on four ranks with ep = 2, 1 and 4, and on one; that the one given is left alone; and that no more is
-# sent than one all-reduce, and nothing where nothing is missing.
+# The check looks at gradients on four ranks with ep = 2, 1 and 4, and on one. The given gradient must not change, and
+# a rank makes at most one all-reduce, and none where no sum is missing.
 
 
 # %% course={"ex": "10-2", "role": "answer"}
@@ -903,17 +908,18 @@ from course_lib.grading import check
 check("10-2", expert_gradient)
 
 # %% [markdown] course={"ex": "10-3"}
-# ## 10-3 Who serves a token
+# ## 10-3 Which experts serve a token
 # A router with capacity. From the logits of each token, a list of lists, make a list of dicts, one for each token, from the
 # numbers of the experts that serve it to their weights:
 #
 # - Softmax over all experts. The `choices` largest are chosen.
-# - With two choices or more the weights are divided by the sum of the chosen; with one it stays the probability.
-# - An expert takes at most `room` pairs: first all first choices, in the order of tokens, then all second ones, and so on. A
-#   pair that finds no room is missing in the dict; the weights of the others stay as they are.
+# - With two choices or more the weights are divided by the sum of the chosen ones; with one choice the weight is the
+#   probability.
+# - An expert takes at most `room` pairs: first all first choices, in the order of tokens, then all second ones, and
+#   so on. A pair beyond `room` is missing in the dict; the weights of the others do not change.
 #
-# `route([[2.0, 1.0, 0.0], [3.0, 0.0, 1.0]], 2, 1)` gives `[{0: 0.731, 1: 0.269}, {2: 0.119}]` (rounded): the second token
-# wants expert 0 first, which is taken.
+# `route([[2.0, 1.0, 0.0], [3.0, 0.0, 1.0]], 2, 1)` gives `[{0: 0.731, 1: 0.269}, {2: 0.119}]` (rounded): the second
+# token's first choice is expert 0, which is full.
 
 
 # %% course={"ex": "10-3", "role": "answer"}
@@ -943,15 +949,17 @@ check("10-3", route)
 
 # %% [markdown] course={"ex": "10-4"}
 # ## 10-4 There and back
-# The layer on real ranks, without its router: dispatch, experts, combine. Rank r of n holds e = `len(experts)` experts, with
-# the numbers r e to (r + 1) e. Ranks may hold different numbers of tokens, and an expert may be wanted by all or by nobody.
+# The layer on real ranks, without its router: dispatch, experts, combine. Rank r of n holds e = `len(experts)`
+# experts, with the numbers r e to (r + 1) e. Ranks may hold different numbers of tokens, and an expert may be chosen
+# by all tokens or by none.
 #
-# `comm.all_gather(x, axis)` joins tensors of all ranks, without gradient; `comm.all_to_all_v(x, axis, sends, receives)` is the
-# uneven all-to-all with one. `torch.empty_like(rows).index_copy(0, places, rows)` puts rows into places, for autograd too.
+# `comm.all_gather(x, axis)` joins tensors of all ranks, without gradient; `comm.all_to_all_v(x, axis, sends, receives)`
+# is the uneven all-to-all with a gradient. `torch.empty_like(rows).index_copy(0, places, rows)` puts rows into
+# places, for autograd too.
 #
-# Checked are outputs, and gradients of x, of the weights and of the experts, on two, three and four ranks, outputs on one;
-# and that rows travel by two all-to-alls forward and two backward, those of the pairs and no others. The library's layer and
-# its pieces refuse.
+# The check looks at outputs and gradients of x, of the weights and of the experts, on two, three and four ranks, and
+# at outputs on one. Rows are sent by two all-to-alls forward and two backward, the rows of the pairs and no others.
+# The library's layer and its parts refuse.
 
 
 # %% course={"ex": "10-4", "role": "answer"}
@@ -987,13 +995,13 @@ check("10-4", moe_layer)
 
 # %% [markdown] course={"ex": "10-5"}
 # ## 10-5 There and back in raw PyTorch
-# Forward alone, one choice, one expert on each rank, with `torch.distributed`: `course_lib` refuses. The default group stands.
-# `dist.all_to_all_single(output, input, output_splits, input_splits)` takes the splits as lists of Python numbers; without
-# them it cuts into equal pieces.
+# Forward only, top_k = 1, one expert on each rank, with `torch.distributed`: `course_lib` refuses. The default group
+# exists. `dist.all_to_all_single(output, input, output_splits, input_splits)` takes the splits as lists of Python
+# numbers; without them it splits evenly.
 #
-# Checked are outputs on two, three and four ranks and on one, an expert that nobody wants and a rank without tokens among
-# them; that nothing given is written into; and that rows travel by two all-to-alls, each row that is wanted and no other.
-# Counts may travel as you like.
+# The check looks at outputs on two, three and four ranks and on one, also with an expert that no token chooses and a
+# rank without tokens. No input may be overwritten, and rows are sent by two all-to-alls, each needed row and no
+# other. You may send the counts in any way.
 
 
 # %% course={"ex": "10-5", "role": "answer"}
@@ -1034,39 +1042,42 @@ check("10-5", through_experts)
 # Over the 8 ranks of edp (64/8) that hold it, and over all 64. Neither is divided when the loss was divided by all tokens.
 # </details>
 #
-# **2.** 8 ranks, 4,096 tokens each, 2 choices, hidden 4,096, 2 bytes. What does a rank send for one layer, if routing is even?
+# **2.** 8 ranks, 4,096 tokens each, top_k = 2, hidden 4,096, 2 bytes. What does a rank send for one layer, if routing
+# is even?
 #
 # <details><summary>Answer</summary>
 # 4 · 7/8 · 4,096 · 2 pairs · 8,192 bytes = 235 MB.
 # </details>
 #
-# **3.** Why must counts travel before rows, and why is that costly on a GPU?
+# **3.** Why must counts be sent before rows, and why is that costly on a GPU?
 #
 # <details><summary>Answer</summary>
-# Each rank must allocate what arrives and give both lists of splits. They are Python numbers: the host waits for the router.
-# Fixed capacity avoids it, and pays with padding or drops.
+# Each rank must allocate memory for the arriving rows and pass both lists of splits. They are Python numbers: the
+# host waits for the router. Fixed capacity avoids it, and pays with padding or drops.
 # </details>
 #
 # **4.** A token is dropped by its second expert. What is its output?
 #
 # <details><summary>Answer</summary>
-# The first expert's result times its weight, which is not raised; dropped by both, only the residual is left.
+# The first expert's result times its weight, which does not increase. If both experts drop it, only the residual is
+# left.
 # </details>
 #
 # **5.** Where does expert parallelism meet tensor parallelism, and what would you choose for an expert that fits on one GPU?
 #
 # <details><summary>Answer</summary>
-# Both cut MLPs. TP cuts each matrix and sends every token's activations to all; EP keeps experts whole, with larger products,
-# and sends a token to C ranks at most. If it fits: EP.
+# Both partition MLPs. TP shards each matrix and sends every token's activations to all ranks; EP keeps full experts,
+# with larger products, and sends a token to at most C ranks. If it fits: EP.
 # </details>
 #
 # ## Sources and what next
 # - Shazeer et al. 2017, [arXiv:1701.06538](https://arxiv.org/abs/1701.06538): the sparsely gated layer.
 # - Lepikhin et al. 2020, *GShard*, [arXiv:2006.16668](https://arxiv.org/abs/2006.16668): capacity, and experts over ranks.
-# - Fedus et al. 2021, *Switch Transformer*, [arXiv:2101.03961](https://arxiv.org/abs/2101.03961): one choice, the auxiliary
-#   loss.
+# - Fedus et al. 2021, *Switch Transformer*, [arXiv:2101.03961](https://arxiv.org/abs/2101.03961): top_k = 1, the
+#   auxiliary loss.
 # - Gale et al. 2022, *MegaBlocks*, [arXiv:2211.15841](https://arxiv.org/abs/2211.15841): dropless.
-# - Jiang et al. 2024, *Mixtral*, [arXiv:2401.04088](https://arxiv.org/abs/2401.04088): weights over the chosen alone.
+# - Jiang et al. 2024, *Mixtral*, [arXiv:2401.04088](https://arxiv.org/abs/2401.04088): weights over the chosen
+#   experts only.
 # - DeepSeek-AI 2024, [arXiv:2412.19437](https://arxiv.org/abs/2412.19437): a shared expert, and all-to-all hidden behind
 #   compute.
 # - Expert gradients ep times too large: [DeepSpeed #5259](https://github.com/deepspeedai/DeepSpeed/pull/5259); and with loss curves

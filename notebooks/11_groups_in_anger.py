@@ -15,14 +15,14 @@
 # %% [markdown]
 # # 11 Groups in anger: who may send, when, and in which order
 #
-# *50 minutes to read and run, 60 to build.* Every rank of a large run is in several groups at once. Here they get in each
-# other's way: on one queue, on one link, and in an order that lets nobody go on. You measure all three, let urgent calls
-# pass, and read the reports of runs that hang or lie. You need lessons 00, 02 and 03.
+# *50 minutes to read and run, 60 to build.* Every rank of a large run is in several groups at once. Here they disturb
+# each other: on one queue, on one link, and in an order in which no rank can continue. You measure all three, let
+# urgent calls pass, and read the reports of runs that hang or return wrong sums. You need lessons 00, 02 and 03.
 #
 # Vote first: write `"true"`, `"false"` or `"only if ..."`. The claims are settled at the end.
 #
 # 1. *Axes with groups of their own do not disturb each other.*
-# 2. *A rank makes the groups that it is in; those of others are not its business.*
+# 2. *A rank needs to make only the groups that it is in.*
 # 3. *A scheduler that sends whatever is ready, TP before PP before DP, is safe.*
 
 # %%
@@ -32,8 +32,8 @@ vote_3 = None
 
 # %% [markdown]
 # ## The question
-# Four ranks, TP = 2 and DP = 2. TP's all-reduces are small, and the ranks stand still until each is through. DP's are large
-# buckets of gradients that nobody needs before the optimizer step.
+# Four ranks, TP = 2 and DP = 2. TP's all-reduces are small, and the ranks wait until each has finished. DP's are
+# large buckets of gradients that no rank needs before the optimizer step.
 #
 # ```
 #          tp
@@ -46,7 +46,7 @@ vote_3 = None
 # ```
 #
 # ## Predict
-# An emulated link of 0.5 ms a message and 400 KB/s carries both kinds of call. Fill in what you can.
+# An emulated link of 0.5 ms per message and 400 kB/s carries both kinds of call. Fill in what you can.
 
 # %%
 import torch
@@ -70,8 +70,8 @@ predicted_sums = None  # two ranks sum 1 + 1 and 100 + 100, their groups made in
 
 # %% [markdown]
 # ## One group for everything
-# A bucket is started, then two small calls are made. First all on one group, then the bucket on a second group of the *same*
-# two ranks. Look at when the second small call is through.
+# A bucket is started, then two small calls are made. First all on one group, then the bucket on a second group of the
+# *same* two ranks. Look at when the second small call has finished.
 
 # %%
 from course_lib.launch import run
@@ -129,18 +129,18 @@ timeline(
 )
 
 # %% [markdown]
-# A group carries its calls one after another, in the order in which they were started: nccl does so, and our emulated links.
-# (gloo promises the order of matching alone, and works on two at a time.) It is the reason to give each axis a group of its own,
-# even where two axes have the same ranks: `make_mesh` does.
+# A group carries its calls one after another, in the order in which they were started: nccl does so, and our emulated
+# links. (gloo promises the order of matching alone, and works on two at a time.) This is the reason to give each axis
+# its own group, even where two axes have the same ranks: `make_mesh` does.
 #
-# The third line of the table: groups of their own do not help where the *link* is one. An axis is isolated by its queue, not
-# by its wire. In the first two cases each axis has a link to itself, as with NVLink inside a node and network cards between
-# nodes. A queue is what a group isolates; nothing isolates a wire.
+# The third line of the table: separate groups do not help on *one* link. In the first two cases each axis has its own
+# link, as with NVLink inside a node and network cards between nodes. A group isolates the queue, but not the wire.
 
 # %% [markdown]
 # ## Axes side by side
-# Backward of four layers on four ranks: two halves a layer, each followed by an all-reduce of tp; after each layer a bucket
-# leaves on dp. Compute is slept to 30 ms. Each axis has a link to itself. There is a lane for each axis of each rank.
+# Backward of four layers on four ranks: two halves per layer, each followed by an all-reduce of tp; after each layer
+# a bucket is sent on dp. Compute is padded by sleep to 30 ms. Each axis has its own link. There is a lane for each
+# axis of each rank.
 
 # %%
 from contextlib import nullcontext
@@ -177,9 +177,9 @@ timeline(
 
 # %% [markdown]
 # ## The same step on one link
-# Now all axes of a rank share one link, which carries one transfer at a time. (It is the simplest model, and harsher than a
-# network card, which interleaves packets; what waits whole on a GPU is work in one CUDA stream.) Look at the first call of
-# tp in each layer.
+# Now all axes of a rank share one link, which carries one transfer at a time. (It is the simplest model, and harsher
+# than a network card, which interleaves packets. On a GPU, work in one CUDA stream waits in this way.) Look at the
+# first call of tp in each layer.
 
 # %%
 steps["one link, at once"] = run(backward, n=4, pace=PACE, links=SHARED)
@@ -190,11 +190,11 @@ timeline(
 )
 
 # %% [markdown]
-# A 51 ms bucket that is handed over first delays a call that all ranks wait for, to send something that nobody waits for.
+# A 51 ms bucket that was started first delays a call for which all ranks wait, although no rank waits for the bucket.
 #
 # ## TP before PP before DP
-# Two remedies, known from P3 and ByteScheduler: *hold* the bucket back until the link has a gap, and *cut* it into pieces that fit
-# into one. `Priorities` does both. The heart of it:
+# Two remedies, known from P3 and ByteScheduler: *hold* the bucket back until the link has a gap, and *cut* it into
+# pieces that fit into a gap. `Priorities` does both. The heart of it:
 
 # %%
 from course_lib.view import show_source
@@ -202,11 +202,12 @@ from course_lib.view import show_source
 show_source(comm.Priorities.hold, comm.Priorities.gap)
 
 # %% [markdown]
-# tp is the highest axis, dp the lowest. Whenever the program has waited for a call it goes on to compute: that is a gap, and one
-# held call of a lower axis leaves in it, the highest axis first. To wait for a held call sends it at once, behind all held on
-# higher axes and with all on its own. Messages (send, recv) are never held: another rank waits for each.
+# tp is the highest axis, dp the lowest. Whenever the program has waited for a call it continues to compute. That is a
+# gap, and one held call of a lower axis is sent in it, the highest axis first. Waiting for a held call first sends
+# all held calls of higher axes, then all held calls of its own axis. Messages (send, recv) are never held, because
+# another rank waits for each.
 #
-# A piece should be through before the next urgent call: at most a gap of 30 ms.
+# A piece should finish before the next urgent call, within a gap of 30 ms.
 
 # %%
 GAP = PACE["B"]
@@ -235,9 +236,10 @@ perfetto(steps["one link, held and cut"].traces, path, title="one link, held and
 print(f"{path.name}: {path.stat().st_size / 1000:.0f} kB")
 
 # %% [markdown]
-# Same sums, same bytes, more calls. The formula for *at once*: every half takes B and a small call; each layer but the first
-# waits for what B did not cover of a bucket, and the last bucket is exposed. *Held and cut*: eight pieces, and one leaves in
-# each gap after the first bucket's start. Five of these gaps have computing in them and hide a piece; three pieces are exposed.
+# Same sums, same bytes, more calls. The formula for *at once*: every half takes B and a small call; each layer but
+# the first waits for the part of a bucket that B did not hide, and the last bucket is exposed. *Held and cut*: eight
+# pieces, and one is sent in each gap after the first bucket's start. Five of these gaps have computing in them and
+# hide a piece; three pieces are exposed.
 
 # %%
 from course_lib.view.summary import read, summarize
@@ -260,9 +262,9 @@ for name, result in steps.items():
 assert list(steps["one link, at once"]) == list(steps["one link, held and cut"])
 
 # %% [markdown]
-# (`course bench groups` times it on a model that trains.) Three axes: with tied embeddings the gradient of the vocabulary is
-# summed over pp, as a collective. Two of these and three buckets of dp are started, then one call of tp is waited for, then
-# the others. The order in which they really left:
+# (`course bench groups` times it on a model that trains.) Three axes: with tied embeddings the gradient of the
+# vocabulary is summed over pp, as a collective. Two of these and three buckets of dp are started, then one call of tp
+# is waited for, then the others. The order in which they were sent:
 
 
 # %%
@@ -282,11 +284,11 @@ print(" ".join(left[0]))
 assert left == [left[0]] * 8  # on every rank
 
 # %% [markdown]
-# dp was started first and left last. And the order is the same on every rank. Why that matters comes now.
+# dp was started first and sent last. The order is the same on every rank. The next section shows why that matters.
 #
 # ## What a clock may not decide
-# A study note writes a scheduler: `if tp_ready: ... elif pp_ready: ... elif dp_ready: ...`. *Ready* is something that each
-# rank finds out for itself. Say that ranks 1 and 2 computed a little faster, and their buckets are ready before tp is:
+# A study note writes a scheduler: `if tp_ready: ... elif pp_ready: ... elif dp_ready: ...`. Each rank finds out for
+# itself what is *ready*. Say that ranks 1 and 2 computed a little faster, and their buckets are ready before tp is:
 
 
 # %%
@@ -314,10 +316,11 @@ def report(fn, *args, **conditions):
 report(by_what_is_ready, n=4, timeout=2)
 
 # %% [markdown]
-# No error, only a deadline, and `was at:` for each rank. Draw it: 0 waits for 1 on tp, 1 for 3 on dp, 3 for 2 on tp, 2 for 0
-# on dp. A ring, through four groups, no two of which share two ranks. Each rank for itself has done nothing wrong.
+# No error, only a deadline, and `was at:` for each rank. Draw it: 0 waits for 1 on tp, 1 for 3 on dp, 3 for 2 on tp,
+# 2 for 0 on dp. This is a ring through four groups, no two of which share two ranks. No single rank has made a
+# mistake.
 #
-# With `checked=True` ranks that wait say so, and the ring is found before any deadline:
+# With `checked=True` waiting ranks report it, and the ring is found before any deadline:
 
 # %%
 report(by_what_is_ready, n=4, checked=True)
@@ -328,30 +331,32 @@ from course_lib.comm.instruments import watch
 show_source(watch.stuck, watch.awaited)
 
 # %% [markdown]
-# A rank is stuck if it waits for one that is stuck or has returned. Start with all, take out whoever waits for nobody in the
-# set, until nothing changes. What is left will wait for ever.
+# A rank is stuck if it waits for a rank that is stuck or has returned. Start with all waiting ranks, and remove each
+# one that waits for no rank of the set, until nothing changes. The remaining ranks will wait for ever.
 #
-# The rule that keeps you safe: **calls on groups that overlap are started in one order on all ranks.** `Priorities` obeys it:
-# what leaves depends on which calls the program has waited for, and all ranks run the same program. It never asks a clock.
+# The rule that keeps you safe: **calls on groups that overlap are started in one order on all ranks.** `Priorities`
+# obeys it: its next call depends on the calls for which the program has waited, and all ranks run the same program.
+# It never reads a clock.
 #
 # ## Only started, not waited for?
-# If both calls are started before either is waited for, gloo carries them side by side:
+# If a program starts both calls before it waits for either, gloo runs them side by side:
 
 # %%
 report(by_what_is_ready, False, n=4)
 report(by_what_is_ready, False, n=4, checked=True)
 
 # %% [markdown]
-# It returned, and checked mode still refuses. On cards it is not safe: an nccl call is a kernel that occupies part of the GPU
-# until its partners have come. Two of them started in opposite orders may each hold what the other needs. NCCL's
-# guide therefore wants all calls of a device, on whatever communicator, in one order that is the same on all ranks. Before
-# version 2.26 you had to arrange it with streams; since then `NCCL_LAUNCH_ORDER_IMPLICIT=1` (off by default) takes the order in
-# which the program starts them. That this order is the same everywhere remains your business. A test on gloo does not prove
-# a program for nccl; checked mode holds it to nccl's rule.
+# It returned, and checked mode still refuses. On cards it is not safe: an nccl call is a kernel that occupies part of
+# the GPU until its partners have joined. Two of them started in opposite orders may each occupy the resources that
+# the other needs. NCCL's guide therefore requires all calls of a device, on all communicators, in one order that is
+# the same on all ranks. Before version 2.26 you had to arrange it with streams; since then
+# `NCCL_LAUNCH_ORDER_IMPLICIT=1` (off by default) uses the order in which the program starts them. You must still make
+# this order the same on all ranks. A test on gloo does not prove that a program is right for nccl; checked mode
+# enforces nccl's rule.
 #
 # ## Groups made wrongly
-# How do two ranks agree which group is which? By counting. Each `new_group` takes the next number as its name, whoever is in
-# it. Rank 1 makes its two groups in the order of first use, and uses gradients first:
+# How do two ranks agree which group is which? By counting. Each `new_group` takes the next number as its name,
+# whatever its members. Rank 1 makes its two groups in the order of first use, and uses gradients first:
 
 
 # %%
@@ -382,15 +387,15 @@ print("right is [2.0, 200.0]; your prediction:", predicted_sums)
 report(two_sums, n=2)
 
 # %% [markdown]
-# A wrong sum, without an error: activations were added to gradients. If each call is waited for, the same mistake is a hang
-# instead. Look where both ranks stand: at the *same* line.
+# A wrong sum, without an error: activations were added to gradients. If the program waits for each call, the same
+# mistake is a hang instead. Look where both ranks wait: at the *same* line.
 
 # %%
 report(one_after_the_other, n=2, timeout=2)
 
 # %% [markdown]
-# Both are in their activations, and the report alone does not say why. Checked mode compares an axis before its groups are
-# made:
+# Both wait for their activations, and the report alone does not say why. Checked mode compares an axis before its
+# groups are made:
 
 # %%
 report(two_sums, n=2, checked=True)
@@ -403,9 +408,9 @@ report(two_sums, n=2, checked=True)
 # pp_ranks = [rank + i * 8 for i in range(4)];        pp_group = dist.new_group(pp_ranks)
 # ```
 #
-# Two mistakes. A rank's pp list begins at the rank itself, not at its group's first. And `new_group` wants *every* rank, for
-# *every* group, members or not, in one order. (With `use_local_synchronization=True` groups are named by their ranks and members
-# alone call; the order of overlapping groups still has to be one.)
+# Two mistakes. A rank's pp list begins at the rank itself, not at its group's first. And *every* rank must call
+# `new_group` for *every* group, member or not, in one order. (With `use_local_synchronization=True` groups are named
+# by their ranks and only members call; overlapping groups still need one order.)
 
 # %%
 from course_lib.layout import make_layout
@@ -419,7 +424,7 @@ print("your prediction:", predicted_new_groups)
 
 # %% [markdown]
 # ## The same in PyTorch
-# All groups, on all ranks, in one order; keep the one you are in. `init_device_mesh` does it for a grid.
+# Make all groups, on all ranks, in one order; keep your own. `init_device_mesh` does this for a mesh.
 
 # %%
 import torch.distributed as dist
@@ -461,18 +466,18 @@ for rank, (sums, grid) in enumerate(theirs):
 
 # %% [markdown]
 # ## Break it and diagnose
-# Five runs on four ranks, one healthy. Each makes two groups for every pair of tp, `acts` and `norms`, starts a sum on both
-# and waits; then it calls on tp, then on dp. Right sums of ranks 0 to 3 begin with 3 and 300 for ranks 0 and 1, 7 and 700
-# for ranks 2 and 3.
+# Five runs on four ranks, one of them correct (its cause is `"healthy"`). Each makes two groups for every pair of tp,
+# `acts` and `norms`, starts a sum on both and waits; then it calls on tp, then on dp. Right sums of ranks 0 to 3
+# begin with 3 and 300 for ranks 0 and 1, 7 and 700 for ranks 2 and 3.
 #
 # - **creation**: one rank made `norms` before `acts`
 # - **order**: two ranks call on dp before tp
 # - **axis**: one rank calls on dp where tp is due, and then on dp again
-# - **skipped**: one rank leaves out its last call, on dp
+# - **skipped**: one rank skips its last call, on dp
 #
-# For each, name illness, axis (`"norms"` for the group made too early, else that of the call which came too early, in place of
-# another or not at all) and culprit (of two, the lower rank); None if healthy. One patient leaves two suspects: then set CHECKED.
-# Another SEED, other patients.
+# For each, name the cause, the axis (`"norms"` for the group made too early, else the axis of the call that came too
+# early, in place of another or not at all) and the faulty rank (of two, the lower one); None if correct. One run
+# leaves two suspects: then set CHECKED. Another SEED draws other runs.
 
 # %%
 SEED = 11
@@ -536,15 +541,15 @@ for lab_run in lab:
 # %% [markdown]
 # <details><summary>How to read it</summary>
 #
-# - **It returns, and a pair has each other's kinds in its sums** (201 and 102, or 403 and 304): *creation*. Both ranks of the pair show it;
-#   checked mode lists what each rank was about to make, and one differs.
-# - **All four stand, two at tp, two at dp**: *order*. tp is due first, so those at dp came too early.
-# - **One has returned, three stand**: *axis*. Who returned got a call on dp from its partner, which then stands at dp once
-#   more: that partner is the culprit. The others wait for it, directly or not.
-# - **Three have returned, one stands at dp**: *skipped*. The culprit is its partner on dp, which has returned.
+# - **It returns, and a pair has mixed both kinds in its sums** (201 and 102, or 403 and 304): *creation*. Both ranks
+#   of the pair show it; checked mode lists the group that each rank was about to make, and one differs.
+# - **All four wait, two at tp, two at dp**: *order*. tp is due first, so the ranks at dp called too early.
+# - **One has returned, three wait**: *axis*. The rank that returned got a call on dp from its partner, which then
+#   waits at dp once more: that partner is the culprit. The others wait for it, directly or not.
+# - **Three have returned, one waits at dp**: *skipped*. The culprit is its partner on dp, which has returned.
 #
-# Ask of each rank that stands: whom does it wait for, and where is that one? Follow it until you are back, or at one that
-# has returned.
+# Ask for each waiting rank: for which rank does it wait, and where is that rank? Follow the chain until it closes or
+# ends at a rank that has returned.
 # </details>
 
 # %%
@@ -552,11 +557,12 @@ lab.grade(diagnosis)  # lab.reveal() shows what they have
 
 # %% [markdown]
 # ## When not to use it
-# - **Priorities where links are apart.** TP on NVLink and DP on network cards do not meet: nothing to give way to.
-# - **Priorities where the link is full.** They move waiting, they make no bandwidth.
-# - **Priorities in a bubble.** A gap opens when a call above was waited for. While a rank waits for a message, nothing that
-#   is held leaves, though the link may be idle.
-# - **Pieces too small.** Each pays 2(n-1) alphas.
+# - **Priorities where links are apart.** TP on NVLink and DP on network cards do not share a link: priorities change
+#   nothing.
+# - **Priorities where the link is full.** They move the waiting and add no bandwidth.
+# - **Priorities in a bubble.** A gap opens when the program has waited for a call of a higher axis. While a rank
+#   waits for a message, no held call is sent, though the link may be idle.
+# - **Pieces too small.** Each costs 2(n-1) alphas.
 # - **A group for everything.** Each is made by all ranks, members or not.
 # - **Checked mode in a long run.** Each call waits for all its ranks: turn it on to find a fault.
 #
@@ -576,12 +582,14 @@ for name, result in steps.items():
 
 # %% [markdown]
 # ## The claims settled
-# **Claim 1: only if their links are apart, and all ranks start their calls in one order.** A note says that groups keep axes
-# from blocking each other. A group isolates a queue. The wire is shared, and opposite orders block for ever.
+# **Claim 1: only if their links are apart, and all ranks start their calls in one order.** A note says that groups
+# keep axes from blocking each other. A group isolates a queue. The axes still share the wire, and opposite orders
+# block for ever.
 #
-# **Claim 2: false.** Groups are named by counting: who leaves out another's group counts wrongly from there on.
+# **Claim 2: false.** Groups are named by counting: a rank that skips another rank's group counts wrongly from there
+# on.
 #
-# **Claim 3: false.** Ready is what one rank sees. Two ranks that see it differently wait for each other.
+# **Claim 3: false.** Each rank decides alone what is ready. Two ranks that decide differently wait for each other.
 
 # %%
 print(
@@ -624,9 +632,9 @@ cheat_sheet()
 
 # %% [markdown]
 # ## Your turn
-# [Five exercises](../exercises/11_groups_in_anger.ipynb), each on its own: queues, sums and rings by hand (10 minutes); the
-# piece that fits into a gap (5); which ranks never go on (15); a bucket that gives way on real ranks (15); and groups made
-# right in raw PyTorch (15).
+# [Five exercises](../exercises/11_groups_in_anger.ipynb), each on its own: queues, sums and rings by hand (10
+# minutes); the piece that fits into a gap (5); which ranks never continue (15); a bucket that gives way on real ranks
+# (15); and groups made right in raw PyTorch (15).
 
 # %% course={"role": "given"}
 from collections import deque
@@ -638,29 +646,30 @@ from course_lib import comm
 
 # %% [markdown] course={"ex": "11-1"}
 # ## 11-1 Queues, sums and rings, by hand
-# Ten minutes, on paper; no code. Two ranks, and a link of 1 ms a message and 1,000 bytes a ms. An all-reduce between two ranks
-# takes 2 messages' latency and its bytes once over the link.
+# Ten minutes, on paper; no code. Two ranks, and a link of 1 ms per message and 1,000 bytes per ms. An all-reduce
+# between two ranks takes the latency of 2 messages and sends its bytes once over the link.
 #
 # At 0 ms a bucket of 50,000 bytes is started. At 10 ms a small call of 4,000 bytes is made.
 #
 # - `alone`: ms that the bucket and the small call take by themselves: [bucket, small]
-# - `one group`: at which ms the small call is through, if both are on one group
-# - `own groups`: the same on groups of their own, each with a link to itself
-# - `one link`: the same on groups of their own that share one link
-# - `held`: now the bucket is held on the shared link and cut into 5 pieces. One piece leaves when the small call, made at 10
-#   ms, is through. The rank computes 20 ms and makes a second small call. When is the first small call through, when the first
-#   piece, when the second small call? Three numbers
+# - `one group`: the ms at which the small call has finished, if both are on one group
+# - `own groups`: the same on two groups, each with its own link
+# - `one link`: the same on two groups that share one link
+# - `held`: now the bucket is held on the shared link and cut into 5 pieces. One piece is sent when the small call,
+#   made at 10 ms, has finished. The rank computes 20 ms and makes a second small call. When have the first small
+#   call, the first piece and the second small call finished? Three numbers
 #
 # Groups:
 #
 # - `new_group`: how often each of 64 ranks calls it for TP 8, PP 4, DP 2
-# - `rank 0`, `rank 1`: two ranks sum a and g on two groups of theirs. Rank 0 has a = 1, g = 10; rank 1 has a = 2, g = 20. Rank
-#   1 made the groups in the other order. Both sums are started before any is waited for. What does each rank get as [a, g]?
+# - `rank 0`, `rank 1`: two ranks sum a and g on two groups. Rank 0 has a = 1, g = 10; rank 1 has a = 2, g = 20. Rank
+#   1 made the groups in the other order. Each rank starts both sums before it waits for any. What does each rank get
+#   as [a, g]?
 #
 # Four ranks, tp groups (0 1) and (2 3), dp groups (0 2) and (1 3); each makes one call on tp and one on dp and waits for each:
 #
 # - `ring`: ranks 0 and 3 begin with tp, 1 and 2 with dp. For which rank does each wait? Four numbers, by rank
-# - `one alone`: rank 0 begins with dp, all others with tp. How many ranks never come to an end?
+# - `one alone`: rank 0 begins with dp, all others with tp. How many ranks never finish?
 
 # %% course={"ex": "11-1", "role": "answer"}
 # BEGIN SOLUTION
@@ -705,8 +714,9 @@ check("11-1", table)
 
 # %% [markdown] course={"ex": "11-2"}
 # ## 11-2 The piece that fits
-# The largest piece of a bucket whose ring all-reduce is through within a gap, in float32 elements (4 bytes each): a whole number,
-# 0 where even an empty one takes longer. Times are in microseconds, `beta` in bytes a microsecond. `ranks` is 2 or more.
+# The largest piece of a bucket with a ring all-reduce that finishes within a gap, in float32 elements (4 bytes each):
+# an integer, 0 where even an empty piece takes longer. Times are in microseconds, `beta` in bytes per microsecond.
+# `ranks` is 2 or more.
 
 
 # %% course={"ex": "11-2", "role": "answer"}
@@ -727,11 +737,12 @@ from course_lib.grading import check
 check("11-2", elements_that_fit)
 
 # %% [markdown] course={"ex": "11-3"}
-# ## 11-3 Who never goes on
-# What checked mode decides. `waits` is a dict from each rank that stands in a call to the ranks that have not made their part of
-# that call yet. A rank that has returned makes no more calls. A rank that is in neither computes, and may come any time.
+# ## 11-3 Which ranks never continue
+# This is the decision of checked mode. `waits` is a dict from each rank that waits in a call to the ranks that have
+# not joined that call yet. A rank that has returned makes no more calls. A rank in neither state computes, and may
+# join at any time.
 #
-# A rank needs *all* that it waits for. Return, sorted, the ranks that stand in a call and will never go on.
+# A rank needs *all* ranks for which it waits. Return, sorted, the ranks that wait in a call and will never continue.
 
 
 # %% course={"ex": "11-3", "role": "answer"}
@@ -755,13 +766,14 @@ check("11-3", never)
 
 # %% [markdown] course={"ex": "11-4"}
 # ## 11-4 A bucket that gives way
-# Some small tensors are to be summed over tp, one after the other: wait for each. A bucket, of one dimension, is to be summed
-# over dp. It gives way: it travels in pieces of at most `most` elements, in order, and one piece is *started* behind each small
-# call that was waited for. What is left when there are no more small calls is started at the end. No piece is waited for before
-# the last small call is through.
+# Some small tensors are to be summed over tp, one after the other: wait for each. A bucket, of one dimension, is to
+# be summed over dp. It gives way: send it in pieces of at most `most` elements, in order, and *start* one piece after
+# each wait for a small call. Start the remaining pieces when there are no more small calls. Do not wait for a piece
+# before the last small call has finished.
 #
-# Checked are the sums on two and four ranks and on one, the order and the bytes of all calls, and when you wait.
-# `comm.all_reduce(x, axis)` waits; `comm.start_all_reduce(x, axis)` returns a handle with `wait()`; `comm.Priorities` refuses.
+# The check looks at the sums on two and four ranks and on one, at the order and the bytes of all calls, and at when
+# you wait. `comm.all_reduce(x, axis)` waits; `comm.start_all_reduce(x, axis)` returns a handle with `wait()`;
+# `comm.Priorities` refuses.
 
 
 # %% course={"ex": "11-4", "role": "answer"}
@@ -790,11 +802,11 @@ check("11-4", give_way)
 # axis, as lists of ranks. The content is the same on every rank; the order of the names, and of the lists, is not: each rank
 # wrote them down as it first met them. Two axes may have the same groups.
 #
-# Make the groups with `dist.new_group` and return a dict from each name to the group that this rank is in, one of its own for
-# each axis.
+# Make the groups with `dist.new_group` and return a dict from each name to this rank's group of that axis, a separate
+# group for each axis.
 #
-# Checked are sums over all returned groups, with all of them started before any is waited for: two ranks and three axes of the
-# same groups, and four ranks in a grid.
+# The check looks at sums over all returned groups, all started before the first wait: two ranks and three axes of the
+# same groups, and four ranks in a 2 × 2 mesh.
 
 
 # %% course={"ex": "11-5", "role": "answer"}
@@ -826,14 +838,15 @@ check("11-5", make_groups)
 # They share a link. A group separates queues, not wires. Hold the buckets back and cut them, or give DP another link.
 # </details>
 #
-# **2.** Why does `Priorities` count calls that were waited for, and not look whether the link is free?
+# **2.** Why does `Priorities` count the calls for which the program has waited, instead of checking whether the link
+# is free?
 #
 # <details><summary>Answer</summary>
-# Whether a link is free is seen at different times on different ranks: they would start their calls in different orders.
-# The program is the same on all ranks of a group.
+# Different ranks would see a free link at different times, and start their calls in different orders. The program is
+# the same on all ranks of a group.
 # </details>
 #
-# **3.** A run hangs. Both ranks of a group stand in the same line. What do you suspect?
+# **3.** A run hangs. Both ranks of a group wait in the same line. What do you suspect?
 #
 # <details><summary>Answer</summary>
 # That it is not the same group: groups made in different orders, or an axis confused with another. Run it checked.
@@ -842,8 +855,8 @@ check("11-5", make_groups)
 # **4.** A job passes on gloo and hangs on cards now and then. Name one cause from this lesson.
 #
 # <details><summary>Answer</summary>
-# Calls on overlapping groups are started in different orders. gloo carries started calls side by side; on cards each is a
-# kernel that holds its place until its partners have come.
+# Calls on overlapping groups are started in different orders. gloo runs started calls side by side; on cards each
+# call is a kernel that occupies its place until its partners have joined.
 # </details>
 #
 # **5.** 4,096 ranks, TP 8, PP 16, DP 32. How many groups does rank 17 make, and how many is it in?
@@ -861,6 +874,7 @@ check("11-5", make_groups)
 # - [torchrec #4708](https://github.com/meta-pytorch/torchrec/pull/4708): one group is one queue, on cards.
 # - Peng et al. 2019, *ByteScheduler*, [doi:10.1145/3341301.3359642](https://doi.org/10.1145/3341301.3359642); Jayarajan et al.
 #   2019, *P3*, [arXiv:1905.03960](https://arxiv.org/abs/1905.03960): priorities and pieces.
-# - Chandy, Misra and Haas 1983, [doi:10.1145/357360.357365](https://doi.org/10.1145/357360.357365): who waits for all.
+# - Chandy, Misra and Haas 1983, [doi:10.1145/357360.357365](https://doi.org/10.1145/357360.357365): a rank that waits
+#   for all others.
 #
 # Next: lesson 12 trains one model under all axes at once.

@@ -15,13 +15,14 @@
 # %% [markdown]
 # # 12 Three, four and five axes at once
 #
-# *60 minutes to read and run, 75 to build.* Every technique so far cut one thing. Here they meet in one model: 8 ranks
-# under three axes, 16 under four and five, equal to one process. You see whose groups a rank is in, in which order gradients
-# become complete, what each axis sends, and why tp lies innermost. You need lessons 03 to 07 and 09; 10 for the experts.
+# *60 minutes to read and run, 75 to build.* Every technique so far partitioned one thing. Here they meet in one
+# model: 8 ranks under three axes, 16 under four and five, equal to one process. You see which groups a rank is in, in
+# which order gradients are reduced, what each axis sends, and why tp is innermost. You need lessons 03 to 07 and 09;
+# 10 for the experts.
 #
 # Vote first: write `"true"`, `"false"` or `"only if ..."`. The claims are settled at the end.
 #
-# 1. *Tensor parallelism sends more than data parallelism, and that more than a pipeline.*
+# 1. *Tensor parallelism sends more than data parallelism, and data parallelism more than a pipeline.*
 # 2. *The number of GPUs is TP x PP x CP x EP x DP.*
 
 # %%
@@ -30,19 +31,19 @@ vote_2 = None
 
 # %% [markdown]
 # ## The question
-# A rank has one coordinate on each axis. Its group of an axis are the ranks that differ from it on that axis alone. Each
-# axis cuts something else, and so sends something else:
+# A rank has one coordinate on each axis. Its group of an axis are the ranks that differ from it on that axis alone.
+# Each axis partitions something else, and so sends something else:
 #
-# | axis | cuts | sends | how often |
+# | axis | partitions | sends | how often |
 # |---|---|---|---|
-# | tp | every matrix | activations | 4 times a layer and micro-batch |
+# | tp | every matrix | activations | 4 times per layer and micro-batch |
 # | cp | the sequence | keys and values | every layer and micro-batch |
-# | ep (inside dp and cp) | the experts | tokens | 4 times a layer and micro-batch |
-# | pp | the layers | activations | twice a hop and micro-batch |
-# | dp | the batch | gradients | once a step |
+# | ep (inside dp and cp) | the experts | tokens | 4 times per layer and micro-batch |
+# | pp | the layers | activations | twice per stage boundary and micro-batch |
+# | dp | the batch | gradients | once per step |
 #
-# A weight is now on some ranks and not on others, its gradient is partial in several ways at once, and some ranks hold
-# copies. When is it complete, and what is the norm of all of it?
+# A weight is now on some ranks only, its gradient is partial in several ways at once, and some ranks hold copies.
+# When is it fully reduced, and what is the norm of the full gradient?
 
 # %% [markdown]
 # ## Predict
@@ -73,8 +74,9 @@ rank_grid(
 )
 
 # %% [markdown]
-# Look at rank 4: it is the second stage of rank 0's pipeline; the third is on the other node. (mp, tp x pp, is one whole model.)
-# Move the sliders (in Jupyter): which order makes dp cross instead? `dp and tp` shows who holds one stage.
+# Look at rank 4: it is the second stage of rank 0's pipeline; the third is on the other node. (mp, tp x pp, is one
+# full model.) Move the sliders (in Jupyter): which order makes dp cross instead? `dp and tp` shows which ranks hold
+# one stage.
 
 # %%
 from course_lib.view.moved import picture_sliders
@@ -95,8 +97,8 @@ picture_sliders(
 )
 
 # %% [markdown]
-# Two notes lay 64 and 512 ranks out as tp-pp-dp. Both write the pipeline group as `[rank + i * 8 for i in range(4)]`. For
-# which ranks is that right?
+# Two notes number 64 and 512 ranks as tp-pp-dp. Both write the pipeline group as `[rank + i * 8 for i in range(4)]`.
+# For which ranks is that right?
 
 # %%
 NOTES = {64: {"tp": 8, "pp": 4, "dp": 2}, 512: {"tp": 8, "pp": 8, "dp": 8}}
@@ -113,8 +115,8 @@ for world, sizes in NOTES.items():
 # Only for the first stage: a group starts at its first member. And all ranks must call `new_group` for all groups, in one
 # order (lesson 11).
 #
-# The notes' third layout serves GPT-3 on 512 GPUs with TP=8 and PP=64, "8 nodes × 8 stages a node". Eight GPUs of a node are one
-# tp group, so that a node holds *one* stage:
+# The notes' third layout serves GPT-3 on 512 GPUs with TP=8 and PP=64, "8 nodes × 8 stages per node". Eight GPUs of a
+# node are one tp group, so a node holds *one* stage:
 
 # %%
 from course_lib import pp
@@ -125,10 +127,10 @@ layers = pp.partition(96, 64)
 print(f"96 layers on 64 stages: {layers.count(2)} stages of 2 and {layers.count(1)} of 1")
 
 # %% [markdown]
-# The slowest stage has two layers, as with 48 stages: the last 128 GPUs bring nothing.
+# The slowest stage has two layers, as with 48 stages: the last 128 GPUs gain nothing.
 #
 # ## One call
-# `compose.parallelize` applies the techniques in a fixed order, each to what those before it have left:
+# `compose.parallelize` applies the techniques in a fixed order, each to the result of the previous ones:
 
 # %%
 from course_lib import compose
@@ -138,11 +140,11 @@ from course_lib.view import show_source
 show_source(build_stages)
 
 # %% [markdown]
-# Groups are made on *all* ranks, so they come while every rank still sees the whole model: pp cuts after that. cp and
-# recomputation go around what is there.
+# Groups are made on *all* ranks, so they come first, while every rank still has the full model: pp splits it after
+# that. cp and recomputation wrap the existing layers.
 #
-# The model is tiny, and in float64: then rounding is 1e-15, and a forgotten sum stands out. Rows have random lengths, so
-# that ranks count different numbers of tokens.
+# The model is tiny, and in float64, so rounding is 1e-15 and a forgotten sum is obvious. Rows have random lengths, so
+# ranks count different numbers of tokens.
 
 # %%
 import torch
@@ -190,8 +192,8 @@ def rows(step, rank=0, size=1):
 
 
 # %% [markdown]
-# One process, for comparison. With experts the auxiliary loss depends on which tokens are in a micro-batch together; so micro-batch
-# k of the twin holds the k-th of every replica.
+# One process, for comparison. With experts the auxiliary loss depends on which tokens are in a micro-batch together,
+# so micro-batch k of the reference holds the k-th of every replica.
 
 
 # %%
@@ -281,18 +283,18 @@ for name, result in runs.items():
     assert norm_off < 1e-10
 
 # %% [markdown]
-# Sixteen ranks, five axes, and the loss of one process to ten digits and more. `ranks agree` is exact: every rank knows the
-# same loss, so all decide alike.
+# Sixteen ranks, five axes, and the loss of one process to ten digits and more. `ranks agree` is exact: every rank has
+# the same loss, so all ranks decide alike.
 #
 # ## In which order a gradient becomes complete
-# A gradient is complete when everybody who used the weight has added his part:
+# A gradient is fully reduced when every rank that used the weight has added its partial gradient:
 #
 # | what is missing | sum over | whose gradients |
 # |---|---|---|
 # | other tokens | dp and cp; experts: edp | all |
-# | other rows | tp, where rows are shared (sequence parallelism) | what is not cut: norms |
-# | other queries | ranks that share a head | key and value heads fewer than tp |
-# | the other end | first and last stage | a tied embedding |
+# | other rows | tp, where rows are sharded (sequence parallelism) | replicated weights: norms |
+# | other queries | KV replication group | key and value heads, if fewer than tp |
+# | the other copy | first and last stage | a tied embedding |
 
 # %%
 from course_lib.compose.gradients import Gradients
@@ -302,11 +304,12 @@ show_source(
 )
 
 # %% [markdown]
-# All are *sums*: the loss was divided by the tokens of all ranks, so no axis averages. `edp` are the ranks with the same
-# experts: dp x cp / ep of them. An expert's gradient already has the tokens of all ep ranks, because they were sent to it.
+# All are *sums*: the loss was divided by the tokens of all ranks, so no axis averages. `edp` are the ranks with the
+# same experts: dp x cp / ep of them. An expert's gradient already includes the tokens of all ep ranks, because they
+# were sent to it.
 #
 # ## The norm: each element once
-# Only then is there a norm. Some of what a rank holds is also on other ranks: `copies` computes on how many from the
+# Only then is there a norm. Some gradients of a rank are also on other ranks: `copies` computes on how many, from the
 # `ShardSpec` of each parameter. Three ways to add up, in the first step of 3D:
 
 
@@ -346,8 +349,9 @@ print(f"your prediction: {predicted_norm}")
 assert abs(norms[0]["each once"] / truth - 1) < 1e-12
 
 # %% [markdown]
-# By its own norm each rank would clip by another factor: weights that are copies drift apart. Counting all gives every rank the
-# *same* wrong norm: training goes on, with a learning rate that depends on the mesh. Neither raises an error.
+# With its own norm each rank would clip by another factor, and replicated weights drift apart. Counting every copy
+# gives every rank the *same* wrong norm: training continues, with a learning rate that depends on the mesh. Neither
+# raises an error.
 #
 # ## What each axis sends: one table
 # Calls and bytes are from the ledgers, all ranks together, last step; the formula is `compose.wire_bytes`, from shapes
@@ -417,9 +421,9 @@ ledger_plot(
 )
 
 # %% [markdown]
-# Exact on every axis but ep: there the formula takes even routing, and the router chooses as it likes. Look at 3D's dp and
-# tp: almost equal bytes, in 16 calls and in 632. Each call costs its alphas, and each of tp's is waited for. Then look at
-# `ms` of pp: few bytes, but it is the axis that crosses nodes here.
+# Exact on every axis but ep: there the formula assumes even routing, and the real routing is uneven. Look at 3D's dp
+# and tp: almost equal bytes, in 16 calls and in 632. Each call costs its alphas, and ranks wait for each of tp's.
+# Then look at `ms` of pp: few bytes, but here this axis crosses nodes.
 #
 # ## Why tp innermost
 # The same step, the same bytes, eight ranks on two nodes of four. Only the order of the axes differs, so that another axis
@@ -454,9 +458,9 @@ for order in ORDERS:
     print(f"{order:10}{cells}{took:10.0f}        {', '.join(crosses)}")
 
 # %% [markdown]
-# Measured has arithmetic, bubble and gloo's own cost in it, much the same in all three. Look at what the last line has more:
-# tp's calls across the slow link. Between dp and pp the difference is small, and depends: pp sends little in many messages,
-# dp much at once, which can hide behind backward. So tp is innermost, and either of the two outermost.
+# The measured time includes arithmetic, bubble and gloo's own cost, much the same in all three. The last line adds
+# tp's calls across the slow link. Between dp and pp the difference is small: pp sends little in many messages, dp
+# much at once, which can hide behind backward. So tp is innermost, and either of the two outermost.
 #
 # The note's own reason is volume: "TP > DP > PP, the largest into the node". Is that always the order?
 #
@@ -465,7 +469,7 @@ for order in ORDERS:
 #
 # $$\underbrace{8\,\tfrac{n-1}{n}\,T h\,b}_{\text{TP: four all-reduces of } Th} \;=\; \underbrace{2\,\tfrac{n-1}{n}\,12h^2\,b}_{\text{DP: one of the gradients}} \quad\Rightarrow\quad T = 3h$$
 #
-# *Together*, t ranks of tp and d of dp: tp has cut the gradients too, a rank has 12h²/t of them. Then
+# *Together*, t ranks of tp and d of dp: tp has sharded the gradients too, a rank has 12h²/t of them. Then
 #
 # $$8\,\tfrac{t-1}{t}\,T h \;=\; 2\,\tfrac{d-1}{d}\,\tfrac{12h^2}{t} \quad\Rightarrow\quad T = 3h\,\frac{d-1}{d\,(t-1)}$$
 #
@@ -516,18 +520,18 @@ for tokens in TOKENS:
 print(f"your prediction: {predicted_tokens}")
 
 # %% [markdown]
-# At 3h, and at half of it in the mesh, the columns meet within a few percent: biases and norms are the rest. So "TP > DP" is
-# a fact about batches. Llama 3's 405B model has h = 16,384: a replica of its table 4 reads 131,072 tokens and more in a step.
-# There TP sends more.
+# At 3h, and at half of it in the mesh, the columns meet within a few percent: biases and norms are the rest. So "TP >
+# DP" is a fact about batches. Llama 3's 405B model has h = 16,384: a replica of its table 4 reads 131,072 tokens or
+# more per step. There TP sends more.
 #
-# And PP? A rank sends 2Th numbers, forward and back, once for all l layers of its stage, where TP pays for each layer: less
-# than TP, always. PP sends more than DP from 2Th = 24h²l/t on: T = 12hl/t tokens, or 12hl where sequence parallelism has
-# cut the activations too.
+# And PP? A rank sends 2Th elements, forward and back, once for all l layers of its stage, while TP sends for each
+# layer: always less than TP. PP sends more than DP from 2Th = 24h²l/t on: T = 12hl/t tokens, or 12hl where sequence
+# parallelism has sharded the activations too.
 #
 # ## Speed-up against N
 # The same work on more ranks: 8 sequences of 128 tokens, 4 layers. DP and PP take 8 micro-batches of one; TP fills no
-# pipeline, and takes two of four, so that it sends less often. First the formulas: work / N, plus bubble, plus what
-# travels, of which nothing hides.
+# pipeline, and takes two of four, so it sends less often. First the formulas: work / N, plus bubble, plus messages,
+# none of them hidden.
 
 # %%
 from course_lib.comm.alpha_beta import ring_seconds
@@ -569,11 +573,11 @@ seconds = {
 }
 
 # %% [markdown]
-# Now real ranks. Arithmetic is slept, links are emulated; messages and waiting are real. TP's compute is slept between real
-# all-reduces; DP and PP train.
+# Now real ranks. Arithmetic is sleep, links are emulated; messages and waiting are real. TP's compute is slept
+# between real all-reduces; DP and PP train.
 #
-# Processes that share two cores pay what is in no formula: gloo's own time for a call. Where a step makes 32 calls one after
-# another, that is much. Measured with one sequence and no emulated link, it has a column of its own.
+# Processes that share two cores add a cost outside all formulas: gloo's own time per call. Where a step makes 32
+# calls one after another, that is much. Measured with one sequence and no emulated link, it has its own column.
 
 
 # %%
@@ -655,14 +659,14 @@ curves(
 )
 
 # %% [markdown]
-# Read TP's points against `and gloo`, roughly this machine's cost; DP and PP also run a real optimizer, which is in no line.
-# Read the lines against each other: they are what a cluster pays, where a call's own cost is microseconds. DP ends at
-# 8 sequences, PP at 4 layers, TP at 8 heads. Hence several axes: 8 sequences x 8 heads x 4 layers are 256 ranks, where no single
-# axis goes beyond 8.
+# Read TP's points against `and gloo`, roughly this machine's cost; DP and PP also run a real optimizer, which is in
+# no line. Compare the lines: they are the cost on a cluster, where a call's own cost is microseconds. DP can use at
+# most 8 ranks (sequences), PP 4 (layers), TP 8 (heads). Hence several axes: 8 sequences x 8 heads x 4 layers are 256
+# ranks, where no single axis goes beyond 8.
 #
 # ## Which combinations are refused
-# Not every choice works with every other. `compose.refusals` says why, before any process starts; `discouraged` says what
-# works and should not be used.
+# Not every choice works with every other. `compose.refusals` says why, before any process starts; `discouraged` lists
+# plans that work and should not be used.
 
 # %%
 import textwrap
@@ -684,10 +688,12 @@ for sentence in compose.discouraged(CONFIG, {"pp": 4}, Plan(micro_batches=2)):
     print(textwrap.fill(sentence, 100, initial_indent="    - ", subsequent_indent="      "))
 
 # %% [markdown]
-# The first is the one to remember: it does not fail, it pays. A pipeline wants many micro-batches, ZeRO-2 sends for each.
+# Remember the first: it does not fail, it is expensive. A pipeline needs many micro-batches, and ZeRO-2 sends for
+# each.
 #
 # ## From sixteen ranks to one process
-# 4D saved a checkpoint after its last step. It knows no ranks: whole tensors by name. One process reads it, and goes on.
+# 4D saved a checkpoint after its last step. It contains full tensors by name, no ranks. One process reads it, and
+# continues.
 
 
 # %%
@@ -739,15 +745,17 @@ for rank, told in enumerate(run(in_pytorch, n=8)):
 
 # %% [markdown]
 # ## Break it and diagnose
-# Five runs of 8 ranks, dp=4, pp=2, ep=2, with experts, a tied embedding and clipping. One is healthy, four are ill:
+# Five runs of 8 ranks, dp=4, pp=2, ep=2, with experts, a tied embedding and clipping. One is correct (its cause is
+# `"healthy"`), four are faulty:
 #
-# - **replicas**: the norm counts what every rank holds, copies too
-# - **own norm**: each rank clips by the norm of what it holds
+# - **replicas**: the norm counts every rank's gradients, copies too
+# - **own norm**: each rank clips by the norm of its own gradients
 # - **experts**: one rank divides its experts' gradients by dp
 # - **tied**: first and last stage do not exchange the embedding's gradient
 #
-# For each say illness, the axis whose communication is wrong or missing (`"world"`, `"edp"`, `"pp"`), and the rank (a number or
-# `"all"`). Gradients are before clipping, against those of a healthy rank at the same place. Another SEED, other patients.
+# For each say the cause, the axis of the wrong or missing communication (`"world"`, `"edp"`, `"pp"`), and the rank (a
+# number or `"all"`). Gradients are before clipping, against a correct rank at the same place. Another SEED draws
+# other runs.
 
 # %%
 SEED = 2
@@ -865,12 +873,12 @@ for name, result in observations.items():
 #
 # - **All gradients right, the norm too large and equal on all ranks**: *replicas*. Steps are clipped too
 #   much.
-# - **All gradients right, the norm differs by rank**: *own norm*. Weights that should be copies drift apart.
-# - **Experts wrong on one rank**: *experts*. Its copies of them are no copies any more; the rank is the one whose ratio is
-#   not 1.
-# - **Embedding wrong on both stages, and the two ends apart**: *tied*. Each end has only its own part.
+# - **All gradients right, the norm differs by rank**: *own norm*. Replicated weights drift apart.
+# - **Experts wrong on one rank**: *experts*. Its experts differ from their copies; the faulty rank's ratio is not 1.
+# - **Embedding wrong on both stages, and the two copies apart**: *tied*. Each has only its own partial gradient.
 #
-# Two checks find all of it: the gradient norm of a serial twin, and a checksum of every copy over its holders.
+# Two checks find all of it: the gradient norm of a single-process reference, and a checksum of every copy over its
+# ranks.
 # </details>
 
 # %%
@@ -878,15 +886,16 @@ lab.grade(diagnosis)  # lab.reveal() shows what they have
 
 # %% [markdown]
 # ## When not to use it
-# - **Fewer axes do.** Each one adds a way to be wrong that raises no error. One node, a model that fits with ZeRO: take that.
+# - **Fewer axes suffice.** Each adds mistakes that raise no error. On one node, if the model fits with ZeRO, use
+#   ZeRO.
 # - **tp beyond a node.** See the curve. First pp, then cp for long sequences.
-# - **pp with few micro-batches.** dp x micro-batches is bounded by the batch: large dp leaves each pipeline little to do.
+# - **pp with few micro-batches.** dp x micro-batches is bounded by the batch: large dp leaves each pipeline few.
 # - **cp for short sequences.** It divides the tokens of a rank like dp, and sends more.
 # - **ZeRO-2 and ZeRO-3 in a pipeline.** Refused above.
 #
 # ## The table that grows
-# A rank's weights and optimizer state (the fullest rank), bytes of all ranks in a step, lines of code that compose adds to
-# what the techniques have.
+# A rank's weights and optimizer state (the fullest rank), bytes of all ranks in a step, lines of code that compose
+# adds to the techniques.
 
 # %%
 from course_lib.compose import build, gradients, trainer
@@ -905,21 +914,22 @@ for name, result in runs.items():
 # (5D has four times the experts of one MLP; its one process would hold more than the first line says.)
 #
 # ## The claims settled
-# **Claim 1: only if a replica's tokens lie between two thresholds.** TP passes DP at 3h (in a mesh 3h(d-1)/(d(t-1))), and PP
-# passes DP at about 12hl/t: activations grow with tokens, gradients do not. What makes tp innermost in any case is that its
-# messages are many, and hardly any can hide (lesson 05).
+# **Claim 1: only if a replica's tokens lie between two thresholds.** TP passes DP at 3h (in a mesh 3h(d-1)/(d(t-1))),
+# and PP passes DP at about 12hl/t: activations grow with tokens, gradients do not. tp is innermost in any case
+# because its messages are many, and hardly any can hide (lesson 05).
 #
-# **Claim 2: false.** ep lies inside dp x cp: the ranks that share experts are ranks with different data. [Megatron Core's
-# guide](https://docs.nvidia.com/megatron-core/developer-guide/latest/user-guide/parallelism-guide.html) prints that product; with
-# ep=2 it would ask 5D for 32 ranks, and it ran on:
+# **Claim 2: false.** ep is inside dp x cp: the ranks of an ep group have different data. [Megatron Core's
+# guide](https://docs.nvidia.com/megatron-core/developer-guide/latest/user-guide/parallelism-guide.html) prints that
+# product; with ep=2 it would ask 5D for 32 ranks, and it ran on:
 
 # %%
 print(f"5D ran on {len(runs['5D'])} ranks; your votes: 1 {vote_1}; 2 {vote_2}")
 
 # %% [markdown]
 # ## Cheat-sheet
-# Llama 3's two layouts and a note's, bytes and times computed from the library's formulas: bfloat16, ZeRO-1, sums in float32.
-# The links are an assumption: 450 GB/s inside a node of eight, 50 GB/s a GPU between nodes, one way, alphas left out.
+# Llama 3's two layouts and a note's, bytes and times computed from the library's formulas: bfloat16, ZeRO-1, sums in
+# float32. The links are an assumption: 450 GB/s inside a node of eight, 50 GB/s per GPU between nodes, one way,
+# without alphas.
 
 
 # %%
@@ -954,11 +964,12 @@ cheat_sheet("Llama 3, long", LLAMA, {"tp": 8, "cp": 16, "pp": 16, "dp": 8}, 128,
 cheat_sheet("GPT-3, note's 512", GPT3, {"tp": 8, "pp": 8, "dp": 8}, 512, 2048, 64)
 
 # %% [markdown]
-# The last line of each takes TP's bytes as proportional to tokens. It lies above the rule of thumb because gradients travel
-# in float32 here, activations in bfloat16; and cp=16 divides the tokens of a rank.
+# The last line of each takes TP's bytes as proportional to tokens. It is above the rule of thumb because gradients
+# are sent in float32 here, activations in bfloat16; and cp=16 divides the tokens of a rank.
 #
-# A note leaves Llama 3's CP open ("CP = ?"): 1 at 8,192 tokens, 16 at 131,072, and dp falls from 128 to 8, so that the
-# product stays. The other note guesses 5 ms a layer for TP and 50 ms for a pipeline's transfer; by its own links:
+# A note leaves Llama 3's CP open ("CP = ?"): 1 at 8,192 tokens, 16 at 131,072, and dp falls from 128 to 8, so that
+# the product stays. The other note guesses 5 ms per layer for TP and 50 ms for a pipeline's transfer; by its own
+# links:
 
 # %%
 activation = 2048 * GPT3.hidden * 2  # one sequence in bfloat16
@@ -968,8 +979,9 @@ print(f"PP, one activation at 25 GB/s: {1e3 * activation / 25e9:.1f} ms a micro-
 
 # %% [markdown]
 # ## Your turn
-# [Five exercises](../exercises/12_five_axes.ipynb), each on its own: a mesh by hand (10 minutes), who holds a copy (5), bytes
-# on each axis (15); and on real ranks the norm across axes (20), and complete gradients in raw PyTorch (25).
+# [Five exercises](../exercises/12_five_axes.ipynb), each on its own: a mesh by hand (10 minutes), which ranks hold a
+# copy (5), bytes on each axis (15); and on real ranks the norm across axes (20), and fully reduced gradients in raw
+# PyTorch (25).
 
 # %% course={"role": "given"}
 import torch
@@ -984,15 +996,16 @@ from course_lib import comm
 # - `coordinates`: of rank 13, [tp, dp, pp]
 # - `groups`: of rank 13, the ranks of its groups of [tp, dp, pp], such as [[0, 1], [0, 1, 2], [0, 4]]
 # - `crosses`: the axes whose groups cross nodes, such as `"tp dp"`
-# - `copies`: on how many ranks, this one included, is the complete gradient of a matrix that tp cuts, of a norm's weight, and of the
-#   tied embedding (cut by tp, used by both stages)? No ZeRO: a list of three
+# - `copies`: on how many ranks, this one included, is the fully reduced gradient of a matrix that tp shards, of a
+#   norm's weight, and of the tied embedding (sharded by tp, used by both stages)? No ZeRO: a list of three
 # - `copies, ZeRO-1`: the same, where dp's sum leaves a shard
-# - `squared norm`: without ZeRO each of the 16 ranks has matrices' gradients whose squares add up to 3 and norms' gradients whose
-#   squares add up to 4 (no embedding): the squared norm of the whole model's gradient
-# - `counted twice`: the same, if every rank adds all that it holds
+# - `squared norm`: without ZeRO each of the 16 ranks has matrices' gradients whose squares add up to 3 and norms'
+#   gradients whose squares add up to 4 (no embedding): the squared norm of the full model's gradient
+# - `counted twice`: the same, if every rank adds all its gradients
 # - `tokens`: h = 1024. From how many tokens of a replica does TP send more than DP: [as alternatives on 4 ranks, together in
 #   this mesh]
-# - `experts`: with ep=2 and 8 experts a layer: [ranks in all, experts on a rank, ranks over which an expert's gradient is summed]
+# - `experts`: with ep=2 and 8 experts per layer: [ranks in all, experts on a rank, ranks over which an expert's
+#   gradient is summed]
 
 # %% course={"ex": "12-1", "role": "answer"}
 # BEGIN SOLUTION
@@ -1023,10 +1036,11 @@ mesh = {
 
 # %% [markdown] course={"ex": "12-1", "role": "answer"}
 # - 13 = 1 + 2 · (2 + 4 · 1). A step on tp is 1 rank, on dp 2, on pp 8: that is a node.
-# - A matrix is on the 4 ranks of dp; a norm on 4 · 2; the embedding's part on 4, in two stages. ZeRO-1 takes the 4 away.
+# - A matrix is on the 4 ranks of dp; a norm on 4 · 2; the embedding's shard on 4, in two stages. ZeRO-1 removes the
+#   4.
 # - 16 · 3 / 4 + 16 · 4 / 8 = 12 + 8. All of it: 16 · 7.
 # - 3h; and 3h · 3 / (4 · 1).
-# - ep lies inside dp: no rank more. 8 / 2 experts; dp / ep = 2 ranks hold the same ones.
+# - ep is inside dp: no extra ranks. 8 / 2 experts; dp / ep = 2 ranks hold the same ones.
 
 # %% course={"ex": "12-1", "role": "check"}
 from course_lib.grading import check
@@ -1034,12 +1048,12 @@ from course_lib.grading import check
 check("12-1", mesh)
 
 # %% [markdown] course={"ex": "12-2"}
-# ## 12-2 Who holds a copy
-# On how many ranks of the mesh, this one included, is what this rank holds of a complete gradient? Its square counts one
-# over that in the norm. Write the line that is missing.
+# ## 12-2 Which ranks hold a copy
+# On how many ranks of the mesh, this one included, is this rank's shard of a fully reduced gradient? Its square
+# counts one over that number in the norm. Write the missing line.
 #
-# - `cut`: tp cuts the weight; else all ranks of tp have it whole
-# - `expert`: the weight is an expert's, so that ep has divided the ranks that hold it
+# - `cut`: tp shards the weight; otherwise it is replicated on all ranks of tp
+# - `expert`: the weight belongs to an expert, so ep has divided the ranks that hold it
 # - `ends`: it is a tied embedding that first and last stage both hold
 # - `sharded`: ZeRO has left this rank a shard that no other rank of the same data axis has
 
@@ -1060,13 +1074,15 @@ check("12-2", holders)
 
 # %% [markdown] course={"ex": "12-3"}
 # ## 12-3 Bytes on each axis
-# What all ranks together send in a step, by axis. The model is `layers` layers of 12h² parameters and nothing else (no biases,
-# norms, vocabulary); h is `hidden`. Numbers have 4 bytes. A replica reads `tokens` tokens in a step, in however many
-# micro-batches. `sizes` has tp, dp and pp; pp divides the layers.
+# Return the bytes that all ranks together send in a step, by axis. The model is `layers` layers of 12h² parameters
+# and nothing else (no biases, norms, vocabulary); h is `hidden`. Elements have 4 bytes. A replica reads `tokens`
+# tokens in a step, in any number of micro-batches. `sizes` has tp, dp and pp; pp divides the layers.
 #
-# - **tp**: four all-reduces a layer of all tokens' activations (h numbers a token); a rank has layers / pp layers
+# - **tp**: four all-reduces per layer of all tokens' activations (h elements per token); a rank has layers / pp
+#   layers
 # - **dp**: one all-reduce of the rank's gradients
-# - **pp**: activations forward and their gradients back over each of the pp - 1 hops; every rank of tp sends them whole
+# - **pp**: activations forward and their gradients back over each of the pp - 1 stage boundaries; every rank of tp
+#   sends them in full
 #
 # An all-reduce of S bytes over n ranks sends 2(n-1)/n S from each rank.
 
@@ -1093,18 +1109,18 @@ check("12-3", sent)
 
 # %% [markdown] course={"ex": "12-4"}
 # ## 12-4 Clip across two axes
-# A rank of a tp x pp mesh holds complete gradients of three kinds:
+# A rank of a tp x pp mesh holds fully reduced gradients of three kinds:
 #
-# - `"cut"`: its part; every other rank has another part
-# - `"copied"`: a weight that tp does not cut; the ranks of its tp group hold equal tensors, other stages have others
-# - `"tied"`: the tied embedding's. Only ranks with coordinate 0 or pp.size - 1 on pp have this key. It is cut over tp, and both
-#   ends hold the same part
+# - `"cut"`: its shard; every other rank has another shard
+# - `"copied"`: a weight that tp replicates; the ranks of its tp group hold equal tensors, other stages have others
+# - `"tied"`: the tied embedding's. Only ranks with coordinate 0 or pp.size - 1 on pp have this key. It is sharded
+#   over tp, and both stages hold the same shard
 #
-# Write the clipping: the norm of the whole model's gradient, in which every element counts once; then, where it is above
-# `max_norm`, scale all gradients in place by max_norm / norm.
+# Write the clipping: the norm of the full model's gradient, in which every element counts once; then, where it is
+# above `max_norm`, scale all gradients in place by max_norm / norm.
 #
-# Checked on one to four ranks are the norm on every rank, the gradients (untouched where the norm is small), and that only
-# single numbers travel.
+# The check looks at the norm on every rank of one to four, and at the gradients (unchanged where the norm is small).
+# Only scalars may be sent.
 
 
 # %% course={"ex": "12-4", "role": "answer"}
@@ -1131,19 +1147,21 @@ from course_lib.grading import check
 check("12-4", clip)
 
 # %% [markdown] course={"ex": "12-5"}
-# ## 12-5 Complete gradients in raw PyTorch
-# After backward, on a mesh of tp, dp and pp, with `torch.distributed` alone; `course_lib` refuses here. Complete the gradients of
-# this rank, in place. `gradients` is a dict:
+# ## 12-5 Fully reduced gradients in raw PyTorch
+# After backward, on a mesh of tp, dp and pp, with `torch.distributed` alone; `course_lib` refuses here. Reduce the
+# gradients of this rank fully, in place. `gradients` is a dict:
 #
-# - `"matrix"`: cut over tp. The other ranks of dp have other tokens
-# - `"norm"`: not cut; ranks of tp have other rows, ranks of dp other tokens
-# - `"expert"`: of the experts on this rank. Here ep is all of dp: no other rank has them, and all tokens have come to them
-# - `"tied"`: only on the first and the last stage: each has its own part of the embedding's gradient, of its own tokens of dp
+# - `"matrix"`: sharded over tp. The other ranks of dp have other tokens
+# - `"norm"`: replicated; ranks of tp have other rows, ranks of dp other tokens
+# - `"expert"`: of the experts on this rank. Here ep is all of dp: no other rank has them, and all tokens were sent to
+#   them
+# - `"tied"`: only on the first and the last stage: each has its own partial gradient of the embedding, from its own
+#   tokens of dp
 #
 # `tp`, `dp` and `pp` are process groups, each made by `dist.new_group`, also those of one rank. The losses are divided already:
 # gradients are summed. `dist.get_process_group_ranks(pp)` are the global ranks of the stages in order.
 #
-# Checked on one to four ranks are all gradients and what travels.
+# The check looks at all gradients and all messages on one to four ranks.
 #
 # Of use: `dist.all_reduce(x, group=tp)`; `dist.batch_isend_irecv([dist.P2POp(dist.isend, x, peer), dist.P2POp(dist.irecv, y,
 # peer)])` returns works to wait for; peers are global ranks. x must not change before its work is done.
@@ -1185,7 +1203,7 @@ check("12-5", complete)
 # like dp's.
 # </details>
 #
-# **2.** Loss curves of tp=1 and tp=4 agree without clipping and part with it. Where do you look?
+# **2.** Loss curves of tp=1 and tp=4 agree without clipping and diverge with it. Where do you look?
 #
 # <details><summary>Answer</summary>
 # The norm. Norm weights and other copies are counted tp times, or the sum over tp (or pp) is missing, so that ranks clip
@@ -1202,14 +1220,15 @@ check("12-5", complete)
 # **4.** tp=8 fills a node. Why may pp or dp be next, and what decides?
 #
 # <details><summary>Answer</summary>
-# Both send where no one waits at once, or can be made to. PP: bytes of activations per hop and micro-batch, and the bubble; DP: gradients
-# once, beside backward. Few tokens a replica favour pp, many favour dp; memory often decides first.
+# Both can send while no rank waits. PP: bytes of activations per stage boundary and micro-batch, and the bubble; DP:
+# gradients once, beside backward. Few tokens per replica favor pp, many favor dp; memory often decides first.
 # </details>
 #
 # **5.** You have 4D, and must take ZeRO to save memory. Which stage, and why?
 #
 # <details><summary>Answer</summary>
-# Stage 1: it sends once a step what DP would. Stages 2 and 3 send for every micro-batch, of which a pipeline needs many.
+# Stage 1: it sends as much as DP, once per step. Stages 2 and 3 send for every micro-batch, and a pipeline needs
+# many.
 # </details>
 #
 # ## Sources and what next

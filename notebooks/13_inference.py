@@ -15,14 +15,16 @@
 # %% [markdown]
 # # 13 Inference: one token after the other
 #
-# *50 minutes to read and run, 60 to build.* Nothing is trained here. A model answers requests, and what decides is no longer
-# the gradient but the next token: what it waits for, what is kept for it, and that all ranks choose the same one. Every
-# axis of the course comes back with another price. You need lessons 03, 05 to 07 and 09; 10 for the part on experts.
+# *50 minutes to read and run, 60 to build.* Nothing is trained here. A model answers requests, and the next token
+# replaces the gradient: which messages it waits for, which keys and values are stored for it, and that all ranks
+# choose the same one. Every axis of the course returns with another price. You need lessons 03, 05 to 07 and 09; 10
+# for the part on experts.
 #
 # Vote first: write `"true"`, `"false"` or `"only if ..."`. The claims are settled at the end.
 #
-# 1. *If the model fits one GPU, eight replicas (DP8) have three times the throughput of one model cut in eight (TP8).*
-# 2. *For serving, TP inside a node and PP across nodes minimises latency.*
+# 1. *If the model fits one GPU, eight replicas (DP8) have three times the throughput of one model sharded over eight
+#    GPUs (TP8).*
+# 2. *For serving, TP inside a node and PP across nodes minimizes latency.*
 
 # %%
 vote_1 = None
@@ -30,7 +32,7 @@ vote_2 = None
 
 # %% [markdown]
 # ## The question
-# A request has a prompt of S tokens and wants m new ones. Two kinds of work follow:
+# A request has a prompt of S tokens and asks for m new ones. Two kinds of work follow:
 #
 # ```
 #  prefill   the whole prompt in one forward    S rows        gives token 1
@@ -38,12 +40,13 @@ vote_2 = None
 #            token 2                            1 row         gives token 3  ...
 # ```
 #
-# Decode is a chain: token 3 needs token 2. And one row uses every weight once, so a step reads the whole model from memory
-# to do very little arithmetic. What can many ranks do about that?
+# Decode is a chain: token 3 needs token 2. And one row uses every weight once, so a step reads the full model from
+# memory to do very little arithmetic. What can many ranks do about that?
 #
 # ## Predict
-# The model has 4 layers, hidden 64, 8 query heads, 4 heads of keys and values. It is trained for a moment, so that tokens are
-# more than noise. Numbers have 8 bytes (float64), so that no rounding decides between two tokens. Fill in what you can.
+# The model has 4 layers, hidden 64, 8 query heads, 4 heads of keys and values. It is trained for a moment, so that
+# tokens are more than noise. Elements have 8 bytes (float64), so that no rounding decides between two tokens. Fill in
+# what you can.
 
 # %%
 import torch
@@ -90,8 +93,9 @@ predicted_winner_64 = None  # and with 64
 
 # %% [markdown]
 # ## The KV cache
-# Under a causal mask an earlier row never looks at a later one: its keys and values stay what they are. Keep them, and a new
-# token costs one row. First without; then `serve`, where a `Scheduler` notes who waits and who has which slot:
+# Under a causal mask an earlier row never looks at a later one, so its keys and values do not change. Store them, and
+# a new token costs one row. First without; then `serve`, with a `Scheduler` that records which requests wait and
+# which slot each has:
 
 # %%
 from course_lib.inference import Replica, Scheduler, serve
@@ -119,7 +123,7 @@ print(f"share {TOKENS / without:.2f}, your prediction {predicted_rows}")
 print(repr(PROMPTS[1] + decode(torch.tensor(SERIAL[1]))))
 
 # %% [markdown]
-# A request's last token is never fed back: S + m - 1 rows. What a cache layer does instead of plain attention:
+# A request's last token is never fed back: S + m - 1 rows. A cache layer replaces plain attention:
 
 # %%
 from course_lib.inference.cache import LayerCache
@@ -128,8 +132,8 @@ from course_lib.view import show_source
 show_source(LayerCache.__call__)
 
 # %% [markdown]
-# Its bytes: keys and values, for each layer, slot (a request's place; N of them), position (T) and *key-value* head (G). Grouped
-# queries share heads, and here is why models have them:
+# Its bytes: keys and values, for each layer, slot (a request's place; N of them), position (T) and *key-value* head
+# (G). Grouped queries share heads, and this is why models have them:
 
 # %%
 print(f"measured {replica.cache.nbytes:,}, formula", end=" ")
@@ -153,19 +157,19 @@ for kv_heads in (64, 8, 1):
     print(f"  {kv_heads:2} heads of keys and values: {size / 1e9:6.2f} GB")
 
 # %% [markdown]
-# The whole question of decode in one division: a step reads each weight once, 2 bytes, and does 2 operations with it for
-# every request in the batch. An H100 (SXM) does 989e12 bfloat16 operations a second and reads 3.35e12 bytes (NVIDIA's data
-# sheet). Below that many requests at once, arithmetic waits for memory:
+# The whole question of decode in one division: a step reads each weight once, 2 bytes, and does 2 operations with it
+# for every request in the batch. An H100 (SXM) does 989e12 bfloat16 operations and reads 3.35e12 bytes per second
+# (NVIDIA's data sheet). Below that many requests at once, arithmetic waits for memory:
 
 # %%
 print(f"reading and arithmetic take the same time at {989 / 3.35:.0f} requests at once")
 
 # %% [markdown]
-# So a decode step costs about W + B c: W to read the weights, whatever the batch, and a little c for each of B requests,
-# first of all to read its cache. Remember this line; the ranks below are paced by it.
+# So a decode step costs about W + B c: W to read the weights, whatever the batch, and a small c for each of B
+# requests, mostly to read its cache. Remember this formula; the ranks below are paced by it.
 #
 # ## Data parallelism: nothing is sent
-# A replica a rank, every n-th request to each.
+# One replica per rank; each serves every n-th request.
 
 # %%
 from course_lib import tp
@@ -216,12 +220,13 @@ for rank, one in enumerate(result):
 print(f"your prediction: {predicted_dp}")
 
 # %% [markdown]
-# No token comes sooner, and each rank holds all weights. (One note says that DP "does not exist" in inference, another that it
-# is the first choice. Both mean this: replicas, and not a word between them.)
+# No token comes sooner, and each rank holds all weights. (One note says that DP "does not exist" in inference,
+# another that it is the first choice. Both mean this: replicas that send nothing to each other.)
 #
-# ## Tensor parallelism: two all-reduces a layer, and a choice
-# The layers are lesson 05's, forward only. New is the end. The head is cut by the vocabulary (lesson 06), a rank has the
-# logits of V/n tokens. Gathering them would cost V numbers a token. But a maximum of maxima is the maximum: two numbers a rank are enough.
+# ## Tensor parallelism: two all-reduces per layer, and a choice
+# The layers are lesson 05's, forward only. The LM head is new. It is sharded by the vocabulary (lesson 06), so a rank
+# has the logits of V/n tokens. Gathering them would cost V elements per token. But the maximum of the ranks' maxima
+# is the maximum, so two numbers per rank are enough.
 
 # %%
 from course_lib import comm
@@ -246,7 +251,7 @@ for rank, (pair, token) in enumerate(run(choose_by_hand, n=2)):
 show_source(inference.choose)
 
 # %% [markdown]
-# Now the whole model, every byte of every request:
+# Now the full model, every byte of every request:
 
 # %%
 from course_lib.ledger import wire
@@ -270,8 +275,8 @@ assert calls == 2 * CONFIG.layers + 2
 print(f"2 a layer, one for the embedding, one for the choice; your prediction {predicted_calls}")
 
 # %% [markdown]
-# `gathered` is what the choice would cost if all logits travelled; real vocabularies are 500 times as large as ours. The
-# cache is cut with the heads, down to one head a rank. Beyond that, ranks hold copies:
+# `gathered` is the cost of the choice if ranks sent all logits; real vocabularies are 500 times as large as ours. The
+# cache is sharded with the heads, down to one head per rank. Beyond that, ranks hold copies:
 
 # %%
 for n in (1, 4, 8, 16):
@@ -281,13 +286,13 @@ for n in (1, 4, 8, 16):
     )
 
 # %% [markdown]
-# A note gives TP's volume per sample as 192 × B × S × H × 2 bytes. That is the payload of a *prefill*, S the prompt; of a
-# decoded token S is 1. And "TP can be overlapped" was settled in lesson 05.
+# A note gives TP's volume per sample as 192 × B × S × H × 2 bytes. That is the payload of a *prefill*, where S is the
+# prompt; for a decoded token S is 1. And "TP can be overlapped" was settled in lesson 05.
 #
 # ## Pipelines: groups take turns
-# A token needs all p stages one after the other, and the next token needs this one. One group of requests keeps one stage of
-# p busy. With g groups in flight g stages are, at most all: stage 1 works on group 1 while stage 0 works on group 2,
-# micro-batches of requests. In a *tick* each stage takes one turn.
+# A token needs all p stages one after the other, and the next token needs this one. One group of requests keeps one
+# stage of p busy. With g groups in flight, up to p stages are busy: stage 1 works on group 1 while stage 0 works on
+# group 2, micro-batches of requests. In a *tick* each stage runs one group once.
 
 # %%
 from course_lib.mesh import Conditions
@@ -339,12 +344,12 @@ perfetto(in_turn[4].traces, path, title="Four groups in flight")
 print(f"{path.name}: {path.stat().st_size / 1000:.0f} kB")
 
 # %% [markdown]
-# (A box without a number is the prefill of a request; numbers are groups.) Look at `ms a token`: it does not fall. Four groups
-# give more than three times the tokens because there are four times the requests (and a pipeline to fill and drain);
-# six are more than there are stages, and each waits longer. Cutting the *same* requests into more groups gains little where
-# a step's time is W, whatever it holds.
+# (A box without a number is the prefill of a request; numbers are groups.) Look at `ms a token`: it does not fall.
+# Four groups give more than three times the tokens because there are four times the requests (and a pipeline to fill
+# and drain); six are more than there are stages, and each waits longer. Splitting the *same* requests into more
+# groups gains little where a step takes W for any number of requests.
 #
-# Sent are a hidden vector to each next stage, p-1 in all, and the token back to all earlier stages:
+# The ranks send a hidden vector to each next stage, p-1 in all, and the token back to all earlier stages:
 
 # %%
 result = runs["pp on 4"] = run(on_ranks, {"pp": RANKS}, 4, 4, n=RANKS)
@@ -355,12 +360,13 @@ print(f"all ranks together {int(sent):,} bytes, formula {int(formula):,}")
 assert sent == formula
 
 # %% [markdown]
-# (A note says "each layer: 1 transfer" and counts 3 for 96 layers on 4 stages. The 3 is right: one for each border.)
+# (A note says "each layer: 1 transfer" and counts 3 for 96 layers on 4 stages. The 3 is right: one for each stage
+# boundary.)
 #
 # ## Context parallelism: a long prompt
-# A prompt of 100,000 tokens is a prefill that one rank computes for a long time, and a cache that it may not hold. All ranks
-# read it, each its chunks, with ring attention (lesson 09), and keep the rows where they are. In decode every rank attends
-# to the rows that it has; the parts are joined by their log-sum-exp:
+# A prompt of 100,000 tokens is a prefill that one rank computes for a long time, and a cache that it may not hold.
+# All ranks read it, each its chunks, with ring attention (lesson 09), and each stores its own rows. In decode every
+# rank attends to its own rows, and the partial results are merged by their log-sum-exp:
 
 # %%
 from course_lib.inference import context
@@ -379,11 +385,11 @@ moved = float(inference.moved_cache_bytes(llama_70b(), 131072, 8)) / 1e6
 print(f"Llama 3 70B on 8 ranks: {per_token:.1f} MB a token; gathering 131,072 rows {moved:,.0f} MB")
 
 # %% [markdown]
-# The query goes to the cache, not the cache to the query. Your exercise 13-4.
+# The query is sent to the cache, not the cache to the query. Exercise 13-4 builds this.
 #
-# ## Expert parallelism: nobody may leave early
-# Replicas that share experts (lesson 10) must all take every step: an all-to-all waits for everyone, also for a replica that
-# has no request left.
+# ## Expert parallelism: no rank may leave early
+# Replicas that share experts (lesson 10) must all take every step: an all-to-all waits for every rank, also for a
+# replica without requests.
 
 # %%
 from course_lib import ep
@@ -411,9 +417,9 @@ assert len({one["steps"] for one in shared}) == 1
 
 # %% [markdown]
 # ## Sampling: one draw for all ranks
-# Greedy is a maximum. Drawing can be made one too: with logits z, temperature T and, for each token, noise e from an exponential
-# distribution, the argmax of z/T - log e is distributed as softmax(z/T). The noise follows from (seed, request, position) alone,
-# so every rank has the same, for any number of ranks and any batching:
+# Greedy decoding is a maximum. Sampling can also be written as a maximum: with logits z, temperature T and, for each
+# token, noise e from an exponential distribution, the argmax of z/T - log e is distributed as softmax(z/T). The noise
+# follows from (seed, request, position) alone, so every rank has the same, for any number of ranks and any batching:
 
 # %%
 show_source(inference.sampling.gumbel)
@@ -430,12 +436,12 @@ print()
 print("on 1, 2 and 4 ranks:", repr(PROMPTS[1] + decode(torch.tensor(drawn[4][1]))))
 
 # %% [markdown]
-# What if each rank drew for itself? That is the lab below.
+# The lab below shows what happens if each rank draws for itself.
 #
 # ## Continuous batching
-# Requests end at different times. A static batch keeps their slots empty until the last one is over. A continuous one
-# (Orca) lets the next request in at once. A scheduler needs no model to show it: each column is a step, each line a slot; a digit
-# is the request that gets a token, a step that shows one digit alone is (mostly) a prefill.
+# Requests end at different times. A static batch keeps their slots empty until the last request ends. Continuous
+# batching (Orca) starts the next request at once. The scheduler needs no model to show it: each column is a step,
+# each line a slot. A digit is the request that gets a token; a step with one digit alone is (mostly) a prefill.
 
 # %%
 from course_lib.bench import inference as bench
@@ -461,12 +467,12 @@ for name, kind in (("static", StaticScheduler), ("continuous", Scheduler)):
     print("\n".join(f"  slot {slot}  {line}" for slot, line in enumerate(lines)))
 
 # %% [markdown]
-# Fewer steps for the same tokens. (Real servers cut prefills into chunks, so that decodes do not stand still meanwhile.)
+# Fewer steps for the same tokens. (Real servers split prefills into chunks, so that decodes can continue.)
 #
 # ## DP8 against TP8
-# A note gives for GPT-J 6B on 8 GPUs: DP8 50 ms a sample and 160 samples a second, TP8 58 ms and 55. Look at 58: it is the 50
-# ms of *one* GPU plus 8 ms of messages. Each TP rank reads an eighth of the weights and does an eighth of the arithmetic, so
-# the 50 must be divided:
+# A note gives for GPT-J 6B on 8 GPUs: DP8 50 ms per sample and 160 samples per second, TP8 58 ms and 55. Look at 58:
+# it is the 50 ms of *one* GPU plus 8 ms of messages. Each TP rank reads an eighth of the weights and does an eighth
+# of the arithmetic, so the 50 must be divided:
 
 # %%
 GPU, MESSAGES = 50, 8  # milliseconds, the note's
@@ -480,13 +486,14 @@ for requests in (1, 8):
     print(f"{requests:8}{1e3 * requests / GPU:14.0f}{1e3 * requests / cut:14.0f}")
 
 # %% [markdown]
-# With the note's own numbers TP8 wins on *both* counts, as long as a step costs W. When do replicas win? With B requests in
-# all on n ranks, a step of DP takes W + (B/n) c, of TP (W + B c)/n + messages(B). The share of c is the same, and cancels:
+# With the note's own numbers TP8 wins on *both* counts, as long as a step costs W. When do replicas win? With B
+# requests in all on n ranks, a step of DP takes W + (B/n) c, a step of TP (W + B c)/n + messages(B). The term with c
+# is the same, and cancels:
 #
 # $$\text{TP is faster while}\quad \tfrac{n-1}{n}\, W > \text{messages}(B)$$
 #
-# Messages grow with B, W does not. So there is one batch at which they change places, for latency and throughput alike. By
-# formula, for four paced ranks with W = 320 ms, c = 16 ms and slow links:
+# Messages grow with B, W does not. So there is one batch at which the order flips, for latency and throughput alike.
+# By formula, for four paced ranks with W = 320 ms, c = 16 ms and slow links:
 
 # %%
 from course_lib.mesh import Link, Links
@@ -509,9 +516,9 @@ for size, said in ((8, predicted_winner), (64, predicted_winner_64)):
     print(f"{size:2} requests: {shown}; ahead is {max(speed, key=speed.get)}, you said {said}")
 
 # %% [markdown]
-# Now measured: the pace and the links are emulated, messages and waiting are real. The formula does not know what gloo takes
-# for a call by itself, several processes to a core. So that is measured too, call after call, and `+ calls` adds it for each
-# of a token's calls.
+# Now measured: compute times and links are emulated, messages and waiting are real. The formula does not include
+# gloo's own time per call, with several processes per core. So that is measured too, call after call, and `+ calls`
+# adds it for each of a token's calls.
 
 # %%
 from functools import partial
@@ -569,10 +576,10 @@ serving_plot(
 )
 
 # %% [markdown]
-# Look where the lines cross. TP's points show less throughput than its line, and more latency, by what its calls cost here. A
-# busy machine moves the points; bytes, calls and the crossing of the lines it does not. (These links are slow on purpose; with
-# faster ones the crossing lies at larger batches. Two things more speak for TP: weights held once leave memory for more
-# requests; and with fewer requests than replicas some of these stand idle.)
+# Look where the lines cross. TP's points show less throughput than its line, and more latency, by the cost of its
+# calls here. A busy machine moves the points, but not the bytes, the calls and the crossing of the lines. (These
+# links are slow on purpose; with faster ones the crossing is at larger batches. TP has two more advantages: weights
+# stored once leave memory for more requests, and with fewer requests than replicas some replicas are idle.)
 #
 # ## A model that one node cannot serve
 # The same ranks as two nodes of two, with a slower link between. TP across both; TP in a node and DP across; TP in a node and
@@ -582,8 +589,9 @@ serving_plot(
 two_nodes = compare((TP4, bench.Layout(dp=2, tp=2), bench.Layout(tp=2, pp=2)), (8,), per_node=2)
 
 # %% [markdown]
-# TP over the slow link loses by formula and measured. TP+PP holds each weight once and TP+DP twice, and by the formula is not
-# faster for it: PP is for what does not fit, not for latency. So the note's "TP=8, PP=64, DP=1" on 512 GPUs needs another look:
+# TP over the slow link loses by formula and by measurement. TP+PP stores each weight once and TP+DP twice, and by the
+# formula TP+PP is not faster: PP is for models that do not fit, not for latency. So the note's "TP=8, PP=64, DP=1" on
+# 512 GPUs needs another look:
 
 # %%
 from course_lib.tp import formulas
@@ -602,7 +610,8 @@ print(
 
 # %% [markdown]
 # ## The same in PyTorch
-# A raw greedy loop. The modules are the serial model's own, their weights cut in place; after o and down a hook sums.
+# A raw greedy loop. The modules are those of the single-process model, with weights sharded in place; after o and
+# down a hook sums.
 
 # %%
 import torch.distributed as dist
@@ -646,20 +655,20 @@ for number in (1, 4):
     print(f"request {number}: {len(raw[0])} tokens on {RANKS} ranks, equal to ours")
 
 # %% [markdown]
-# No cache, so it computes every row again; what is sent for each row is the same, but for the embedding, which is whole
-# here.
+# There is no cache, so it computes every row again. The bytes per row are the same, except for the embedding, which
+# is replicated here.
 #
 # ## Break it and diagnose
-# Four ranks of TP draw tokens. One run is healthy, four are ill:
+# Four ranks of TP draw tokens. One run is correct (its cause is `"healthy"`), four are faulty:
 #
-# - **own dice**: all logits are gathered, and each rank draws by a random state of its own
-# - **own noise**: a rank's noise follows from a seed of its own; then pairs, as always
-# - **local names**: tokens are numbered within the rank's part of the vocabulary
-# - **lost rows**: one rank does not keep the keys and values of decoded tokens
+# - **own dice**: all logits are gathered, and each rank draws with its own random state
+# - **own noise**: a rank's noise follows from its own seed; then pairs, as always
+# - **local names**: tokens are numbered within the rank's shard of the vocabulary
+# - **lost rows**: one rank does not store the keys and values of decoded tokens
 #
-# For each, name cause, collective (`"all_gather"` if what it carries is not what it should be, else None) and rank (a number,
-# or `"all"`; None if healthy). "agree" is between ranks, "serial" against one process with the same seed; "choice" are the
-# bytes that a rank gives to the all-gather for one token. Another SEED, other patients.
+# For each, name the cause, the collective (`"all_gather"` if its content is wrong, else None) and the rank (a number,
+# or `"all"`; None if correct). "agree" is between ranks, "serial" against one process with the same seed; "choice"
+# are the bytes that a rank hands to the all-gather for one token. Another SEED draws other runs.
 
 # %%
 SEED = 1
@@ -744,16 +753,17 @@ for lab_run in lab:
 # %% [markdown]
 # <details><summary>How to read it</summary>
 #
-# - **Ranks do not agree**: *own dice*. They attend to different pasts from then on; nothing fails, the text is nonsense. (With
-#   a token that ends a request, some ranks would leave the loop and the others wait for ever.) The large `choice` says that
-#   all logits travelled.
-# - **The largest token is below V/n**: *local names*. The pairs are compared rightly, and carry the wrong number.
-# - **Rows differ**: *lost rows*, and who has fewest is the rank. Ranks agree, because the choice is one for all; a test of
-#   agreement does not see it.
-# - **All looks right, and the text is another than the serial one**: *own noise*. Distributed as it should be; but another
-#   number of ranks gives another text, and no run can be compared.
+# - **Ranks do not agree**: *own dice*. They attend to different pasts from then on; no error is raised, but the text
+#   is nonsense. (With a token that ends a request, some ranks would leave the loop and the others wait for ever.) The
+#   large `choice` shows that all logits were sent.
+# - **The largest token is below V/n**: *local names*. The comparison of the pairs is right, but the token number is
+#   wrong.
+# - **Rows differ**: *lost rows*, on the rank with the fewest. Ranks agree, because they make one choice together; a
+#   test of agreement does not find it.
+# - **All looks right, but the text differs from that of one process**: *own noise*. The distribution is right; but
+#   another number of ranks gives another text, and no two runs can be compared.
 #
-# `lab.reveal()` tells.
+# `lab.reveal()` shows the causes.
 # </details>
 
 # %%
@@ -762,15 +772,15 @@ lab.grade(diagnosis)
 # %% [markdown]
 # ## When not to use it
 # - **DP**: the model does not fit; a token must come sooner than one GPU reads the weights; fewer requests than replicas.
-# - **TP**: across slow links; batches so large that its messages outweigh (n-1)/n of W; more ranks than key-value heads, where the
-#   cache is held in copies.
+# - **TP**: across slow links; batches so large that its messages outweigh (n-1)/n of W; more ranks than key-value
+#   heads, where the cache is replicated.
 # - **PP**: for latency, ever; or with fewer groups of requests than stages.
 # - **CP**: short prompts. **EP**: few requests, so that most experts get none and all ranks wait.
-# - **A large batch**: when the cache, not the arithmetic, is what is full.
+# - **A large batch**: when the cache fills the memory.
 #
 # ## The table that grows
-# Weights and cache of rank 0 for the eight requests above (under DP a replica has slots of its own); bytes that all ranks sent
-# together; steps of its loop (ticks in a pipeline); lines of the library for that axis alone, comm not counted.
+# Weights and cache of rank 0 for the eight requests above (under DP each replica has its own slots); bytes of all
+# ranks together; steps of the loop (ticks in a pipeline); lines of the library for that axis alone, without comm.
 
 # %%
 from course_lib.inference.context import ContextCache, ContextLayer
@@ -794,11 +804,11 @@ for name, result in runs.items():
 
 # %% [markdown]
 # ## The claims settled
-# **Claim 1: only if the batch is large.** The note's 58 ms leave one GPU's 50 ms undivided. Divided, TP8 is faster in both
-# while 7/8 of the time to read the weights is more than its messages take; DP8 beyond.
+# **Claim 1: only if the batch is large.** The note's 58 ms do not divide one GPU's 50 ms. Divided, TP8 is faster in
+# both while 7/8 of the time to read the weights exceeds the time of its messages; beyond that DP8 is.
 #
-# **Claim 2: false.** TP shortens a token's way, PP does not: it takes every stage and p-1 hops. PP across nodes is for models
-# that one node cannot hold.
+# **Claim 2: false.** TP shortens a token's way, PP does not: a token passes every stage and p-1 P2P transfers. PP
+# across nodes is for models that one node cannot hold.
 
 # %%
 for size in (8, 64):
@@ -838,9 +848,9 @@ cheat_sheet()
 
 # %% [markdown]
 # ## Your turn
-# [Five exercises](../exercises/13_inference.ipynb), each on its own: a small server by hand (10 minutes), how many requests
-# fit (5); and on real ranks the same token on every rank (10), a cache in parts (20), and a greedy loop in raw PyTorch
-# (15).
+# [Five exercises](../exercises/13_inference.ipynb), each on its own: a small server by hand (10 minutes), how many
+# requests fit (5); and on real ranks the same token on every rank (10), a sharded cache (20), and a greedy loop in
+# raw PyTorch (15).
 
 # %% course={"role": "given"}
 import torch
@@ -850,21 +860,23 @@ from course_lib import comm
 
 # %% [markdown] course={"ex": "13-1"}
 # ## 13-1 A small server, by hand
-# Ten minutes, on paper; no code. The model has 2 layers, hidden 32, 4 query heads of 8 features, 2 heads of keys and values,
-# and 2 bytes a number.
+# Ten minutes, on paper; no code. The model has 2 layers, hidden 32, 4 query heads of 8 features, 2 heads of keys and
+# values, and 2 bytes per element.
 #
 # - `rows`: a prompt of 6 tokens, 4 new ones. Rows through the model [without a cache, with it]
 # - `cache`: bytes of keys and values of 3 requests of 100 positions each
 # - `cache a rank`: the same on each rank under TP over [2 ranks, 4 ranks]
-# - `calls`: collectives of one decode step under TP, embedding and head cut by the vocabulary
-# - `bytes`: what a rank of two sends in them for one request. The choice is a pair of two float32
-# - `pairs`: two ranks of three tokens each have logits [1.5, 4.0, 0.0] and [2.0, 4.5, -1.0]. What each offers,
-#   [[logit, token] of rank 0, of rank 1], tokens numbered from 0 in the whole vocabulary
+# - `calls`: collectives of one decode step under TP, embedding and LM head sharded by the vocabulary
+# - `bytes`: the bytes that a rank of two sends in them for one request. The choice is a pair of two float32
+# - `pairs`: two ranks of three tokens each have logits [1.5, 4.0, 0.0] and [2.0, 4.5, -1.0]. The pair that each rank
+#   sends, [[logit, token] of rank 0, of rank 1], tokens numbered from 0 in the full vocabulary
 # - `token`: which is chosen
 # - `ticks`: a pipeline of 4 stages with [1, 4, 6] groups in flight: ticks from one token of a request to its next
-# - `busy`: the share of ticks in which a stage works, for [1, 4, 6] groups
-# - `tp8 ms`: one GPU takes 50 ms a step, all of it reading weights; TP8 adds 8 ms of messages. Milliseconds of a TP8 step
-# - `8 requests`: tokens a second with 8 requests at once, [DP8, TP8]; a step takes as long as above. Type fractions as such
+# - `busy`: the fraction of ticks in which a stage works, for [1, 4, 6] groups
+# - `tp8 ms`: one GPU takes 50 ms per step, all of it reading weights; TP8 adds 8 ms of messages. Milliseconds of a
+#   TP8 step
+# - `8 requests`: tokens per second with 8 requests at once, [DP8, TP8]; a step takes as long as above. Type fractions
+#   as such
 
 # %% course={"ex": "13-1", "role": "answer"}
 # BEGIN SOLUTION
@@ -909,8 +921,9 @@ check("13-1", server)
 
 # %% [markdown] course={"ex": "13-2"}
 # ## 13-2 Requests that fit
-# A GPU has `memory` bytes. It holds its share of `weights` bytes (`tp` divides them) and the keys and values of as many requests
-# as fit, `room` positions each, 2 bytes a number. A rank holds `kv_heads / tp` heads of keys and values, and one at least.
+# A GPU has `memory` bytes. It holds its shard of `weights` bytes (`tp` divides them) and the keys and values of as
+# many requests as fit, with a KV capacity of `room` positions each, 2 bytes per element. A rank holds `kv_heads / tp`
+# heads of keys and values, and one at least.
 #
 # Write the line that returns how many requests fit; 0 if not even the weights do.
 
@@ -932,12 +945,13 @@ check("13-2", fitting)
 
 # %% [markdown] course={"ex": "13-3"}
 # ## 13-3 The same token on every rank
-# The vocabulary is cut: this rank has the logits of `logits_BVt.shape[1]` neighbouring tokens, the first of which is number
-# `first` of the vocabulary; rank 0 has the lowest. Return the token of the largest logit of all ranks, for each request, the
-# same on every rank. Of equal logits the lowest token wins.
+# The vocabulary is sharded: this rank has the logits of `logits_BVt.shape[1]` neighboring tokens, the first of which
+# is number `first` of the vocabulary; rank 0 has the lowest. Return the token of the largest logit of all ranks, for
+# each request, the same on every rank. Of equal logits the lowest token wins.
 #
-# Checked on two and four ranks, with equal logits on two ranks too, and on one; that the logits are left alone; and that a rank
-# gives at most 16 bytes a request to the network. `comm.all_gather(x, axis)` joins along dim 0; `inference.choose` refuses.
+# Checked on two and four ranks, with equal logits on two ranks too, and on one. The logits must not change, and a
+# rank hands at most 16 bytes per request to the network. `comm.all_gather(x, axis)` joins along dim 0;
+# `inference.choose` refuses.
 
 
 # %% course={"ex": "13-3", "role": "answer"}
@@ -957,14 +971,14 @@ from course_lib.grading import check
 check("13-3", greedy)
 
 # %% [markdown] course={"ex": "13-4"}
-# ## 13-4 A cache in parts
-# One new token of each request attends to a cache whose rows are on all ranks, on some more than on others. Return attention
-# on *all* rows, on every rank: softmax(q·k / √K) v, with H heads of K features. The order of rows does not matter, and nothing
-# is masked.
+# ## 13-4 A sharded cache
+# One new token of each request attends to a cache with rows on all ranks, on some more than on others. Return
+# attention on *all* rows, on every rank: softmax(q·k / √K) v, with H heads of K features. The order of rows does not
+# matter, and nothing is masked.
 #
-# Checked on two and four ranks, with scores in the hundreds too (exp of 100 does not fit float32), and on one; that nothing
-# given is written into; and that no rows of the cache travel: a rank may give H (K + 2) numbers a request to the network.
-# `comm` and `dist` are yours; the library's parts refuse.
+# Checked on two and four ranks, with scores in the hundreds too (exp of 100 does not fit float32), and on one. No
+# input may be overwritten and no rows of the cache may be sent: a rank may hand H (K + 2) elements per request to the
+# network. You may use `comm` and `dist`; the library's parts refuse.
 
 
 # %% course={"ex": "13-4", "role": "answer"}
@@ -989,13 +1003,13 @@ check("13-4", attend)
 
 # %% [markdown] course={"ex": "13-5"}
 # ## 13-5 A greedy loop in raw PyTorch
-# A model without attention: x = embedding[token], y = x + relu(x upᵀ) downᵀ, logits = y headᵀ; the next token follows from the
-# last one alone. The embedding is whole on every rank; `up` has this rank's inner features, `down` the columns that belong to
-# them, `head` this rank's tokens of the vocabulary (rank 0 the lowest, equally many each).
+# A model without attention: x = embedding[token], y = x + relu(x upᵀ) downᵀ, logits = y headᵀ; the next token follows
+# from the last one alone. The embedding is replicated; `up` has this rank's inner features, `down` the columns that
+# belong to them, `head` this rank's tokens of the vocabulary (rank 0 the lowest, equally many each).
 #
-# Use `torch.distributed` alone: `course_lib` refuses; the default group stands. Checked are the tokens on two, three and four
-# ranks and on one; that nothing given is written into; and for each new token one all-reduce of y, and at most 16 bytes a
-# request beside it.
+# Use `torch.distributed` alone: `course_lib` refuses; the default group exists. The check looks at the tokens on two,
+# three and four ranks and on one. No input may be overwritten, and each new token takes one all-reduce of y, and at
+# most 16 bytes per request beside it.
 
 
 # %% course={"ex": "13-5", "role": "answer"}
@@ -1030,22 +1044,22 @@ check("13-5", generate)
 # **1.** Why does a batch of 30 decode in nearly the time of one request, and a prefill of 30 prompts not?
 #
 # <details><summary>Answer</summary>
-# A decode step reads all weights for one row a request: W, whatever the batch. A prefill has hundreds of rows a request, and
-# its time is arithmetic.
+# A decode step reads all weights for one row per request: W, whatever the batch. A prefill has hundreds of rows per
+# request, and its time is arithmetic.
 # </details>
 #
 # **2.** A model has 8 key-value heads. What does TP16 do to its cache?
 #
 # <details><summary>Answer</summary>
-# Each rank holds one head, each head stands on two ranks: all ranks together hold twice the cache, and a rank has no less
-# than under TP8.
+# Each rank holds one head, and each head is on two ranks. All ranks together hold twice the cache, and a rank holds
+# no less than under TP8.
 # </details>
 #
-# **3.** Two TP ranks draw from the same gathered logits, with generators of their own. What is seen?
+# **3.** Two TP ranks draw from the same gathered logits, with their own generators. What happens?
 #
 # <details><summary>Answer</summary>
-# No error. They take different tokens, keep different pasts, and sum parts of different texts. Where a token ends the request,
-# one leaves and the other waits for ever.
+# No error. They take different tokens, store different pasts, and sum partial results of different texts. Where a
+# token ends the request, one rank leaves and the other waits for ever.
 # </details>
 #
 # **4.** Four stages, four groups, a stage's step 10 ms. How long from token to token, and what does a fifth group change?
@@ -1057,7 +1071,8 @@ check("13-5", generate)
 # **5.** Why may a data parallel replica stop when it is done, and an expert parallel one not?
 #
 # <details><summary>Answer</summary>
-# Replicas share nothing. Where they share experts, the others' tokens come to this rank's experts in every all-to-all.
+# Replicas share nothing. With shared experts, the other replicas send tokens to this rank's experts in every
+# all-to-all.
 # </details>
 #
 # ## Sources and what next
