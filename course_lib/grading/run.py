@@ -128,10 +128,10 @@ def run_nbval(merged: Merged, cell_timeout: float, say: Say) -> list[Cell]:
 
 
 def _running(merged: Merged, log: Path) -> str:
-    """Return the exercise whose cell pytest named last. Answers may have printed into the log."""
+    """Return the exercise whose cell pytest began last. Answers may have printed into the log."""
     with open(log, "rb") as file:
         file.seek(max(0, log.stat().st_size - LOG_END))
-        cells = re.findall(rb"::Cell (\d{1,4})", file.read())
+        cells = re.findall(rb"(?m)^merged\.ipynb::\S*::Cell (\d{1,4})", file.read())
     ex = None
     with contextlib.suppress(IndexError):
         ex = merged.exercise_of_cell(int(cells[-1]))

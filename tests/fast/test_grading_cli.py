@@ -247,15 +247,19 @@ def test_grade_as_csv_and_junit(root, capsys, graded):
     assert suite.find("testcase/failure").get("message") == "1 of 4. =1+1 went <wrong>?"
 
 
+CELL = "merged.ipynb::ipynb::Cell "
+
+
 @pytest.mark.parametrize(
     ("log", "running"),
     [
         ("", "starting a kernel"),
-        ("merged.ipynb::ipynb::Cell 0 PASSED [ 20%]\n", "starting a kernel"),
-        ("merged.ipynb::ipynb::Cell 3 ", "exercise 00-2, 2 of 2"),
-        ("::Cell 1 PASSED\n" + "x" * 10_000 + "\n::Cell 2 ", "exercise 00-1, 1 of 2"),
-        ("::Cell 1 PASSED\nprinted by an answer: ::Cell 5", "starting a kernel"),
-        ("::Cell " + "9" * 5000, "starting a kernel"),
+        (f"{CELL}0 PASSED [ 20%]\n", "starting a kernel"),
+        (f"{CELL}3 ", "exercise 00-2, 2 of 2"),
+        (f"{CELL}1 PASSED\n{'x' * 10_000}\n{CELL}2 ", "exercise 00-1, 1 of 2"),
+        (f"{CELL}4 PASSED\n== summary ==\nFAILED {CELL}2", "exercise 00-2, 2 of 2"),
+        (f"{CELL}1 PASSED\n{CELL}5", "starting a kernel"),  # printed by an answer
+        (f"{CELL}{'9' * 3000}", "starting a kernel"),
     ],
 )
 def test_what_is_running_is_read_from_the_log(tmp_path, log, running):
