@@ -89,7 +89,7 @@ class Row:
                 axis: {"counted": number(self.counted[axis]), "formula": number(formula)}
                 for axis, formula in self.formula.items()
             },
-            **kernel_json(self.kernel_by_axis, self.technique.ranks),
+            **kernel_json(self.kernel_by_axis),
             "state_bytes": self.state_bytes,
             "state_formula": self.state_formula,
             "peak_activation_bytes": self.peak_activation_bytes,

@@ -132,9 +132,7 @@ def print_table(rows: Sequence[Row], skipped: Sequence[Skipped], console: Consol
 
     80 columns hold names of 19 characters: a mesh wraps, no other column has to.
     """
-    table = Table(
-        box=SIMPLE_HEAD, show_edge=False, pad_edge=False, padding=(0, 1, 0, 0), header_style="bold"
-    )
+    table = Table(box=SIMPLE_HEAD, show_edge=False, pad_edge=False, padding=0, header_style="bold")
     for head in ("technique", "mesh"):
         table.add_column(f"\n{head}", no_wrap=head == "technique")
     for head in HEADS:

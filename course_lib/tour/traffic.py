@@ -33,17 +33,13 @@ class Counted:
         """Bytes above the formula, of all ranks together."""
         return self.bytes - self.expected
 
-    def __add__(self, other: Counted) -> Counted:
-        by_rank = [a + b for a, b in zip(self.by_rank, other.by_rank, strict=True)]
-        return Counted(by_rank, self.expected + other.expected, self.headers + other.headers)
-
     def as_json(self) -> dict[str, int | float]:
         """Return the numbers of all ranks together, and of the rank that sends most."""
         return {
             "bytes": self.bytes,
             "expected": number(self.expected),
             "headers": number(self.headers),
-            "bytes_max_rank": max(self.by_rank),
+            "bytes_max_rank": max(self.by_rank, default=0),
         }
 
 
@@ -66,11 +62,15 @@ def counted_by_axis(
     return found
 
 
-def kernel_json(by_axis: Mapping[str, Counted] | None, ranks: int) -> dict[str, Any]:
+def kernel_json(by_axis: Mapping[str, Counted] | None) -> dict[str, Any]:
     """Return the entries of tour.json: of all axes, and of each; null where there is no count."""
     if by_axis is None:
         return {f"kernel_{key}": None for key in (*Counted([0]).as_json(), "by_axis")}
-    whole = sum(by_axis.values(), Counted([0] * ranks)).as_json()
+    whole = Counted(
+        [sum(ranks) for ranks in zip(*(one.by_rank for one in by_axis.values()), strict=True)],
+        sum((one.expected for one in by_axis.values()), Fraction(0)),
+        sum((one.headers for one in by_axis.values()), Fraction(0)),
+    ).as_json()
     axes = {axis: one.as_json() for axis, one in by_axis.items()}
     return {f"kernel_{key}": value for key, value in whole.items()} | {"kernel_by_axis": axes}
 
