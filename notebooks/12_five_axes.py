@@ -306,8 +306,8 @@ show_source(
 # experts: dp x cp / ep of them. An expert's gradient already has the tokens of all ep ranks, because they were sent to it.
 #
 # ## The norm: each element once
-# Only then is there a norm. Some of what a rank holds is also on other ranks: `copies` computes on how many from the
-# `ShardSpec` of each parameter. Three ways to add up, in the first step of 3D:
+# Only then is there a norm. Some of what a rank holds is also on other ranks: each `ShardSpec` says on how many. Three ways
+# to add up, in the first step of 3D:
 
 
 # %%
