@@ -309,8 +309,8 @@ show_source(
 # were sent to it.
 #
 # ## The norm: each element once
-# Only then is there a norm. Some gradients of a rank are also on other ranks: `copies` computes on how many, from the
-# `ShardSpec` of each parameter. Three ways to add up, in the first step of 3D:
+# Only then is there a norm. Some gradients of a rank are also on other ranks: each `ShardSpec` says on how many. Three
+# ways to add up, in the first step of 3D:
 
 
 # %%
