@@ -291,7 +291,7 @@ for n in (1, 4, 8, 16):
 #
 # ## Pipelines: groups take turns
 # A token needs all p stages one after the other, and the next token needs this one. One group of requests keeps one
-# stage of p busy. With g groups in flight, up to p stages are busy: stage 1 works on group 1 while stage 0 works on
+# stage of p busy. With g groups in flight, min(g, p) stages are busy: stage 1 works on group 1 while stage 0 works on
 # group 2, micro-batches of requests. In a *tick* each stage runs one group once.
 
 # %%

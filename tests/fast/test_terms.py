@@ -52,7 +52,7 @@ TERMS = {  # what to write: patterns of what not to write
     "is expected": r"(?:is|are) wanted|wanted (?:is|are)",
     "print, show": r"stands? behind its number",
     "American spelling": r"neighbours?|neighbouring|grey|colours?|favours?|synchronis\w+|"
-    r"minimis\w+|optimis\w+|initialis\w+|behaviour|licence",
+    r"minimis\w+|optimis(?:ed?|ing|ation)|initialis\w+|behaviour|licence",
 }
 CODE = re.compile(r"```.*?```|`[^`\n]*`|\]\([^)\n]*\)|https?://\S+", re.DOTALL)
 EMPHASIS = re.compile(r"(\*\*?)(?:\w+ ){0,2}\w+\1")  # the names of causes and of slider settings
