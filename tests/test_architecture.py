@@ -188,7 +188,14 @@ def targets(node: ast.AST) -> list[ast.expr]:
     return [one for each in written for one in getattr(each, "elts", [each])]
 
 
-FIELDS = {one.attr for node in NODES for one in targets(node) if is_own(one)}
+FIELDS = {one.attr for node in NODES for one in targets(node) if is_own(one)} | {
+    one.id
+    for node in NODES
+    if isinstance(node, ast.ClassDef)
+    for field in node.body
+    for one in targets(field)
+    if isinstance(one, ast.Name)
+}
 METHODS = {
     method.name
     for node in NODES

@@ -1,7 +1,7 @@
 """The same collectives built from send and recv: the course's first subject.
 
-Nothing here calls a collective of torch; every byte goes through a message to one neighbour. The
-pieces of a tensor may be uneven, so any number of ranks and elements works. n is the size of the
+Nothing here calls a collective of torch; every byte goes through a message to one neighbor. The
+shards of a tensor may be uneven, so any number of ranks and elements works. n is the size of the
 axis, S the bytes of ``x``.
 """
 
@@ -14,36 +14,36 @@ from course_lib.mesh import Axis
 
 
 def ring_reduce_scatter(x: Tensor, axis: Axis) -> Tensor:
-    """This rank's piece of the flattened sum, after n-1 turns of a ring.
+    """This rank's shard of the flattened sum, after n-1 turns of a ring.
 
-    In turn t a rank sends the piece it has just added to, and adds its own part to the piece that
-    arrives; the piece that arrives last is the rank's own. Each rank sends (n-1)/n S.
+    In each turn a rank sends the shard it has just added to, and adds its own values to the shard
+    that arrives; the shard that arrives last is the rank's own. Each rank sends (n-1)/n S.
     Source: Patarasuk and Yuan 2009, doi:10.1016/j.jpdc.2008.09.002.
     """
-    pieces = list(x.detach().flatten().tensor_split(axis.size))
+    shards = list(x.detach().flatten().tensor_split(axis.size))
     for turn in range(axis.size - 1):
         leaving = (axis.rank - turn - 1) % axis.size
         arriving = (axis.rank - turn - 2) % axis.size
-        received = exchange(pieces[leaving], axis, axis.next, axis.previous, like=pieces[arriving])
-        pieces[arriving] = pieces[arriving] + received
-    return pieces[axis.rank]
+        received = exchange(shards[leaving], axis, axis.next, axis.previous, like=shards[arriving])
+        shards[arriving] = shards[arriving] + received
+    return shards[axis.rank]
 
 
-def ring_all_gather(piece: Tensor, axis: Axis, like: list[Tensor] | None = None) -> list[Tensor]:
-    """Every rank's piece, in rank order, after n-1 turns of a ring.
+def ring_all_gather(shard: Tensor, axis: Axis, like: list[Tensor] | None = None) -> list[Tensor]:
+    """Every rank's shard, in rank order, after n-1 turns of a ring.
 
-    ``like`` gives the pieces' shapes where they differ. Each rank sends what all others hold but
-    its next: (n-1) S' for pieces of S' bytes.
+    ``like`` gives the shapes of the shards where they differ. Each rank sends (n-1) S' for shards
+    of S' bytes: every shard except that of the next rank.
     """
-    pieces = [piece] * axis.size if like is None else list(like)
-    pieces[axis.rank] = piece.detach()
+    shards = [shard] * axis.size if like is None else list(like)
+    shards[axis.rank] = shard.detach()
     for turn in range(axis.size - 1):
         leaving = (axis.rank - turn) % axis.size
         arriving = (axis.rank - turn - 1) % axis.size
-        pieces[arriving] = exchange(
-            pieces[leaving], axis, axis.next, axis.previous, like=pieces[arriving]
+        shards[arriving] = exchange(
+            shards[leaving], axis, axis.next, axis.previous, like=shards[arriving]
         )
-    return pieces
+    return shards
 
 
 def ring_all_reduce(x: Tensor, axis: Axis) -> Tensor:
@@ -54,8 +54,8 @@ def ring_all_reduce(x: Tensor, axis: Axis) -> Tensor:
     if axis.size == 1:
         return x.detach()
     shapes = list(x.detach().flatten().tensor_split(axis.size))
-    pieces = ring_all_gather(ring_reduce_scatter(x, axis), axis, like=shapes)
-    return cat(pieces).view(x.shape)
+    shards = ring_all_gather(ring_reduce_scatter(x, axis), axis, like=shapes)
+    return cat(shards).view(x.shape)
 
 
 def tree_reduce(x: Tensor, axis: Axis) -> Tensor:

@@ -19,6 +19,7 @@ from torch import Tensor
 
 from course_lib.ledger import Record
 from course_lib.mesh import Axis, Instrument
+from course_lib.schedule import Span
 
 Counts = tuple[tuple[int, ...], tuple[int, ...]]
 
@@ -93,7 +94,8 @@ class Handle:
             except Exception as error:
                 self._error = error
                 raise
-            self._stamp()
+            if not self.ended:
+                self._stamp()
             self.finish(self.began, self.ended)
         return self._value
 
@@ -114,10 +116,11 @@ class Handle:
         """Write the span, read the result and release the call's tensors."""
         call, self.call, self.work = self.call, None, None
         assert call is not None, "a call finishes once"
-        label = "control" if call.control else call.label
-        self.axis.trace.add(
-            call.op, start, end, axis=self.axis.name, payload=call.tensor.nbytes, label=label
-        )
+        trace, label = self.axis.trace, "control" if call.control else call.label
+        trace.spans.append(
+            Span(trace.rank, call.op, start, end, None, None, self.axis.name, call.tensor.nbytes,
+                 label)
+        )  # fmt: skip
         self._value = call.tensor if call.result is None else call.result()
 
 

@@ -16,8 +16,9 @@ from course_lib.launch.surroundings import Seat, first_host, seat
 SCRIPT = """\
 import json, os, sys, time
 import torch, torch.distributed as dist
+from course_lib import comm
 from course_lib.launch import World, RankError, available_ranks, is_reporter, run
-from course_lib.mesh import make_mesh
+from course_lib.mesh import Link, Links, make_mesh
 
 def work(a):
     mesh = make_mesh(dp=2)
@@ -37,6 +38,15 @@ def fail():
     if dist.get_rank() == 1:
         raise ValueError("boom")
 
+def unequal():
+    mesh = make_mesh()
+    comm.all_reduce(torch.ones(2 + mesh.rank), mesh.dp)
+
+def slow():
+    mesh = make_mesh()
+    comm.all_reduce(torch.ones(2), mesh.dp)
+    return mesh.trace.spans[0].duration >= 0.02
+
 found = {"available": available_ranks()}
 results = run(work, 1.0, n=2)
 found["two"] = [result[:2] for result in results]
@@ -45,6 +55,7 @@ found["here"] = os.getpid() in [pid for *_, pid in run(lambda: (0, 0, 0, os.getp
 found["raw"] = run(raw, n=2, init=False)
 found["big"] = [x[-1].item() for x in run(big, n=4)]
 with World(4) as world:
+    found["slow"] = world.run(slow, links=Links(Link(0.01, 1e9), Link(0.01, 1e9)))
     found["kept"] = [world.run(lambda: dist.get_rank()), world.run(lambda: dist.get_world_size())]
 try:
     run(work, 1.0, n=8)
@@ -54,6 +65,10 @@ try:
     run(fail, n=4)
 except RankError as error:
     found["failed"] = error.report.splitlines()[0]
+try:
+    run(unequal, n=2, checked=True)
+except RankError as error:
+    found["checked"] = "the ranks of axis dp do not agree" in str(error)
 found["after"] = run(lambda: dist.get_rank(), n=3)
 if is_reporter():
     print(json.dumps(found))
@@ -69,6 +84,8 @@ EXPECTED = {
     "too many": "expected at most 4 ranks, as many as the launcher started, got n=8; start the "
     "launcher with 8 ranks or choose a smaller n",
     "failed": "rank 1 raised ValueError: boom",
+    "slow": [True] * 4,
+    "checked": True,
     "after": [0, 1, 2],
 }
 STUCK = """\
