@@ -590,7 +590,7 @@ assert size == block_parameter_count(big)
 # %% [markdown]
 # ## Break it and diagnose
 # A job that fitted yesterday runs out of memory today. Five jobs on four ranks follow. One is correct (its cause is
-# `"healthy"`), and in each of the others *one rank* stores too much:
+# `"correct"`), and in each of the others *one rank* stores too much:
 #
 # - **graph**: it keeps the validation losses, and with each the graph behind it
 # - **copy**: it keeps a second copy of the weights, "the best so far"

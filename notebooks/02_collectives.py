@@ -555,7 +555,7 @@ print(f"raw ring and ours: equal to the last bit; all_reduce of gloo differs by 
 
 # %% [markdown]
 # ## Break it and diagnose
-# Five all-reduces of the same vectors. One is correct (its cause is `"healthy"`). The others:
+# Five all-reduces of the same vectors. One is correct (its cause is `"correct"`). The others:
 #
 # - **half-way**: only the reduce-scatter of the ring was written; its sum is stored back into x
 # - **summed twice**: a finished sum is all-reduced again (a note writes `Y = AllReduce(Y1 + Y2)`, but no rank has Y1

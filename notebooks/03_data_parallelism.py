@@ -526,7 +526,7 @@ print(f"after {STEPS} steps of AdamW, weights differ from ours by {difference:.1
 
 # %% [markdown]
 # ## Break it and diagnose
-# One of six runs is correct (its cause is `"healthy"`); two of the others end in a report.
+# One of six runs is correct (its cause is `"correct"`); two of the others end in a report.
 #
 # - **no sync**: no rank calls `finish`
 # - **n times**: each rank divides by its *own* tokens, and then gradients are summed

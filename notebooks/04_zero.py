@@ -590,7 +590,7 @@ for way in ("zero 1", "zero 3"):
 # Full tensors cannot be divided evenly: look at the ranks of torch's stage 1.
 #
 # ## Break it and diagnose
-# Of the six runs below one is correct (its cause is `"healthy"`) and five are faulty.
+# Of the six runs below one is correct (its cause is `"correct"`) and five are faulty.
 #
 # - **twice**: gradients are divided by the number of ranks once more after they arrived
 # - **double**: the norm for clipping is taken of full gradients, and its square summed over the ranks once more

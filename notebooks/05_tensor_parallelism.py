@@ -686,7 +686,7 @@ print(f"{'ours':31}{sum(runs[4][0]['calls']):3} calls, {int(blocks_bytes(4)):,} 
 
 # %% [markdown]
 # ## Break it and diagnose
-# One run is correct (its cause is `"healthy"`), four are faulty:
+# One run is correct (its cause is `"correct"`), four are faulty:
 #
 # - **no sum**: a row linear's partial sums are not summed
 # - **no f**: x enters the MLPs without f, so that backward does not sum dx

@@ -663,7 +663,7 @@ print("gradients with dropout: equal to the last bit")
 # %% [markdown]
 # ## Break it and diagnose
 # A model with 258 words, 8 query heads and 2 of keys and values, its rows sharded over four ranks. One run is correct
-# (its cause is `"healthy"`), four are faulty:
+# (its cause is `"correct"`), four are faulty:
 #
 # - **norms**: the gradients of norms are not summed over tp
 # - **gather**: x enters by a gather whose backward takes own rows instead of summing

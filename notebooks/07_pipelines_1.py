@@ -181,7 +181,7 @@ except ValueError as error:
 
 # %% [markdown]
 # The dots hide the backwards of three ranks. Fill them in as GPU 0 has them, and the rows are legal. (In the picture
-# a `hop` is a P2P transfer between stages, *makespan* the length of the step; the gray comes later.)
+# `transfer` is the time of a P2P transfer between stages, *makespan* the length of the step; the gray comes later.)
 
 # %%
 complete = """
@@ -545,7 +545,7 @@ print(f"gradients of torch's 1F1B and ours differ by {apart:.1e} at most")
 # %% [markdown]
 # ## Break it and diagnose
 # Five runs of 1F1B, of a model whose LM head uses the embedding's weight (tied: rank 0 and the last rank have a copy
-# each), on sequences of different length. One run is correct (its cause is `"healthy"`):
+# each), on sequences of different length. One run is correct (its cause is `"correct"`):
 #
 # - **forgotten**: the 1/m was forgotten, each micro-batch's mean loss counts in full
 # - **mean of means**: each is divided by its own tokens, then by m, as above
@@ -767,7 +767,9 @@ for p, m in sizes:
 print(f"{len(sizes)} sizes simulated, steps of different length: {differing}; your vote: {vote_1}")
 
 slow = {n: simulate(schedules[n], Costs.make(f=1, b=2, comm=1)).makespan for n in ("gpipe", "1f1b")}
-print(f"when a hop takes 1, p = {P}, m = {M}: GPipe {slow['gpipe']:.0f}, 1F1B {slow['1f1b']:.0f}")
+print(
+    f"when a transfer takes 1, p = {P}, m = {M}: GPipe {slow['gpipe']:.0f}, 1F1B {slow['1f1b']:.0f}"
+)
 
 keeps = max(schedules["1f1b"].peak_in_flight())
 small, large = predicted_bubble("gpipe", P, keeps), predicted_bubble("1f1b", P, 4 * M)
@@ -853,7 +855,7 @@ for first, rows in variants.items():
     schedule = from_rows([[str(action) for action in row] for row in rows])
     free, slow = (simulate(schedule, Costs.make(f=1, b=2, comm=hop)).makespan for hop in (0, 1))
     print(
-        f"{first:6} forwards at first: step {free:.0f}, {slow:.0f} when a hop takes 1; "
+        f"{first:6} forwards at first: step {free:.0f}, {slow:.0f} when a transfer takes 1; "
         f"in flight {schedule.peak_in_flight()}"
     )
 

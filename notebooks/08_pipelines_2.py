@@ -119,7 +119,7 @@ schedule_picture(
 
 # %%
 print(f"{'chunks':>6}{'step':>7}{'bubble: of total':>18}{'formula':>9}{'of ideal':>10}", end="")
-print(f"{'in flight, micro-batches':>26}{'hops':>6}")
+print(f"{'in flight, micro-batches':>26}{'P2P':>6}")
 for chunks in (1, 2, 4):
     schedule = make("interleaved", P, M, chunks)
     found = simulate(schedule, costs_of(schedule))
@@ -322,8 +322,8 @@ schedule_picture(
 )
 
 # %% [markdown]
-# Move it (in Jupyter): the picture above is the first setting. Set `hop`, the time of a P2P transfer, to 0.25: which
-# schedule changes least? Tick `give I and W`, then make W small: where does the bubble of the ZB schedules reappear?
+# Move it (in Jupyter): the picture above is the first setting. Set `P2P transfer` to 0.25: which
+# schedule changes least? Tick `split B into I and W`, then make W small: where does the bubble of the ZB schedules reappear?
 
 # %%
 from course_lib.view.sliders import schedule_sliders
@@ -588,7 +588,7 @@ for name in KINDS:
 # ## Break it and diagnose
 # Five runs of ZB-H1, 20 ms per action. One is correct. In the others one rank **loses a W** of one micro-batch, does
 # one **W twice**, does **whole B** (it sends I only after its W is done), or **delays all W** to the end.
-# Name cause and rank: `("lost W", 2)`, `("healthy", None)`. "Gradient" is g·s / s·s for a rank's gradient g and the
+# Name cause and rank: `("lost W", 2)`, `("correct", None)`. "Gradient" is g·s / s·s for a rank's gradient g and the
 # gradient s of one process, "first" is when a rank begins its first backward. Another SEED draws other runs.
 
 # %%
@@ -692,7 +692,7 @@ lab.grade(diagnosis)
 #   given in forwards; compare the last line with the first:
 
 # %%
-print(f"{'a hop takes':12}" + "".join(f"{name:>13}" for name in NAMES))
+print(f"{'P2P takes':12}" + "".join(f"{name:>13}" for name in NAMES))
 for hop in (0, 0.1, 0.25, 0.5):
     steps = []
     for name in NAMES:
@@ -758,7 +758,7 @@ print(
 # %%
 for costs in (Costs(1, 1, 1), Costs(1, 1, 0.5), Costs(1, 1.3, 0.7), Costs(1, 1, 1, comm=0.2)):
     found = simulate(make("zb-h2", P, M, costs=costs), costs)
-    print(f"F {costs.f}, I {costs.i}, W {costs.w}, hop {costs.comm}: a rank waits", end=" ")
+    print(f"F {costs.f}, I {costs.i}, W {costs.w}, P2P {costs.comm}: a rank waits", end=" ")
     print(f"{1 - found.work / found.span:.1%} of its span, {found.bubble_of_total:.1%} of total")
 print(f"your vote: {vote_2}")
 
@@ -773,7 +773,7 @@ def cheat_sheet(p, m):
         f"p = {p} ranks, m = {m} micro-batches; bubble of total time with a barrier, of the span without"
     )
     print(
-        f"{'':12}{'step':>7}{'of total':>10}{'of span':>9}{'in flight':>11}{'hops':>6}   waits, if F = I = W"
+        f"{'':12}{'step':>7}{'of total':>10}{'of span':>9}{'in flight':>11}{'P2P':>6}   waits, if F = I = W"
     )
     words = {
         "gpipe": "(p-1)(F+I+W)",

@@ -404,7 +404,7 @@ def ring_steps(ranks, layout, hop_ms):
                 spans.append(Span(rank, "F", start, start + took, label=f"k{whose}"))
     return timeline(
         spans,
-        title=f"Ring forward on {ranks} ranks, {layout}, a hop of {hop_ms} ms",
+        title=f"Ring forward on {ranks} ranks, {layout}, a transfer takes {hop_ms} ms",
         kind="simulated",
         note="kN: the block of rank N.",
     )
@@ -738,7 +738,7 @@ for name, theirs, ours in zip(
 
 # %% [markdown]
 # ## Break it and diagnose
-# Zig-zag rings. One run is correct (its cause is `"healthy"`), four are faulty:
+# Zig-zag rings. One run is correct (its cause is `"correct"`), four are faulty:
 #
 # - **positions**: every rank takes contiguous positions for its zig-zag data
 # - **mean**: every rank divides by its own tokens, and gradients are averaged over ranks

@@ -592,7 +592,7 @@ print(f"outputs and gradients of x, router and experts differ by {apart:.0e} at 
 
 # %% [markdown]
 # ## Break it and diagnose
-# Four ranks, ep = 2. One run is correct (its cause is `"healthy"`), four are faulty:
+# Four ranks, ep = 2. One run is correct (its cause is `"correct"`), four are faulty:
 #
 # - **divided**: experts' gradients are divided by dp after they were summed
 # - **group**: experts' gradients are summed over the wrong group, the ep group

@@ -466,7 +466,7 @@ for rank, (sums, grid) in enumerate(theirs):
 
 # %% [markdown]
 # ## Break it and diagnose
-# Five runs on four ranks, one of them correct (its cause is `"healthy"`). Each makes two groups for every pair of tp,
+# Five runs on four ranks, one of them correct (its cause is `"correct"`). Each makes two groups for every pair of tp,
 # `acts` and `norms`, starts a sum on both and waits; then it calls on tp, then on dp. Right sums of ranks 0 to 3
 # begin with 3 and 300 for ranks 0 and 1, 7 and 700 for ranks 2 and 3.
 #

@@ -746,7 +746,7 @@ for rank, told in enumerate(run(in_pytorch, n=8)):
 # %% [markdown]
 # ## Break it and diagnose
 # Five runs of 8 ranks, dp=4, pp=2, ep=2, with experts, a tied embedding and clipping. One is correct (its cause is
-# `"healthy"`), four are faulty:
+# `"correct"`), four are faulty:
 #
 # - **replicas**: the norm counts every rank's gradients, copies too
 # - **own norm**: each rank clips by the norm of its own gradients

@@ -605,7 +605,7 @@ print(
     f"GPT-3 in bfloat16, TP8: {held:.1f} GB a rank: 8 GPUs of 80 GB hold it, 512 hold 64 replicas"
 )
 print(
-    f"PP64: {gpt3.layers} layers / 64 = {gpt3.layers / 64}: does not divide; a token takes 63 hops"
+    f"PP64: {gpt3.layers} layers / 64 = {gpt3.layers / 64}: does not divide; a token crosses 63 boundaries"
 )
 
 # %% [markdown]
@@ -659,7 +659,7 @@ for number in (1, 4):
 # is replicated here.
 #
 # ## Break it and diagnose
-# Four ranks of TP draw tokens. One run is correct (its cause is `"healthy"`), four are faulty:
+# Four ranks of TP draw tokens. One run is correct (its cause is `"correct"`), four are faulty:
 #
 # - **own dice**: all logits are gathered, and each rank draws with its own random state
 # - **own noise**: a rank's noise follows from its own seed; then pairs, as always
@@ -827,7 +827,9 @@ print(f"your votes: {vote_1}, {vote_2}")
 def cheat_sheet():
     config = llama_70b()
     print("a step takes W + B c; cache: 2 L N T G/tp K b; rows of a request: S + m - 1")
-    print("dp: 0 bytes | tp: 2L + 1 all-reduces of D and a pair | pp: p-1 hops, g/max(g, p) busy")
+    print(
+        "dp: 0 bytes | tp: 2L + 1 all-reduces of D and a pair | pp: p-1 transfers, g/max(g, p) busy"
+    )
     print("cp: L all-gathers of H (K + 1) a token | ep: all replicas take every step\n")
     print(
         f"{'tp':3}{'weights, GB':>13}{'cache, GB':>11}{'sent a token, MB':>18}{'requests in 80 GB':>19}"
@@ -840,7 +842,7 @@ def cheat_sheet():
             f"{n:3}{held / 1e9:13.1f}{each / 1e9:11.2f}{sent:18.2f}{(80 * 10**9 - held) // each:19}"
         )
     hops = float(inference.pipeline_bytes(config, 1, 1, 8)) / 1e6
-    print(f"\npp 8: {hops:.2f} MB a token in all; prefill of 8,192 over cp 8:", end=" ")
+    print(f"\npp 8: {hops:.2f} MB per token in all; prefill of 8,192 over cp 8:", end=" ")
     print(f"{float(inference.prefill_bytes(config, 8192, 8)) / 1e9:.2f} GB a rank")
 
 

@@ -269,7 +269,7 @@ def lesson_07_shows_pipelines(notebook):
         "rank 1 is at cell 1, 1F1, and waits for 0F1 of rank 0, which has it in cell 2",
         "steps of different length: 0",
         "fastest at m = 8",
-        "p-1-r  forwards at first: step 33, 49 when a hop takes 1; in flight [4, 3, 2, 1]",
+        "p-1-r  forwards at first: step 33, 49 when a transfer takes 1; in flight [4, 3, 2, 1]",
     ):
         assert line in text
     assert "0 of 5 right" in text
