@@ -91,7 +91,7 @@ def adam(parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
 
 @dataclass(frozen=True)
 class Report:
-    """What one rank has to say after training. Its ledger holds the last step alone."""
+    """Results of one rank after training. Ledger and kernel count hold the last step only."""
 
     losses: list[float]
     state: StateBytes
