@@ -172,7 +172,7 @@ ROWS = Function(
             "With fewer micro-batches than p-1-r a rank can begin with m forwards at most.",
         ),
         Wrong(_without_the_end, words="has no backward"),
-        Wrong(_one_stage, words="a stage's weights live on one rank"),
+        Wrong(_one_stage, words="a stage's weights are on one rank"),
         Wrong(
             _backward_first,
             "In the alternating part the forward comes before the backward.",

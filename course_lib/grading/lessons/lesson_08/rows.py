@@ -150,7 +150,7 @@ ROWS = Function(
         Wrong(_whole, words="there are whole backwards (B) in it"),
         Wrong(_w_first, words="which it needs"),
         Wrong(_without_the_end, words="half a backward"),
-        Wrong(_one_stage, words="a stage's weights live on one rank"),
+        Wrong(_one_stage, words="a stage's weights are on one rank"),
         Wrong(lambda p, m: _right(m, p), "p and m are swapped."),
         Wrong(_from_library(zb_h1), words="this is what you are asked to write"),
         Wrong(_from_library(zb_h2), words="this is what you are asked to write"),
