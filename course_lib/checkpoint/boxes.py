@@ -47,8 +47,8 @@ class Holder:
     """What an optimizer updates as one: a parameter, or a shard of several.
 
     ``names`` are those of its ``parameters`` in the whole model; ``runs`` cuts a tensor of the
-    shape of ``values`` up by parameter. ``optimizer`` and ``group`` are who updates it, None where
-    nobody does.
+    shape of ``values`` up by parameter. ``optimizer`` and ``group`` are what updates it, None where
+    nothing does.
     """
 
     values: Tensor
@@ -83,13 +83,13 @@ def holders(names: Mapping[nn.Parameter, str], optimizers: Sequence[Optimizer]) 
         for group in optimizer.param_groups
         for values in group["params"]
     }
-    nobody: tuple[None, dict] = (None, {})
+    frozen: tuple[None, dict] = (None, {})
     sharded = {parameter for flat in flats for parameter in flat.parameters}
     shards = {flat.shard for flat in flats}
     _check_known([*sharded, *(values for values in updaters if values not in shards)], names)
     for flat in flats:
         mine = {parameter: names[parameter] for parameter in flat.parameters}
-        yield Holder(flat.shard, mine, flat.parameter_slices, *updaters.get(flat.shard, nobody))
+        yield Holder(flat.shard, mine, flat.parameter_slices, *updaters.get(flat.shard, frozen))
     for parameter in [one for one in names if one not in sharded]:
         if not parameter.is_contiguous():  # ZeRO-3 leaves a shape without memory
             raise ValueError(
@@ -97,7 +97,7 @@ def holders(names: Mapping[nn.Parameter, str], optimizers: Sequence[Optimizer]) 
                 "among the optimizers"
             )
         mine, whole = {parameter: names[parameter]}, partial(_one_run, parameter)
-        yield Holder(parameter, mine, whole, *updaters.get(parameter, nobody))
+        yield Holder(parameter, mine, whole, *updaters.get(parameter, frozen))
 
 
 def _check_known(parameters: Iterable[Tensor], names: Mapping[nn.Parameter, str]) -> None:

@@ -63,7 +63,7 @@ def read(
 ) -> None:
     """Fill the boxes that ``own`` gives on each rank, when it is told the names in the files.
 
-    Without ``with_state`` optimizer state may lie in the files that nobody reads.
+    Without ``with_state`` the files may contain optimizer state that is not read.
     """
     with _plainly(path):
         dcp.load({}, checkpoint_id=path, planner=_Loads(own, with_state), **_among(world))

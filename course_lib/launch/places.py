@@ -21,7 +21,8 @@ COLLECTIVES = frozenset(
     send_object_list recv_object_list ring""".split()
 )
 PACKAGE = Path(__file__).resolve().parents[1]
-SITE = [Path(sysconfig.get_paths()[kind]).resolve() for kind in ("purelib", "platlib", "stdlib")]
+_ROOTS = [Path(sysconfig.get_paths()[kind]) for kind in ("purelib", "platlib", "stdlib")]
+SITE = {*_ROOTS, *(root.resolve() for root in _ROOTS)}  # a virtual environment may be a link
 CALLER = str(PACKAGE / "launch" / "rank.py")
 ENTRY = re.compile(r'^  File "(?P<file>.*)", line (?P<line>\d+) in (?P<function>.*)$')
 THREAD = re.compile(r"^(?P<current>Current thread|Thread) 0x")

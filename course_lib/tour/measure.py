@@ -1,4 +1,4 @@
-"""Run every technique on real ranks and hold it against the serial twin and its formulas."""
+"""Run every technique on ranks and compare it with the single-process reference and formulas."""
 
 from __future__ import annotations
 
@@ -122,7 +122,7 @@ def measure(say: Say, techniques: Iterable[Technique] | None = None) -> tuple[li
     limit = available_ranks()
     rows: list[Row] = []
     skipped: list[Skipped] = []
-    losses: dict[str, list[float]] = {}  # of each twin
+    losses: dict[str, list[float]] = {}  # of each reference
     for technique in TECHNIQUES if techniques is None else techniques:
         if limit is not None and technique.ranks > limit:
             skipped.append(Skipped(technique, limit))
@@ -130,18 +130,18 @@ def measure(say: Say, techniques: Iterable[Technique] | None = None) -> tuple[li
         ranks = technique.ranks
         say(f"{technique.name}: {JOB.steps} steps on {ranks} rank{'s' if ranks > 1 else ''}")
         results = run(technique.train, JOB, n=ranks, timeout=300)
-        twin = losses.setdefault(technique.twin, results[0].losses)
-        rows.append(make_row(technique, results, twin))
+        reference = losses.setdefault(technique.reference, results[0].losses)
+        rows.append(make_row(technique, results, reference))
     return rows, skipped
 
 
 def make_row(technique: Technique, results: Results, serial: list[float], job: Job = JOB) -> Row:
-    """Hold the ranks' reports against the losses of one process and the technique's formulas."""
+    """Compare the ranks' reports with the losses of one process and the technique's formulas."""
     reports: list[Report] = list(results)
     differences = [
-        abs(mine - twin)
+        abs(mine - expected)
         for report in reports
-        for mine, twin in zip(report.losses, serial, strict=True)
+        for mine, expected in zip(report.losses, serial, strict=True)
     ]
     counted = wire_bytes_by_axis(results.ledgers)
     formula = technique.formula(job)

@@ -24,8 +24,8 @@ from course_lib.trace.traffic import HEADER_BYTES
 from course_lib.view import perfetto, timeline, traffic_plot
 
 TITLES = {
-    "overlapped": "Data parallelism with overlap: buckets travel while backward goes on",
-    "bucketed": "Data parallelism without overlap: everybody waits for the gradients",
+    "overlapped": "Data parallelism with overlap: buckets are sent while backward runs",
+    "bucketed": "Data parallelism without overlap: every rank waits for the gradients",
 }
 HEADS = (
     "loss\noff by",
@@ -204,17 +204,18 @@ def _print_sentences(rows: Sequence[Row], skipped: Sequence[Skipped], console: C
         console.print(f"{entry.technique.name}: skipped, {entry.reason}", highlight=False)
     off = sum(bool(row.faults) for row in rows)
     console.print(
-        f"kB are 1000 bytes. {len(rows) - off} of {len(rows)} rows equal serial, and send and "
-        "hold what their formulas say, to the byte (the exact numbers are in tour.json).",
+        f"kB are 1000 bytes. {len(rows) - off} of {len(rows)} rows equal the single process, and "
+        "send and store what their formulas say, to the byte (the exact numbers are in tour.json).",
         highlight=False,
     )
     console.print(_kernel_sentence(rows), highlight=False)
-    for twin in dict.fromkeys(row.technique.twin for row in rows):
-        alike = [row.losses for row in rows if row.technique.twin == twin]
+    for name in dict.fromkeys(row.technique.reference for row in rows):
+        alike = [row.losses for row in rows if row.technique.reference == name]
         if not any(alike[0]):  # nothing was trained
             continue
+        where = "every row" if len(alike) == len(rows) else f"{name} and every row compared with it"
         console.print(
             f"The loss fell from {alike[0][0]:.2f} to {alike[0][-1]:.2f} in {len(alike[0])} steps "
-            f"in {'every row' if len(alike) == len(rows) else twin + ' and every row held to it'}.",
+            f"in {where}.",
             highlight=False,
         )

@@ -102,9 +102,9 @@ class Report:
 class Technique:
     """``train`` runs on every rank of ``mesh``. ``formula`` is what all ranks together send on
     each axis in one optimizer step; ``state_formula`` are parameters, gradients and optimizer of
-    the fullest rank after it; ``peak_activation_formula`` is what autograd kept for backward on the
-    fullest rank. Bytes, from shapes alone (of tokens that travel to their experts: from what the
-    twin's routers want). ``twin`` is the row of one process whose losses this one must have."""
+    the fullest rank after it; ``peak_activation_formula`` is what autograd saves for backward on
+    the fullest rank. All are bytes, computed from shapes alone (for expert parallelism also from
+    the routes of the reference). ``reference`` names the one-process row with the same losses."""
 
     name: str
     lesson: str
@@ -114,7 +114,7 @@ class Technique:
     formula: Callable[[Job], dict[str, Fraction]]
     state_formula: Callable[[Job], int]
     peak_activation_formula: Callable[[Job], int]
-    twin: str = "serial"
+    reference: str = "serial"
 
     @property
     def ranks(self) -> int:

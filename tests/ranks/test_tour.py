@@ -385,11 +385,13 @@ def test_extra_bytes_that_are_no_headers_are_a_fault():
 
 def test_a_loss_falls_where_something_was_trained():
     page = io.StringIO()
-    decoded = replace(techniques.TECHNIQUES[0], twin="decode")
+    decoded = replace(techniques.TECHNIQUES[0], reference="decode")
     rows = [fake_row(), fake_row(technique=decoded, losses=[0.0, 0.0])]
     report.print_table(rows, [], Console(file=page, width=80))
     assert page.getvalue().count("The loss fell") == 1
-    assert "from 5.00 to 4.00 in 2 steps in serial and every row held to it." in page.getvalue()
+    assert (
+        "from 5.00 to 4.00 in 2 steps in serial and every row compared with it." in page.getvalue()
+    )
 
 
 @pytest.mark.parametrize(
@@ -484,7 +486,7 @@ OTHER_JOBS = {
 def test_formulas_hold_for_other_models_too(worlds, row, job):
     """Bytes, state and activations, to the byte: else a formula could be that of one shape."""
     results = worlds(row.ranks).run(row.train, job)
-    found = make_row(row, results, twin_losses(worlds, row.twin, job), job)
+    found = make_row(row, results, twin_losses(worlds, row.reference, job), job)
     assert found.faults == []
 
 

@@ -1,7 +1,7 @@
 """Priorities between axes that share a link: what ranks wait for goes first, the rest in the gaps.
 
 A tensor-parallel all-reduce is small and its ranks stand still until it is through; a bucket of
-gradients is large and nobody needs it before the optimizer step. A link carries transfers in the
+gradients is large and is not needed before the optimizer step. A link carries transfers in the
 order in which they were handed to it, so that a bucket handed over first delays every small call
 behind it. Two remedies, both from ByteScheduler (Peng et al. 2019, doi:10.1145/3341301.3359642; the
 idea is also P3's, Jayarajan et al. 2019, arXiv:1905.03960): hold the bucket back while urgent calls

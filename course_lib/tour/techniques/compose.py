@@ -189,7 +189,7 @@ def composed(
         formula=lambda job: sent(job, sizes, plan),
         state_formula=lambda job: state(job, sizes, plan),
         peak_activation_formula=lambda job: peak(job, sizes, plan),
-        twin=reference,
+        reference=reference,
     )
 
 

@@ -119,5 +119,5 @@ EXPERTS_REFERENCE = Technique(
     formula=lambda job: {},
     state_formula=lambda job: experts_state_bytes(job, 1),
     peak_activation_formula=reference_peak,
-    twin=REFERENCE,
+    reference=REFERENCE,
 )

@@ -179,7 +179,7 @@ def expert_parallel(name: str, sentence: str, ep_size: int) -> Technique:
         formula=lambda job: expert_parallel_bytes(job, ep_size),
         state_formula=lambda job: experts_state_bytes(job, ep_size),
         peak_activation_formula=lambda job: experts_peak_bytes(job, ep_size),
-        twin=REFERENCE,
+        reference=REFERENCE,
     )
 
 
@@ -194,7 +194,7 @@ EXPERT_PARALLEL = [
         formula=lambda job: {},
         state_formula=lambda job: experts_state_bytes(job, 1),
         peak_activation_formula=reference_peak_bytes,
-        twin=REFERENCE,
+        reference=REFERENCE,
     ),
     expert_parallel(
         "ep-4",

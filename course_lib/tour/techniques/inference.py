@@ -153,7 +153,7 @@ INFERENCE = [
         formula=lambda job: {},
         state_formula=lambda job: exact(job).parameter_bytes,
         peak_activation_formula=text_bytes,
-        twin=REFERENCE,
+        reference=REFERENCE,
     ),
     Technique(
         name="inference",
@@ -166,6 +166,6 @@ INFERENCE = [
         formula=sent,
         state_formula=stage_bytes,
         peak_activation_formula=cache_bytes,
-        twin=REFERENCE,
+        reference=REFERENCE,
     ),
 ]
