@@ -194,7 +194,7 @@ def train(way, micro_batches=1):
 
 
 def one_process():
-    """The twin that everything is compared with: a plain loop, whole batches, no ranks."""
+    """The single-process reference: a plain loop, whole batches, no ranks."""
     model = build_model(CONFIG, seed=0)
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
     losses = []
@@ -286,7 +286,7 @@ def picture(way, title):
     return timeline(paced[way].traces, title=title, conditions=Conditions(PACE, NETWORK))
 
 
-picture("bucketed", "Bucketed: everybody waits for the gradients")
+picture("bucketed", "Bucketed: every rank waits for the gradients")
 
 # %%
 picture("overlapped", "Overlapped: buckets travel while backward goes on")

@@ -550,9 +550,9 @@ def shared_heads():
     return {"group": comm.shard_spec(k).kv_group.ranks, "before": before, "after": k.grad}
 
 
-twin = build_model(GROUPED)
-twin.loss_sum(tokens, targets)[0].backward()
-heads = twin.blocks[0].attn.k.weight.grad.chunk(2)
+reference = build_model(GROUPED)
+reference.loss_sum(tokens, targets)[0].backward()
+heads = reference.blocks[0].attn.k.weight.grad.chunk(2)
 result = run(shared_heads, n=RANKS)
 for rank, told in enumerate(result):
     right = heads[rank // 2]
@@ -620,15 +620,15 @@ def in_pytorch():
     return {"y": y.detach(), "dx": x.grad, "sent": sent, "partial": partial, "gradients": gradients}
 
 
-twin = build_model(LLAMA, seed=0).blocks[0]
+reference = build_model(LLAMA, seed=0).blocks[0]
 x = x_BSD.clone().requires_grad_()
-y = twin(x, torch.arange(SEQ))
+y = reference(x, torch.arange(SEQ))
 y.backward(dy_BSD)
 theirs_by_rank = run(in_pytorch, n=RANKS, init=False)
 for rank, one in enumerate(theirs_by_rank):
     for name, right in (("y", y.detach()), ("dx", x.grad)):
         torch.testing.assert_close(one[name], right.chunk(RANKS, 1)[rank], atol=1e-4, rtol=1e-4)
-    for name, p in twin.named_parameters():
+    for name, p in reference.named_parameters():
         torch.testing.assert_close(one["gradients"][name], p.grad, atol=1e-3, rtol=1e-3)
 ours = run(by_blocks, LLAMA, x_BSD, dy_BSD, n=RANKS)[0]["rows, kept"][0]
 print(f"one block, bytes a rank: DTensor {int(theirs_by_rank[0]['sent']):,}, ours {int(ours):,}")

@@ -266,15 +266,15 @@ def ranks_of(sizes):
     return math.prod(size for axis, size in sizes.items() if axis != "ep")
 
 
-runs, twins = {}, {}
+runs, references = {}, {}
 for name, sizes in MESHES.items():
     path = SAVED if name == "4D" else None
     runs[name] = run(train, sizes, PLANS[name], path, n=ranks_of(sizes), timeout=120)
-    twins[name] = run(serial, PLANS[name], n=1)[0]
+    references[name] = run(serial, PLANS[name], n=1)[0]
 
 print(f"{'':4}{'ranks':>6}{'last loss':>12}{'loss off':>11}{'norm off':>11}{'ranks agree':>13}")
 for name, result in runs.items():
-    (losses, norms), own = twins[name], result[0]
+    (losses, norms), own = references[name], result[0]
     off = max(abs(a - b) for a, b in zip(own["losses"], losses, strict=True))
     norm_off = max(abs(a / b - 1) for a, b in zip(own["norms"], norms, strict=True))
     agree = all(one["losses"] == own["losses"] for one in result)
@@ -338,7 +338,7 @@ def three_norms(sizes, plan):
 
 
 norms = run(three_norms, MESHES["3D"], PLANS["3D"], n=8)
-truth = twins["3D"][1][0]
+truth = references["3D"][1][0]
 print(f"one process: {truth:.4f}")
 print("each rank by itself:  ", " ".join(f"{one['own']:.4f}" for one in norms))
 print(
