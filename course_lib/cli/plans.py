@@ -146,7 +146,7 @@ def _numbers(option: str, text: str | None) -> tuple[float, ...] | None:
     try:
         return tuple(float(number) for number in text.split(","))
     except ValueError:
-        raise ValueError(f"{option} {text}: numbers with commas between them are wanted") from None
+        raise ValueError(f"expected numbers separated by commas, got {option} {text}") from None
 
 
 def _factors(text: str | None) -> tuple[Factor, ...] | None:

@@ -41,7 +41,7 @@ def fit_link(seconds: Mapping[int, float]) -> Link:
     decide, and alpha would be what is left over. Raises ValueError where time does not grow.
     """
     if len(seconds) < 2:
-        raise ValueError(f"{len(seconds)} sizes were measured: at least two are wanted")
+        raise ValueError(f"expected times of at least two sizes, got {len(seconds)}")
     sizes = torch.tensor(list(seconds), dtype=torch.float64)
     times = torch.tensor(list(seconds.values()), dtype=torch.float64)
     rows = torch.stack([1 / times, sizes / times], dim=1)  # (alpha + S * slope) / t is to be 1

@@ -89,8 +89,8 @@ class Cache:
         self.capacity = config.max_seq_len if capacity is None else capacity
         if slots < 1 or not 1 <= self.capacity <= config.max_seq_len:
             raise ValueError(
-                f"a cache of slots={slots} and capacity={self.capacity}: 1 slot or more, and 1 to "
-                f"max_seq_len={config.max_seq_len} positions are wanted"
+                f"expected at least 1 slot and a capacity of 1 to "
+                f"max_seq_len={config.max_seq_len}, got slots={slots} and capacity={self.capacity}"
             )
         if model.training and config.dropout:
             raise ValueError("dropout is on: call model.eval() first")

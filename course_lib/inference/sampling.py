@@ -53,13 +53,15 @@ class Sampling:
         # Else logits leave the range of float32, or the minus infinity of padding divides to NaN.
         if not 1e-30 <= self.temperature <= 1e30:
             raise ValueError(
-                f"temperature={self.temperature}: above 0 is wanted (1e-30 to 1e30); for the "
+                f"expected a temperature from 1e-30 to 1e30, got {self.temperature}; for the "
                 "likeliest token each time leave sampling out (greedy)"
             )
         if self.top_k is not None and self.top_k < 1:
-            raise ValueError(f"top_k={self.top_k}: 1 or more is wanted, or None for all tokens")
+            raise ValueError(
+                f"expected top_k of 1 or more, or None for all tokens, got {self.top_k}"
+            )
         if not 0 < self.top_p <= 1:
-            raise ValueError(f"top_p={self.top_p}: a share above 0 and up to 1 is wanted")
+            raise ValueError(f"expected top_p above 0 and at most 1, got {self.top_p}")
 
     @property
     def cuts(self) -> bool:

@@ -42,7 +42,8 @@ class Request:
             )
         if self.max_new_tokens < 1:
             raise ValueError(
-                f"request {self.number}: max_new_tokens={self.max_new_tokens}; 1 or more is wanted"
+                f"request {self.number}: expected max_new_tokens of 1 or more, got "
+                f"{self.max_new_tokens}"
             )
         if self.arrives < 0:
             raise ValueError(

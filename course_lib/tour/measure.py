@@ -45,8 +45,8 @@ class Row:
         found = []
         if not self.max_loss_difference < LOSS_TOLERANCE:
             found.append(
-                f"{self.technique.name}: its loss is {self.max_loss_difference:.3g} away from "
-                f"serial, less than {LOSS_TOLERANCE} is wanted"
+                f"{self.technique.name}: expected losses within {LOSS_TOLERANCE} of the reference, "
+                f"got a difference of {self.max_loss_difference:.3g}"
             )
         for axis in sorted(self.counted.keys() | self.formula.keys()):
             counted = self.counted.get(axis, Fraction(0))

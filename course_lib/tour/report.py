@@ -213,7 +213,7 @@ def _print_sentences(rows: Sequence[Row], skipped: Sequence[Skipped], console: C
         alike = [row.losses for row in rows if row.technique.reference == name]
         if not any(alike[0]):  # nothing was trained
             continue
-        where = "every row" if len(alike) == len(rows) else f"{name} and every row compared with it"
+        where = "every row" if len(alike) == len(rows) else f"{name} and all rows equal to it"
         console.print(
             f"The loss fell from {alike[0][0]:.2f} to {alike[0][-1]:.2f} in {len(alike[0])} steps "
             f"in {where}.",

@@ -345,7 +345,7 @@ def test_parts_join_to_the_whole(cuts, groups, large):
     ("call", "said"),
     [
         (lambda: Request(3, (), 1), "request 3 has an empty prompt"),
-        (lambda: Request(3, (1,), 0), "request 3: max_new_tokens=0; 1 or more"),
+        (lambda: Request(3, (1,), 0), "request 3: expected max_new_tokens of 1 or more, got 0"),
         (
             lambda: Request(3, (1,), 1, -1),
             "request 3: expected arrives of 0 or more, got -1; iterations count from 0",
@@ -367,15 +367,24 @@ def test_parts_join_to_the_whole(cuts, groups, large):
             lambda: run(sizes(2), Scheduler(requests_of(), 2, groups=2), 2),
             "expected a scheduler of 1 group, got 2",
         ),
-        (lambda: Sampling(0.0), "temperature=0.0: above 0 is wanted.*greedy"),
-        (lambda: Sampling(float("nan")), "temperature=nan"),
-        (lambda: Sampling(1e-39), "temperature=1e-39"),  # all logits above 0 would be infinite
-        (lambda: Sampling(float("inf")), "temperature=inf"),  # padding would be NaN, and win
-        (lambda: Sampling(top_k=0), "top_k=0"),
-        (lambda: Sampling(top_p=0.0), "top_p=0.0"),
-        (lambda: Sampling(top_p=1.1), "top_p=1.1"),
+        (lambda: Sampling(0.0), "expected a temperature from 1e-30 to 1e30, got 0.0.*greedy"),
+        (lambda: Sampling(float("nan")), "a temperature .* got nan"),
+        (
+            lambda: Sampling(1e-39),
+            "a temperature .* got 1e-39",
+        ),  # all logits above 0 would be infinite
+        (
+            lambda: Sampling(float("inf")),
+            "a temperature .* got inf",
+        ),  # padding would be NaN, and win
+        (lambda: Sampling(top_k=0), "top_k of 1 or more, .* got 0"),
+        (lambda: Sampling(top_p=0.0), "top_p above 0 .* got 0.0"),
+        (lambda: Sampling(top_p=1.1), "top_p .* at most 1, got 1.1"),
         (lambda: Cache(make_model(sizes(2)), 0), "slots=0 and capacity=48"),
-        (lambda: Cache(make_model(sizes(2)), 1, 49), "max_seq_len=48 positions are wanted"),
+        (
+            lambda: Cache(make_model(sizes(2)), 1, 49),
+            "capacity of 1 to max_seq_len=48, got slots=1 and capacity=49",
+        ),
         (lambda: Cache(make_model(sizes(2, dropout=0.1)).train(), 1), "call model.eval"),
         (lambda: Replica(make_model(sizes(2)).stage(0, 1), make_mesh(), 1), "this is a stage"),
         (

@@ -434,7 +434,7 @@ def test_what_was_waited_for_is_there_though_a_held_call_failed_in_its_gap(world
     [
         (["tp"], 1, r"priorities of axes \['tp'\]: give two or more"),
         (["tp", "tp"], 1, "each once"),
-        (["tp", "dp"], 0, "piece_bytes=0: pieces of at least 1 byte"),
+        (["tp", "dp"], 0, "expected pieces of at least 1 byte, got piece_bytes=0"),
     ],
 )
 def test_bad_priorities_are_refused(names, piece_bytes, said):

@@ -389,16 +389,15 @@ def test_a_loss_falls_where_something_was_trained():
     rows = [fake_row(), fake_row(technique=decoded, losses=[0.0, 0.0])]
     report.print_table(rows, [], Console(file=page, width=80))
     assert page.getvalue().count("The loss fell") == 1
-    assert (
-        "from 5.00 to 4.00 in 2 steps in serial and every row compared with it." in page.getvalue()
-    )
+    said = " ".join(page.getvalue().split())  # in 80 columns it may be broken into lines
+    assert "from 5.00 to 4.00 in 2 steps in serial and all rows equal to it." in said
 
 
 @pytest.mark.parametrize(
     ("changes", "said"),
     [
-        ({"max_loss_difference": 2e-4}, "away from serial"),
-        ({"max_loss_difference": float("nan")}, "away from serial"),
+        ({"max_loss_difference": 2e-4}, "got a difference of 0.0002"),
+        ({"max_loss_difference": float("nan")}, "got a difference of nan"),
         ({"counted": {"dp": Fraction(10)}}, "10 bytes counted on axis dp, 8 by the formula"),
         ({"counted": {"dp": Fraction(8), "tp": Fraction(5)}}, "on axis tp, 0 by the formula"),
         ({"counted": {}}, "0 bytes counted on axis dp"),

@@ -62,7 +62,7 @@ class Priorities(Instrument):
                 f"priorities of axes {names}: give two or more, each once, the most urgent first"
             )
         if piece_bytes < 1:
-            raise ValueError(f"piece_bytes={piece_bytes}: pieces of at least 1 byte are wanted")
+            raise ValueError(f"expected pieces of at least 1 byte, got piece_bytes={piece_bytes}")
         self.axes, self.piece_bytes = axes, piece_bytes
         self._held: list[deque[_Delayed]] = [deque() for _ in axes]
 
