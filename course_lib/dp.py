@@ -28,6 +28,7 @@ import torch
 from torch import Tensor, nn
 
 from course_lib import comm
+from course_lib.ledger import wire
 from course_lib.mesh import Axis
 
 BUCKET_BYTES = 12 * 2**20  # `course bench dp` times smaller and larger ones beside it
@@ -40,7 +41,7 @@ def wire_bytes(parameter_bytes: int, n: int) -> Fraction:
 
     The same for all three ways and for any number of micro-batches. A tied weight counts once.
     """
-    return Fraction(2 * (n - 1) * parameter_bytes, n)
+    return wire("all_reduce", parameter_bytes, n)
 
 
 def trainable(parameters: Iterable[nn.Parameter]) -> list[nn.Parameter]:

@@ -157,7 +157,7 @@ def rank_groups(
     """Return the groups of every axis, without a process: ``{"tp": [[0, 1], ...], ...}``.
 
     Keys: tp, cp, dp, pp; mp (tp x pp, Megatron's model-parallel group: one complete copy of the
-    model); dp_cp (ranks that average the same gradients); with ep > 1 also ep and edp.
+    model); dp_cp (ranks over which gradients are summed); with ep > 1 also ep and edp.
     """
     layout = make_layout(world, order, tp=tp, cp=cp, dp=dp, pp=pp, ep=ep)
     groups = {axis: layout.groups(axis) for axis in AXES}

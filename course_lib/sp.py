@@ -1,8 +1,8 @@
-"""Sequence parallelism (Megatron): outside the regions of tensor parallelism the ranks share rows.
+"""Sequence parallelism: outside the tensor-parallel regions each rank stores S/t of the positions.
 
-Korthikanti et al. 2022, arXiv:2205.05198. Tensor parallelism replicates norms, dropout and
-residuals on every rank. Here each rank holds S/t of the positions there, x_BScD. Where x enters a
-region it is gathered, where it leaves, the partial sums are reduce-scattered:
+Megatron's, by Korthikanti et al. 2022, arXiv:2205.05198. Tensor parallelism replicates norms,
+dropout and residuals on every rank. Here each rank stores x_BScD. x is gathered where it enters a
+region; the partial sums are reduce-scattered where it leaves:
 
 ========  ========================  ========================
           forward                   backward
@@ -11,9 +11,9 @@ enter     all-gather over S         reduce-scatter over S
 leave     reduce-scatter over S     all-gather over S
 ========  ========================  ========================
 
-An all-reduce is a reduce-scatter and an all-gather, so the bytes are those of tensor parallelism.
-One sum is new: a replicated parameter (norm, bias after a sum, positions) has on each rank the
-gradient of its rows only: :func:`sum_gradients`.
+An all-reduce is a reduce-scatter and an all-gather, so sequence parallelism sends as many bytes as
+tensor parallelism. One sum is new. The gradient of a replicated parameter (norm, row bias,
+positions) covers only this rank's rows, so it must be summed over the axis (:func:`sum_gradients`).
 
 Two variants. With :data:`REGION` autograd saves the gathered input of each region, all of it on
 every rank. With :data:`GATHER_AGAIN` it saves this rank's rows and gathers them once more in

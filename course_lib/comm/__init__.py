@@ -1,4 +1,6 @@
-"""The one door to the network. Every function takes ``(x, axis)`` and leaves ``x`` as it is.
+"""All communication goes through this package.
+
+Collectives take ``(x, axis)`` and do not write to ``x``; functions that write in place say so.
 
 =============  ====================================================================
 transfer       the path to torch.distributed: a call, one record, one handle
@@ -7,7 +9,8 @@ operators      their autograd pairs (copy_to, reduce_from, ...); all_to_all
 p2p            send, recv, exchange, ring
 from_messages  the same collectives built from send and recv, for study
 flat           many tensors sent as one
-held           gradients of which a rank holds a part: sums and norms
+sharding       how a parameter is sharded: ShardSpec, set and read here
+held           gradients of which a rank holds a shard: sums and global norm
 alpha_beta     the cost model of a message
 instruments/   checks, deadlock watch, emulated links, priorities: absent otherwise
 =============  ====================================================================

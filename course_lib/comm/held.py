@@ -21,9 +21,9 @@ from course_lib.mesh import Axis
 
 
 class Held(NamedTuple):
-    """``gradient`` is a view of what this rank holds of ``parameter``'s: all of it, or a shard.
+    """``gradient`` is a view of this rank's gradient of ``parameter``: all of it, or a shard.
 
-    ``axes`` are those whose ranks hold other gradients, besides the axis of the parameter's
+    ``axes`` lists further axes on which ranks hold different gradients, besides the axis of the
     ShardSpec: the data axis under ZeRO, and pp.
     """
 
@@ -86,10 +86,10 @@ def copies(one: Held, axes: Iterable[Axis]) -> int:
 def grad_norm(held: Iterable[Held], axes: Sequence[Axis] = ()) -> Tensor:
     """Return the norm of the whole model's gradient, in which every element counts once.
 
-    ``axes`` are those whose ranks hold different gradients: tp, pp, ep, and the data axis under
-    ZeRO; or the world alone. What several of their ranks hold counts once: :func:`copies`. One
-    number is sent per axis, as control, in float64 whatever the gradients are, so that a rank
-    that holds none agrees with the others. Raises ValueError where an axis is missing.
+    ``axes`` lists the axes on which ranks hold different gradients: tp, pp, ep, and the data axis
+    under ZeRO; or the world alone. A gradient that several of their ranks hold counts once
+    (:func:`copies`). One float64 number is sent per axis as control traffic, so that a rank without
+    gradients sends the same dtype as the others. Raises ValueError where an axis is missing.
     """
     total = torch.zeros((), dtype=torch.float64)
     for one in held:

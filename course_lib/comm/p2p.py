@@ -130,20 +130,20 @@ def exchange(x: Tensor, axis: Axis, to: int, source: int, like: Tensor | None = 
 
 
 def ring(x: Tensor, axis: Axis) -> Iterator[tuple[int, Tensor]]:
-    """Yield (whose, block) for the blocks of all ranks, own first, then from ever further back.
+    """Yield (source rank, block) for all ranks: this rank's own, the previous rank's, and so on.
 
-    While the caller works on one block the next is already travelling: each of the n-1 turns sends
-    the block in hand to the next rank and receives the one before it. Go through to the end, on
-    every rank, and do not write to a block. Wire bytes: (n-1) S.
+    The next block is received while the caller computes with the current one: each of the n-1 turns
+    sends the current block to the next rank and receives from the previous one. Go through to the
+    end, on every rank, and do not write to a block. Wire bytes: (n-1) S.
     """
     block = x.detach()
     for turn in range(axis.size):
-        travelling = None
+        in_flight = None
         if turn + 1 < axis.size:
-            travelling = start_exchange(axis, [(block, axis.next)], [(block, axis.previous)])
+            in_flight = start_exchange(axis, [(block, axis.next)], [(block, axis.previous)])
         yield (axis.rank - turn) % axis.size, block
-        if travelling is not None:
-            block = travelling.wait()[0]
+        if in_flight is not None:
+            block = in_flight.wait()[0]
 
 
 def _other(coordinate: int, axis: Axis, what: str) -> int:

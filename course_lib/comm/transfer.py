@@ -3,7 +3,7 @@
 A collective describes what it asks as a :class:`Call`. :func:`issue` hands the call to torch and
 writes it into the ledger. The :class:`Handle` waits, writes the span into the trace and returns the
 result. Whatever watches or disturbs traffic is an instrument (:mod:`course_lib.comm.instruments`)
-that stands around :func:`issue`; an ordinary run has none.
+that wraps :func:`issue`; an ordinary run has none.
 """
 
 from __future__ import annotations
@@ -82,9 +82,10 @@ class Handle:
             work.get_future().add_done_callback(self._stamp)
 
     def wait(self) -> Any:
-        """Block until the call is over and return its result; a second wait returns it again.
+        """Wait for the call and return its result; a second wait returns it again.
 
-        An error of the backend is raised, by every wait.
+        On gloo it blocks until the call is over. On nccl it makes the current stream wait, so that
+        the span has the host's time. An error of the backend is raised, by every wait.
         """
         if self._error is not None:
             raise self._error

@@ -192,6 +192,7 @@ def attend(q: Tensor, blocks: Blocks, visible: Visible, kernel: Kernel) -> tuple
             rows, keys = (slice(None), tile.queries), (slice(None), tile.keys)
             block = kernel.forward(q[rows], k[keys], v[keys], tile.causal)
             merge(out[rows], lse[rows], *block)
+        del k, v  # before the ring allocates the next block
     return out.to(q.dtype), lse
 
 
@@ -218,3 +219,4 @@ def attend_backward(
             dkv[0][keys] += dk
             dkv[1][keys] += dv
         yield source, dkv
+        del kv, dkv  # before the ring allocates the next block

@@ -1,7 +1,8 @@
 """Ring attention: ranks send keys and values around a ring, one block per turn.
 
-A rank stores at most three blocks of keys and values: its own, the one that it computes with and
-the one that arrives. So memory does not grow with the number of ranks. Forward on rank r, turn
+In forward a rank stores at most three blocks of K and V: its own, the one that it computes with
+and the one that it receives. Backward also stores up to four blocks of dK and dV, in float32 at
+least. Neither number depends on the number of ranks. Forward on rank r, turn
 t = 0..n-1:
 
     merge(attention(q_r, kv_(r-t)))     while rank r sends kv_(r-t) to rank r+1

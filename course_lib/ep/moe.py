@@ -60,11 +60,11 @@ def route(logits_TE: Tensor, top_k: int, room: int | None = None) -> Routes:
 def balance_loss(probability_E: Tensor, chosen_E: Tensor) -> Tensor:
     """Return ``E sum_e f_e p_e``: f_e is the fraction of all pairs that chose e.
 
-    p_e is probability_E, so that the loss is a sum over tokens as the model's is. Divided by their
-    number it is 1 when every expert
-    is chosen equally often, and more when some are chosen with more probability. f_e has no
-    gradient. Sources: GShard; Fedus et al. 2021, Switch Transformer, arXiv:2101.03961, section 2.2,
-    who count one choice; we count all K, as Megatron-LM does.
+    p_e is ``probability_E``, summed over tokens, as the model's loss is. Divided by the number of
+    tokens, the result is 1 when all experts are chosen equally often, and more when the experts
+    chosen often also have high probability. f_e has no gradient. Sources: GShard; Fedus et al.
+    2021, Switch Transformer, arXiv:2101.03961, section 2.2, who count one choice; we count all K,
+    as Megatron-LM does.
     """
     fraction_E = chosen_E.to(probability_E.dtype) / chosen_E.sum().clamp(min=1)
     return len(chosen_E) * (fraction_E * probability_E).sum()

@@ -12,11 +12,12 @@ of data parallelism. A layer has four steps:
 Backward makes the same two exchanges in reverse, so that each row with an expert on another rank is
 sent four times. Router weights are never sent: they are applied on the rank of the token.
 
-Gradients. After dispatch's backward an expert has the sum over all tokens of its n ranks. Missing
-is only the sum over the ranks that hold the same experts (``mesh.edp``). Other gradients are summed
-over all data ranks (``mesh.dp_cp``). No sum is divided: every rank has divided its loss by the
-tokens of all ranks. Averaging expert gradients over ``edp`` while the rest is averaged over ``dp``
-makes them n times too large, the classic mistake (DeepSpeed #5259, pytorch #160285).
+Gradients. After the backward of dispatch, an expert's gradient is the sum over the tokens of its n
+ranks. It still has to be summed over the ranks that hold the same experts (``mesh.edp``). Other
+gradients are summed over all data ranks (``mesh.dp_cp``). No sum is divided: every rank has divided
+its loss by the tokens of all ranks. Averaging expert gradients over ``edp`` while the rest is
+averaged over ``dp`` makes them n times too large, the classic mistake (DeepSpeed #5259, pytorch
+#160285).
 
 Letters as in :mod:`course_lib.ep.moe`; A rows that arrive at this rank's experts.
 """
@@ -57,7 +58,7 @@ def parallelize(model: Decoder, ep: Axis, data: Axis, rows: Axis | None = None) 
 
 
 class ExpertParallelMoE(MoE):
-    """This rank's share of ``moe``: its experts, and router and shared expert whole."""
+    """This rank's part of ``moe``: its own experts, the replicated router and shared expert."""
 
     def __init__(self, moe: MoE, ep: Axis, data: Axis, rows: Axis | None = None) -> None:
         names = list(moe.experts)
@@ -83,7 +84,7 @@ class ExpertParallelMoE(MoE):
         return comm.all_gather(counts_2E[None], self.ep, control=True)
 
     def over_all_tokens(self, chosen_E: Tensor) -> Tensor:
-        """So that the ranks' auxiliary losses add up to that of the whole batch."""
+        """Sum the counts over all tokens, as the auxiliary loss of the whole batch needs them."""
         chosen_E = comm.all_reduce(chosen_E, self.data, control=True)
         return comm.all_reduce(chosen_E, self.rows, control=True) if self.rows else chosen_E
 
@@ -129,8 +130,8 @@ def sorted_by_expert(experts_KT: Tensor, kept: int) -> Tensor:
 def combine(rows_PD: Tensor, pairs_P: Tensor, weights_KT: Tensor) -> Tensor:
     """y (T, D): each row to its pair's place, weighted, summed over the experts of each token.
 
-    A place of its own for each pair: rows added straight into y would be added in an order that a
-    GPU leaves to chance. A dropped pair's place stays 0.
+    Each pair has its own place: adding rows straight into y would make the order of the additions,
+    and so the rounding, vary from run to run on a GPU. The place of a dropped pair stays 0.
     """
     top_k, tokens = weights_KT.shape
     empty = rows_PD.new_zeros(top_k * tokens, rows_PD.shape[1])

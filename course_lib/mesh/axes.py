@@ -81,7 +81,7 @@ class Axis:
 
     ``rank`` is the coordinate on this axis, ``ranks`` the global ranks of the group by
     coordinate. ``group`` is real on an axis of size 1 too (this rank alone), and None only where no
-    process group is initialised. ``all_ranks`` are the ranks of every group of this axis.
+    process group is initialized. ``all_ranks`` are the ranks of every group of this axis.
     """
 
     name: str
@@ -127,7 +127,7 @@ class Axis:
 
 @dataclass(frozen=True)
 class Mesh:
-    """All axes of one rank. ``dp_cp`` are the ranks that average the same gradients."""
+    """All axes of one rank. Gradients are summed over ``dp_cp``, which joins dp and cp."""
 
     layout: Layout
     rank: int
@@ -143,7 +143,7 @@ class Mesh:
 
     @property
     def device(self) -> torch.device:
-        """Where this rank's tensors live."""
+        """This rank's device."""
         return self.context.device
 
     @property
@@ -167,17 +167,16 @@ class Mesh:
         return {axis: size for axis, size in self.layout.sizes.items() if size > 1}
 
     def count_from_here(self) -> None:
-        """Forget what was counted so far: by the ledger and, of what the kernel counts, by run."""
+        """Reset the ledger and the kernel's byte counts."""
         self.ledger.clear()
         self.context.sockets.restart()
 
     def kernel_bytes(self) -> AbstractContextManager[SentBytes]:
         """``with mesh.kernel_bytes() as sent``: the bytes that this rank sends in the body.
 
-        Read ``sent.by_axis`` after it: counts of the kernel, headers of gloo included, or None
-        where there are none. If each rank returns ``sent``,
-        :func:`course_lib.trace.traffic_matrices` of the results has the bytes by sender and
-        receiver.
+        Afterwards ``sent.by_axis`` has the kernel's counts, gloo's headers included, or is None
+        where the kernel has none. Collect ``sent`` from every rank and pass the list to
+        :func:`course_lib.trace.traffic_matrices` for the bytes by sender and receiver.
         """
         return self.context.sockets.inside()
 

@@ -19,7 +19,7 @@ def make_mesh(
 ) -> Mesh:
     """Lay this world's ranks out on axes and create their groups. Call it on every rank.
 
-    ``dp`` left out is what remains of the world. Without a launch and without an initialised
+    ``dp`` left out is what remains of the world. Without a launch and without an initialized
     process group the world is this process alone. Raises ValueError as
     :func:`course_lib.layout.make_layout` does, and RuntimeError in one of several ranks that have
     no process group yet.
@@ -27,7 +27,7 @@ def make_mesh(
     context = rank_context()
     if context.world_size > 1 and not dist.is_initialized():
         raise RuntimeError(
-            f"this rank is one of {context.world_size}, but no process group is initialised: call "
+            f"this rank is one of {context.world_size}, but no process group is initialized: call "
             "torch.distributed.init_process_group first (init=False leaves that to you)"
         )
     world = dist.get_world_size() if dist.is_initialized() else 1
@@ -86,7 +86,7 @@ def _make_axis(name: str, groups: list[list[int]], rank: int, context: RankConte
 
 
 def sub_axis(axis: Axis, size: int, name: str) -> Axis:
-    """``axis`` cut into runs of ``size`` neighbours: the run that this rank is in, as an axis.
+    """Split ``axis`` into groups of ``size`` consecutive ranks; return this rank's group.
 
     It makes groups, as :func:`make_mesh` does: call it on every rank of the world, once.
     Raises ValueError when ``size`` does not divide.
@@ -98,10 +98,10 @@ def sub_axis(axis: Axis, size: int, name: str) -> Axis:
 
 
 def across_axis(axis: Axis, size: int, name: str) -> Axis:
-    """The ranks of ``axis`` that have this one's place in their runs of ``size`` neighbours.
+    """Return the ranks of ``axis`` with this rank's place in their groups of ``size`` ranks.
 
-    With :func:`sub_axis`, to be called alike, it makes a grid of the axis: rank i ``size`` + j
-    has place j in run i.
+    Together with :func:`sub_axis`, which is called alike, it splits the axis into two dimensions:
+    coordinate i * ``size`` + j is place j of group i.
     """
     _check_run(axis, size)
     places = [ranks[place::size] for ranks in axis.all_ranks for place in range(size)]
@@ -111,6 +111,6 @@ def across_axis(axis: Axis, size: int, name: str) -> Axis:
 def _check_run(axis: Axis, size: int) -> None:
     if size < 1 or axis.size % size:
         raise ValueError(
-            f"runs of {size} ranks on axis {axis.name} of {axis.size}: choose a divisor of "
-            f"{axis.size}"
+            f"expected size to divide the {axis.size} ranks of axis {axis.name}, got size={size}; "
+            f"choose a divisor of {axis.size}"
         )

@@ -33,9 +33,10 @@ def no_op(stage: int) -> None:
 class Engine:
     """One step of one rank.
 
-    ``saved`` stores (input, graph of the output) from F to B or I. The output itself is not saved:
-    backward does not read it, and its memory is freed when it has been sent (Megatron calls this
-    deallocating the output tensor). ``deferred`` stores what a split backward needs from F to W.
+    ``saved`` stores (input, graph of the output) from F to B or I. The output itself is not saved,
+    because backward does not read it. P2PExchange frees it when a later message shows that it was
+    received; Megatron frees it when the send has returned (deallocate_pipeline_outputs).
+    ``deferred`` stores what a split backward needs from F to W.
     """
 
     schedule: Schedule

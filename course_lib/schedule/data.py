@@ -19,8 +19,9 @@ from typing import NamedTuple
 
 OPS = ("F", "B", "I", "W")
 CELL = re.compile(r"([0-9]{1,9})([A-Z])([0-9]{1,9})")
-# Cells of torch that communicate and compute nothing. The engine derives them from the others.
 PAIR = re.compile(r"\((.*)\)OVERLAP_F_B")  # torch's: two actions whose messages overlap
+# torch's cells that only communicate. The engine derives sends and receives from the order of the
+# actions, and cells of FSDP (UNSHARD, RESHARD, REDUCE_GRAD) are ignored.
 TRANSFER = re.compile(r"[0-9]+(SEND_F|RECV_F|SEND_B|RECV_B|UNSHARD|RESHARD|REDUCE_GRAD)[0-9]*")
 
 

@@ -1,4 +1,4 @@
-"""The layers of tensor parallelism, each built from a serial one, and the vocabulary's loss.
+"""The layers of tensor parallelism, each built from its single-process layer, and the loss.
 
 ==============  ==========================  =======================  ==============================
 layer           holds                       forward                  backward
@@ -9,8 +9,9 @@ VocabEmbedding  W_VtD: V'/t words           leave(rows, or zeros)    gradients o
 VocabHead       W_VtD: V'/t words           logits_Vt of enter(x_D)  dx_D = enter'(dy_Vt W_VtD)
 ==============  ==========================  =======================  ==============================
 
-What enters and leaves is an argument (:class:`course_lib.comm.Region`): copy and reduce are
-Megatron's f and g, sequence parallelism gives another pair. Several column linears may read one
+A prime marks the backward of an operator. How x enters and leaves is an argument
+(:class:`course_lib.comm.Region`): ``comm.copy_to`` and ``comm.reduce_from`` are Megatron's f and g;
+sequence parallelism passes another pair. Several column linears may read one
 input (q, k and v; gate and up). It enters once for all of them, in ``Region.columns``, which
 attention and MLP call with their linears.
 
@@ -45,9 +46,9 @@ REGION = Region(enter=comm.copy_to, leave=comm.reduce_from, rows=identity)
 class ColumnLinear(nn.Module):
     """``linear`` with this rank's shard of the output features and of the bias.
 
-    ``kv_group``, an axis of neighbors, holds the same features: the heads of keys and values where
-    they are fewer than the ranks. Each of its ranks uses the head for its own queries and so has a
-    part of its gradient: :func:`sum_shared_gradients`.
+    ``kv_group`` is the KV replication group: neighboring ranks that store the same key and value
+    heads, where there are fewer heads than ranks. Each rank computes the gradient from its own
+    queries only, so the gradients must be summed over the group (:func:`sum_shared_gradients`).
     """
 
     def __init__(
@@ -255,10 +256,10 @@ def _in_own_rows(tokens: Tensor, rows: int, axis: Axis) -> tuple[Tensor, Tensor]
 
 
 def _refuse_outside(outside: Tensor, numbers: Tensor, vocab: int, axis: Axis) -> None:
-    """Raise IndexError where ``outside`` says that a token or target is no word, as one process
-    does: else no rank would have its row, and zeros would go for an embedding or a logit.
+    """Raise IndexError for a token or target outside the vocabulary, as one process does.
 
-    On a GPU without waiting for the device, as torch's own embedding: the assertion stops it later.
+    Without the check no rank would own its row, and zeros would replace the embedding or logit. On
+    a GPU the check is an asynchronous assertion, as in torch's embedding: it does not wait.
     """
     if outside.is_cuda:
         torch._assert_async(~outside.any(), f"a token or target is outside 0..{vocab - 1}")

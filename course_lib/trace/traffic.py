@@ -131,8 +131,8 @@ class SocketMeter:
     A connection that opens inside :meth:`opening` belongs to that axis, every other one to the
     default group, whose axis is "world". Where an axis has no connections, or has lost one (nccl,
     or a group that was destroyed), there is no count at all, rather than one that lacks an axis.
-    With tensors on cards (``on_cpu`` false) there is none either. ``read`` returns the bytes of all
-    connections.
+    There is no count either for tensors on a GPU (``on_cpu=False``). ``read`` returns the bytes of
+    all connections.
     """
 
     def __init__(

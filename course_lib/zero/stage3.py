@@ -236,12 +236,12 @@ class Zero3(Sharded):
 
     @contextmanager
     def accumulate(self) -> Iterator[None]:
-        """Run one backward that is not the last inside; its gradients are scattered and freed."""
+        """Run one backward that is not the last inside; its gradients are reduce-scattered."""
         yield
         self._flush()
 
     def finish(self) -> None:
-        """Scatter the root's gradients, free all units, and wait for the last shard."""
+        """Reduce-scatter the remaining gradients, free all units, and wait for the last shard."""
         self._flush()
         self._reduction.wait()
 

@@ -136,7 +136,7 @@ def test_without_init_only_the_variables_are_set():
 
 
 def test_without_init_a_mesh_before_the_process_group_is_refused():
-    said = "one of 2, but no process group is initialised: call torch.distributed.init_process"
+    said = "one of 2, but no process group is initialized: call torch.distributed.init_process"
     with pytest.raises(RankError, match=said):
         run(make_mesh, n=2, init=False)
 

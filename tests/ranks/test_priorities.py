@@ -474,7 +474,7 @@ def test_the_table_of_the_bench():
         "overshoot": 0.2,
     }
     said = bench.text(result)
-    assert "buckets of 786 KB, pieces of 240 KB, 20 rounds" in said
+    assert "buckets of 786 kB, pieces of 240 kB, 20 rounds" in said
     assert "694.5        0.83" in said
     assert "too busy" in said
     assert "too busy" not in bench.text({**result, "overshoot": 0.05})

@@ -467,7 +467,9 @@ def test_features_that_do_not_divide_are_named():
         tp.ColumnLinear(nn.Linear(4, 7), axis_of(0, 2))
     with pytest.raises(ValueError, match="in_features=5 .* axis tp"):
         tp.RowLinear(nn.Linear(5, 4), axis_of(0, 2))
-    with pytest.raises(ValueError, match="runs of 3 ranks on axis tp of 4"):
+    with pytest.raises(
+        ValueError, match="expected size to divide the 4 ranks of axis tp, got size=3"
+    ):
         sub_axis(axis_of(0, 4), 3, "run")
 
 
@@ -781,5 +783,5 @@ def test_the_bench_says_what_it_measured():
     result |= {"milliseconds": dict.fromkeys(names, 2.0), "bytes": dict.fromkeys(names, 8.0)}
     said = bench.text(result | {"ratio": {"tp": 0.8, "sp": 1.3}})
     assert "0.80" in said
-    assert "rings take 0.50 of plain" in said
+    assert "rings take 0.50 of the time of collectives" in said
     assert "sp takes more than 1.25 times as long" in said

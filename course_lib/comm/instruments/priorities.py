@@ -1,11 +1,11 @@
 """Priorities between axes that share a link: what ranks wait for goes first, the rest in the gaps.
 
-A tensor-parallel all-reduce is small and its ranks stand still until it is through; a bucket of
-gradients is large and is not needed before the optimizer step. A link carries transfers in the
-order in which they were handed to it, so that a bucket handed over first delays every small call
-behind it. Two remedies, both from ByteScheduler (Peng et al. 2019, doi:10.1145/3341301.3359642; the
-idea is also P3's, Jayarajan et al. 2019, arXiv:1905.03960): hold the bucket back while urgent calls
-are expected, and cut it into pieces that are through before the next urgent call comes.
+A tensor-parallel all-reduce is small, and its ranks wait for it. A bucket of gradients is large and
+is needed only before the optimizer step. A link carries transfers in the order in which they are
+issued, so a bucket that is issued first delays every small call behind it. Two remedies, both from
+ByteScheduler (Peng et al. 2019, doi:10.1145/3341301.3359642; the idea is also P3's, Jayarajan et
+al. 2019, arXiv:1905.03960): hold the bucket back while urgent calls are expected, and cut it into
+pieces that are through before the next urgent call comes.
 
 The rule: a call on a lower axis is held back when it is started. Whenever the program has waited
 for a call on a higher axis it goes on to compute, and the link has a gap: then one call leaves, of
@@ -42,7 +42,7 @@ from course_lib.mesh import Axis, Instrument
 
 
 class Priorities(Instrument):
-    """Inside ``with Priorities(mesh.tp, mesh.pp, mesh.dp, piece_bytes=2**18):`` dp makes room.
+    """Delay the less urgent axes in ``with Priorities(mesh.tp, mesh.dp, piece_bytes=2**18):``.
 
     ``axes`` are given from the most urgent to the least. All-reduces on axes that are held back
     travel in pieces of at most ``piece_bytes``, other collectives whole. The sums are the same bit

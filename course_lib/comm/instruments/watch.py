@@ -1,10 +1,10 @@
-"""Ranks that wait for one another for ever are found while they wait, and each is told.
+"""Detect deadlocks while ranks wait, and raise the same error on every rank.
 
 Rank 0 calls on tp, then on dp; rank 1 on dp, then on tp. Each waits for the other and neither will
 come. The rule that keeps this from happening: *calls on groups that overlap are started in one
 order on all ranks*. nccl has no way to see that it was broken (github.com/NVIDIA/nccl/issues/195
-and 1174), and on cards it binds calls that are only started, too. Checked mode therefore takes a
-call as made once every rank of its axis has started it, and so reports an order that gloo, which
+and 1174), and on GPUs a call binds the order as soon as it is started. Checked mode therefore takes
+a call as made once every rank of its axis has started it, and so reports an order that gloo, which
 carries started calls side by side, might have let pass.
 
 How it is found: a rank that has waited for PATIENCE seconds says in the store of the process group
@@ -14,12 +14,12 @@ Whoever waits follows these positions from rank to rank. A rank that has returne
 calls, and a rank is stuck when it waits for a call that a stuck rank has not made (a wait-for graph
 in which a rank needs *all* it waits for: Chandy, Misra and Haas 1983, doi:10.1145/357360.357365).
 
-No legal program is accused, though a position may be old. If a rank of a ring has gone on since,
-the next one has made the call that it waited for; by its position it had not, so it has gone on
-too, and before. So around the ring each would have gone on before the one behind it, and the first
-before itself: none has. (A chain that ends at a rank that has returned is never old: that rank
-makes no call.) One thread of a rank may communicate, as everywhere in comm. A rank that computes is
-not judged: the deadline's report says where it was.
+A legal program is never reported, even from old positions. Suppose a rank on a cycle has moved on.
+Then the rank that it waited for has made the call that its position lacks, so it moved on before.
+The same holds around the whole cycle, so the first rank moved before itself, which is impossible.
+(A chain that ends at a rank that has returned is never old: that rank makes no call.) One thread of
+a rank may communicate, as everywhere in comm. A rank that computes is not judged: the deadline's
+report says where it was.
 """
 
 from __future__ import annotations

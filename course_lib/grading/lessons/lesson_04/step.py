@@ -322,7 +322,7 @@ STEP = Ranked(
         Wrong(_twice, words="the step was taken twice"),
         Wrong(_with_padding, words="without the padding"),
         Wrong(_own_shard_only, words="all ranks' shards"),
-        Wrong(_no_padding, words="cannot be cut into 2 equal pieces"),
+        Wrong(_no_padding, words="does not split into 2 equal shards"),
     ),
     right=(_right, _right_in_raw_torch),
     stub=lambda weights, gradients, update, axis: None,

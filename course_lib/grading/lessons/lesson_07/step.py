@@ -242,7 +242,7 @@ STEP = Ranked(
     wrong=(
         Wrong(lambda *_: 0.0, words="rank 1 returned the loss 0 where"),
         Wrong(lambda *_: None, words="returned a NoneType; the loss of the step is wanted"),
-        Wrong(answers.NoLeaf(), words="x is None; a tensor is wanted"),
+        Wrong(answers.NoLeaf(), words="expected a tensor, got None"),
         Wrong(answers.WholeMean(), words="your loss is exactly 4 times too large"),
         Wrong(
             answers.OnlyTheReportIsMean(), words="each micro-batch's loss is a mean and counts 1/4"
