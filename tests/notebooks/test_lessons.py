@@ -329,7 +329,8 @@ def lesson_09_shows_rings(notebook):
     ):
         assert line in text
     # Every rank raises; the report begins with the one that was first.
-    assert re.search(r"expected this rank's positions in the zigzag layout, [\d. ]+, got 0\.\.15", text)
+    wrong = r"expected this rank's positions in the zigzag layout, [\d. ]+, got 0\.\.15"
+    assert re.search(wrong, text)
     assert re.search(r"^[A-E] .* 0e\+00 +0 +0 +0 +0 ", text, re.MULTILINE), "one is correct"
     assert re.search(r"^[A-E] .* 0\.0000( |$)", text, re.MULTILINE), "one loses dK and dV"
     assert len(pictures(notebook)) == 4  # and the slider's, which is a widget

@@ -238,7 +238,7 @@ ALL_TO_ALL = Ranked(
     ),
     wrong=(
         Wrong(lambda x: x, words="nothing was exchanged"),
-        Wrong(lambda x: None, words="expected a tensor from rank 0, got a NoneType"),
+        Wrong(lambda x: None, words="from rank 0, got a NoneType"),
         Wrong(lambda x: _turn_by_turn(x, keeps_own=False), words="it needs no message, but a copy"),
         Wrong(lambda x: _turn_by_turn(x, in_order=False), words="the right rows in another order"),
         Wrong(lambda x: _turn_by_turn(x, sends="own"), words="its own row to everybody"),

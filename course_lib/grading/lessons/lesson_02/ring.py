@@ -223,7 +223,7 @@ RING = Ranked(
     ),
     wrong=(
         Wrong(lambda x, axis: x, words="nothing was added"),
-        Wrong(lambda x, axis: None, words="expected a tensor from rank 0, got a NoneType"),
+        Wrong(lambda x, axis: None, words="from rank 0, got a NoneType"),
         Wrong(lambda x, axis: _by_ring(x, axis, gather=False), words="the all-gather half"),
         Wrong(lambda x, axis: _by_ring(x, axis) / axis.size, words="this is the mean"),
         Wrong(_doubling, words="your outputs are exactly 2 times too large"),

@@ -186,7 +186,7 @@ TREE = Ranked(
     ),
     wrong=(
         Wrong(lambda x, axis: x, words="nothing arrived"),
-        Wrong(lambda x, axis: None, words="expected a tensor from rank 0, got a NoneType"),
+        Wrong(lambda x, axis: None, words="from rank 0, got a NoneType"),
         Wrong(_flat, words="after 7 messages one after another; a tree of 8 ranks needs 3"),
         Wrong(_chain, words="after 7 messages one after another"),
         Wrong(_heap, words="after 4 messages one after another; a tree of 8 ranks needs 3"),

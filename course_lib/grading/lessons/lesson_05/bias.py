@@ -154,7 +154,7 @@ BIAS = Ranked(
         "comm.reduce_from(F.linear(h_TFt, weight_DFt), axis) is the sum; add bias_D to it.",
     ),
     wrong=(
-        Wrong(lambda h, weight, bias, axis: None, words="expected a tensor from rank 0, got a NoneType"),
+        Wrong(lambda h, weight, bias, axis: None, words="from rank 0, got a NoneType"),
         Wrong(
             lambda h, weight, bias, axis: comm.reduce_from(F.linear(h, weight, bias), axis),
             words="ranks added the bias",

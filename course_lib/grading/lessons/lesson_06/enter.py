@@ -148,7 +148,7 @@ ENTER = Ranked(
         "F.linear(comm.gather_from_sequence(x_BScD, axis, 1), weight_FtD).",
     ),
     wrong=(
-        Wrong(lambda x, weight, axis: None, words="expected a tensor from rank 0, got a NoneType"),
+        Wrong(lambda x, weight, axis: None, words="from rank 0, got a NoneType"),
         Wrong(lambda x, weight, axis: F.linear(x, weight), words="got shape [2, 3, 2]"),
         Wrong(
             lambda x, weight, axis: F.linear(comm.gather_from_sequence(x, axis, 0), weight),

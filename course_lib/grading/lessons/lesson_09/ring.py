@@ -359,7 +359,7 @@ RING = Ranked(
         "axis.rank: merge(out, lse, *attend(q, *block, turn == 0)); block = travelling.wait()[0].",
     ),
     wrong=(
-        Wrong(lambda q, k, v, axis, attend: None, words="expected a tensor from rank 0, got a NoneType"),
+        Wrong(lambda q, k, v, axis, attend: None, words="from rank 0, got a NoneType"),
         Wrong(
             lambda q, k, v, axis, attend: attend(q, k, v, True)[0],
             words="every rank has attended to its own block alone",

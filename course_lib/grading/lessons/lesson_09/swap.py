@@ -340,7 +340,7 @@ SWAP = Ranked(
         "chunk(n, 1) and cat(..., 2).",
     ),
     wrong=(
-        Wrong((lambda x: None, _to_rows), words="expected a tensor from rank 0, got a NoneType"),
+        Wrong((lambda x: None, _to_rows), words="from rank 0, got a NoneType"),
         Wrong((lambda x: x, lambda x: x), words="nothing was exchanged"),
         Wrong((_gathers_heads, _to_rows), words="to_heads: rank 0 called all_gather"),
         Wrong((_to_heads, _gathers_rows), words="to_rows: rank 0 called all_gather"),
@@ -355,7 +355,7 @@ SWAP = Ranked(
             words="the right numbers in the wrong heads",
         ),
         Wrong((_to_heads, _rows_in_stripes), words="the right numbers in the wrong heads"),
-        Wrong((_to_heads, lambda x: None), words="expected a tensor from rank 0, got a NoneType"),
+        Wrong((_to_heads, lambda x: None), words="from rank 0, got a NoneType"),
         Wrong((_twice, _to_rows), words="and goes once"),
         Wrong((_spoilt, _to_rows), words="wrote into what it was given"),
         Wrong((_strided, _to_rows), words="contiguous"),

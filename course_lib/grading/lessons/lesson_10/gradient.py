@@ -131,7 +131,7 @@ GRADIENT = Ranked(
         "comm.all_reduce(gradient, edp): a sum, and nothing is divided.",
     ),
     wrong=(
-        Wrong(lambda g, ep, edp, data: None, words="expected a tensor from rank 0, got a NoneType"),
+        Wrong(lambda g, ep, edp, data: None, words="from rank 0, got a NoneType"),
         Wrong(lambda g, ep, edp, data: g, words="other groups hold the same experts"),
         Wrong(
             lambda g, ep, edp, data: comm.all_reduce(g, edp) / edp.size, words="averaged over edp"

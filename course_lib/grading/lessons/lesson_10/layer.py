@@ -297,7 +297,7 @@ LAYER = Ranked(
         "sends), then torch.empty_like(rows).index_copy(0, order_P, rows).",
     ),
     wrong=(
-        Wrong(lambda x, e, w, experts, axis: None, words="expected a tensor from rank 0, got a NoneType"),
+        Wrong(lambda x, e, w, experts, axis: None, words="from rank 0, got a NoneType"),
         Wrong(lambda x, e, w, experts, axis: x, words="outputs are wrong on every rank"),
         Wrong(_but(unsort=False), words="rows came home sorted by expert"),
         Wrong(_but(weigh=0), words="without their weights"),

@@ -234,7 +234,7 @@ RAW = Ranked(
         "torch.empty_like(x); y[order] = returned.",
     ),
     wrong=(
-        Wrong(lambda x, e, expert: None, words="expected a tensor from rank 0, got a NoneType"),
+        Wrong(lambda x, e, expert: None, words="from rank 0, got a NoneType"),
         Wrong(lambda x, e, expert: x, words="no expert has seen them"),
         Wrong(lambda x, e, expert: expert(x), words="the expert of its own rank"),
         Wrong(_but(unsort=False), words="put each into its token's place"),

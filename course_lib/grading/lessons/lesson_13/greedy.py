@@ -242,7 +242,7 @@ GREEDY = Ranked(
         "of torch.stack(pairs)[..., 0].",
     ),
     wrong=(
-        Wrong(lambda *given: None, words="expected a tensor from rank 0, got a NoneType"),
+        Wrong(lambda *given: None, words="from rank 0, got a NoneType"),
         Wrong(_but("no sum"), words="tokens are wrong on"),
         Wrong(_but("own best"), words="ranks took different tokens"),
         Wrong(_but("no offset"), words="tokens are wrong on"),

@@ -193,7 +193,7 @@ JOIN = Ranked(
         "torch.cat((out, lse), -1)[None]; sum of out * lse.softmax(0) over dim 0.",
     ),
     wrong=(
-        Wrong(lambda q, k, v, axis: None, words="expected a tensor from rank 0, got a NoneType"),
+        Wrong(lambda q, k, v, axis: None, words="from rank 0, got a NoneType"),
         Wrong(lambda q, k, v, axis: _attend(q, k, v), words="on its own rows alone"),
         Wrong(lambda q, k, v, axis: _joined(q, k, v, axis, mistake="sum"), words="whole weight"),
         Wrong(lambda q, k, v, axis: _joined(q, k, v, axis, mistake="mean"), words="averaged"),

@@ -178,7 +178,7 @@ SAME_TOKEN = Ranked(
         "token_nB.gather(0, best_nB.argmax(0, keepdim=True))[0].",
     ),
     wrong=(
-        Wrong(lambda logits, first, axis: None, words="expected a tensor from rank 0, got a NoneType"),
+        Wrong(lambda logits, first, axis: None, words="from rank 0, got a NoneType"),
         Wrong(lambda logits, first, axis: logits.argmax(1), words="within its own part"),
         Wrong(
             lambda logits, first, axis: logits.argmax(1) + first,
