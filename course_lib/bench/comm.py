@@ -17,7 +17,15 @@ import torch.distributed as dist
 from torch import Tensor
 
 from course_lib import comm
-from course_lib.bench.rounds import Times, interleave, ratios, slowest_rank, timed
+from course_lib.bench.rounds import (
+    Say,
+    Times,
+    interleave,
+    quiet,
+    ratios,
+    slowest_rank,
+    timed,
+)
 from course_lib.launch import World
 from course_lib.mesh import Axis, make_mesh
 
@@ -67,12 +75,13 @@ PAIRS: dict[str, tuple[Op, Op]] = {  # ours, bare
 }
 
 
-def measure(rounds: int = 20) -> dict[str, Any]:
+def measure(rounds: int = 20, say: Say = quiet) -> dict[str, Any]:
     """Return microseconds per call and the median ratio ours / bare, by operation and bytes."""
     results = []
     with World(RANKS) as world:
         for op in PAIRS:
             for payload in CALLS:
+                say(f"{op} of {payload:,} bytes")
                 ran = world.run(_time_ranks, op, payload, rounds, timeout=60 + 5 * rounds)
                 times = slowest_rank(list(ran))
                 ratio = ratios(times, "bare")

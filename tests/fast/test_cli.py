@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import importlib
+import inspect
 import json
 import os
 import pickle
@@ -17,6 +19,7 @@ import pytest
 
 from course_lib import cli
 from course_lib.cli import machine, place, status
+from course_lib.cli.benches import BENCHES
 from course_lib.cli.status import Status
 from course_lib.layout import rank_groups
 
@@ -269,6 +272,12 @@ def test_a_closed_pipe_is_no_error():
         check=False,
     )
     assert (result.returncode, result.stdout, result.stderr) == (0, '{"order":', "")
+
+
+@pytest.mark.parametrize("name", BENCHES)
+def test_every_bench_takes_rounds_and_says_what_it_does(name):
+    measure = importlib.import_module(f"course_lib.bench.{name}").measure
+    assert {"rounds", "say"} <= inspect.signature(measure).parameters.keys()
 
 
 @pytest.mark.parametrize("name", ["launch", "dp", "zero", "cp", "wire"])
