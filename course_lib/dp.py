@@ -37,7 +37,7 @@ LossSum = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]  # -> summed loss, n
 
 
 def wire_bytes(parameter_bytes: int, n: int) -> Fraction:
-    """Return the bytes a rank sends per optimizer step: 2(n-1)/n times the trainable parameters'.
+    """Return the bytes that a rank sends per step: 2(n-1)/n times those of trainable parameters.
 
     The same for all three ways and for any number of micro-batches. A tied weight counts once.
     """

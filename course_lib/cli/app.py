@@ -56,7 +56,7 @@ def options(
         ),
     ] = False,
 ) -> None:
-    """Take the options that stand before a command."""
+    """Read the options before a command."""
 
 
 def main(argv: list[str] | None = None) -> int:

@@ -68,7 +68,7 @@ def is_sharded(parameter: Tensor, axis: Axis) -> bool:
 def take_shard(parameter: Tensor, spec: ShardSpec) -> nn.Parameter:
     """Return this rank's shard of the whole ``parameter`` as a parameter with ``spec``.
 
-    The shard is a copy, so that the whole tensor can be freed. On an axis of one rank it is all of
+    The shard is a copy, so that the full tensor can be freed. On an axis of one rank it is all of
     the parameter and has no spec. Raises ValueError for a spec without a dimension.
     """
     if spec.dim is None:

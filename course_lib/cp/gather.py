@@ -37,7 +37,7 @@ def gather_wire_bytes(
     save_gathered: bool = True,
     forwards: int = 1,
 ) -> Fraction:
-    """Return the bytes a rank sends in all layers in a step, for ``batch`` sequences."""
+    """Return the bytes that a rank sends in all layers in a step, for ``batch`` sequences."""
     kv_elements = 2 * batch * seq_len * config.kv_heads * config.head_dim
     gathers = forwards if save_gathered else forwards + 1
     width = gathers * config.dtype.itemsize + accumulator(config.dtype).itemsize

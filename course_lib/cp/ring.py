@@ -39,7 +39,7 @@ from course_lib.model import ModelConfig
 def ring_wire_bytes(
     config: ModelConfig, batch: int, seq_len: int, n: int, *, forwards: int = 1
 ) -> Fraction:
-    """Return the bytes a rank sends in all layers in a step, for ``batch`` sequences.
+    """Return the bytes that a rank sends in all layers in a step, for ``batch`` sequences.
 
     ``forwards`` counts the forward passes per backward: 2 where attention is recomputed.
     """

@@ -39,7 +39,7 @@ from course_lib.model import AttentionCore, ModelConfig, causal_attention
 def ulysses_wire_bytes(
     config: ModelConfig, batch: int, seq_len: int, n: int, *, forwards: int = 1
 ) -> Fraction:
-    """Return the bytes a rank sends in all layers in a step, for ``batch`` sequences."""
+    """Return the bytes that a rank sends in all layers in a step, for ``batch`` sequences."""
     heads = 2 * config.heads + 2 * lcm(config.kv_heads, n)
     shard = Fraction(batch * seq_len * heads * config.head_dim * config.dtype.itemsize, n)
     return (forwards + 1) * config.layers * shard * Fraction(n - 1, n)
@@ -147,7 +147,7 @@ def ulysses_ring_attention(
 def ulysses_ring_wire_bytes(
     config: ModelConfig, batch: int, seq_len: int, heads: int, ring: int, *, forwards: int = 1
 ) -> tuple[Fraction, Fraction]:
-    """Return the bytes a rank sends in all layers, over the axis of heads and over the ring's.
+    """Return the bytes that a rank sends in all layers, over the axis of heads and over the ring's.
 
     The first sends 1/ring of every sequence, the second K and V of 1/heads of the heads.
     """

@@ -126,7 +126,7 @@ class SentBytes:
 
 
 class SocketMeter:
-    """Counts what a rank sends, on the connections of each axis.
+    """Count the bytes that a rank sends on the connections of each axis.
 
     A connection that opens inside :meth:`opening` belongs to that axis, every other one to the
     default group, whose axis is "world". Where an axis has no connections, or has lost one (nccl,
