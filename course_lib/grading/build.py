@@ -26,6 +26,7 @@ from nbformat import NotebookNode
 from course_lib.grading import registry
 from course_lib.grading.catalog import HINTS, hint_id
 from course_lib.grading.exercise import Exercise
+from course_lib.grading.kernels import AsyncLocalKernelManager
 from course_lib.grading.source import Cell, Lesson, SourceError, read_lesson, solution, stub
 
 KINDS = ("notebooks", "exercises", "solutions")
@@ -192,6 +193,7 @@ def execute(notebook: NotebookNode, folder: Path) -> None:
         timeout=CELL_TIMEOUT,
         kernel_name="python3",
         record_timing=False,
+        kernel_manager_class=AsyncLocalKernelManager,
         resources={"metadata": {"path": str(folder)}},
     ).execute()
     clean(notebook)

@@ -21,6 +21,16 @@ LOOK = 0.5  # seconds between two checks that the kernel is alive
 MOST_PRINTED = 10_000  # characters stored per printed message, to limit memory
 
 
+def pytest_configure(config: pytest.Config) -> None:
+    """Let nbval start kernels that need no TCP port."""
+    if config.getoption("nbval", False):
+        import nbval.kernel
+
+        from course_lib.grading.kernels import LocalKernelManager
+
+        nbval.kernel.KernelManager = LocalKernelManager
+
+
 def _is_cell(item: pytest.Item) -> bool:
     return hasattr(item.parent, "skip_compare") and hasattr(item, "test_outputs")
 

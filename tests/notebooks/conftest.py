@@ -14,6 +14,8 @@ import nbformat
 import pytest
 from nbclient import NotebookClient
 
+from course_lib.grading.kernels import AsyncLocalKernelManager
+
 HEAD = """\
 import os, signal, sys, time
 import torch, torch.distributed as dist
@@ -39,7 +41,11 @@ class Notebook:
 
     def __init__(self, **start) -> None:
         self.client = NotebookClient(
-            nbformat.v4.new_notebook(), kernel_name="python3", allow_errors=True, timeout=120
+            nbformat.v4.new_notebook(),
+            kernel_name="python3",
+            kernel_manager_class=AsyncLocalKernelManager,
+            allow_errors=True,
+            timeout=120,
         )
         self.setup = self.client.setup_kernel(**start)
         self.setup.__enter__()

@@ -13,6 +13,7 @@ import pytest
 from nbclient import NotebookClient
 
 from course_lib.grading import build
+from course_lib.grading.kernels import AsyncLocalKernelManager
 from course_lib.grading.source import read_lesson
 
 ROOT = Path(__file__).parents[2]
@@ -212,7 +213,8 @@ def labs(number: str) -> Iterator[tuple[str, str]]:
     at = next(place for place, cell in enumerate(code) if cell.source.startswith("SEED = "))
     notebook.cells = code[: at + 2]
     resources = {"metadata": {"path": str(path.parent)}}
-    client = NotebookClient(notebook, timeout=120, kernel_name="python3", resources=resources)
+    kernels = {"kernel_name": "python3", "kernel_manager_class": AsyncLocalKernelManager}
+    client = NotebookClient(notebook, timeout=120, resources=resources, **kernels)
     with client.setup_kernel():
         for place in range(at):
             client.execute_cell(notebook.cells[place], place)

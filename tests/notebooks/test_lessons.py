@@ -11,6 +11,7 @@ import pytest
 from nbclient import NotebookClient
 
 from course_lib.grading import build
+from course_lib.grading.kernels import AsyncLocalKernelManager
 
 ROOT = Path(__file__).parents[2]
 FOLDERS = {kind: ROOT / kind for kind in build.KINDS}
@@ -47,7 +48,8 @@ def executed(committed) -> nbformat.NotebookNode:
         if cell.cell_type == "code":
             cell.outputs, cell.execution_count = [], None
     resources = {"metadata": {"path": str(committed.parent)}}
-    NotebookClient(notebook, timeout=60, kernel_name="python3", resources=resources).execute()
+    kernels = {"kernel_name": "python3", "kernel_manager_class": AsyncLocalKernelManager}
+    NotebookClient(notebook, timeout=60, resources=resources, **kernels).execute()
     return notebook
 
 
