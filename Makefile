@@ -17,7 +17,7 @@ help:
 	@echo "make test       every test that a learner runs, two at once (what is missing is skipped, with the reason)"
 	@echo "make test-long  the rest: large worlds, soak"
 	@echo "make test-gpu   what only NVIDIA cards can show; without one all of it is skipped"
-	@echo "make attack     every exercise against its wrong answers, which must all be rejected"
+	@echo "make attack     every exercise against its wrong and right answers;  EX=05 or EX=05-2: these alone"
 	@echo "make lab        open JupyterLab on the course"
 	@echo "make lint       ruff and mypy;  make fmt  put the code in form"
 	@echo "make notebooks  rebuild the notebooks from their .py, outputs kept;  make execute [LESSON=03]  runs them"
@@ -49,7 +49,7 @@ test-gpu: $(READY)
 	$(PYTEST) tests/gpu
 
 attack: $(READY)
-	$(BIN)/python -m course_lib.grading.attack
+	$(BIN)/python tests/attacks/attack.py $(EX)
 
 lab: $(READY)
 	$(BIN)/course lab

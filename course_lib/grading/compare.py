@@ -11,23 +11,39 @@ from torch import Tensor
 RELATIVE, ABSOLUTE = 1e-4, 1e-5  # for float32 sums in another order; a mistake is much larger
 
 
-def agrees(got: Any, wanted: Tensor) -> bool:
-    """Return whether ``got`` is a tensor equal to ``wanted`` up to rounding, with its shape."""
+def agrees(got: Any, wanted: Tensor, terms: int | None = None) -> bool:
+    """Return whether ``got`` is a tensor equal to ``wanted`` up to rounding, with its shape.
+
+    ``terms`` is the length of the sums in it: the bound of an element is so many rounding errors
+    of its dtype, relative to the element and to the root mean square of all.
+    """
     return (
         isinstance(got, Tensor)
         and got.shape == wanted.shape
         and got.dtype == wanted.dtype
         and got.layout == wanted.layout
         and got.device == wanted.device
-        and torch.allclose(got.double(), wanted.double(), RELATIVE, ABSOLUTE)
+        and not bool(_wrong(got, wanted, terms).any())
     )
 
 
-def factor(got: Tensor, wanted: Tensor) -> float | None:
+def _wrong(got: Tensor, wanted: Tensor, terms: int | None) -> Tensor:
+    """Return which elements are wrong."""
+    a, b = got.detach().double(), wanted.detach().double()
+    if terms is None or not wanted.is_floating_point():
+        return ~torch.isclose(a, b, RELATIVE, ABSOLUTE, equal_nan=True)
+    finite = torch.where(b.isfinite(), b, 0.0)
+    typical = finite.square().mean().sqrt() if b.numel() else 0.0
+    bound = torch.finfo(wanted.dtype).eps * (2 + terms) * (finite.abs() + typical)
+    same = (a == b) | (a.isnan() & b.isnan())
+    return ~(same | ((a - b).abs() <= bound))
+
+
+def factor(got: Tensor, wanted: Tensor, terms: int | None = None) -> float | None:
     """Return k if ``got`` is k times ``wanted`` and k is neither 0 nor 1; else None."""
-    got, wanted = got.double().flatten(), wanted.double().flatten()
-    norm = float(wanted @ wanted)
-    if norm == 0 or got.shape != wanted.shape:
+    got, wanted = got.detach().double().flatten(), wanted.detach().double().flatten()
+    norm = float(wanted @ wanted) if got.shape == wanted.shape else 0.0
+    if norm == 0:
         return None
     k = float(got @ wanted) / norm
     if abs(k) < 1e-6 or abs(k - 1) < 1e-3 or not agrees(got, k * wanted):
@@ -43,12 +59,15 @@ def times(k: float) -> str:
     return f"{round(k, 3):g} times the right value"
 
 
-def difference(what: str, got: Sequence[Any], wanted: Sequence[Tensor]) -> str:
+def difference(
+    what: str, got: Sequence[Any], wanted: Sequence[Tensor], terms: int | None = None
+) -> str:
     """Describe what is wrong with the tensors ``got`` by rank; return "" if all are right.
 
-    ``what`` names the tensors in the plural: "outputs", "gradients".
+    ``what`` names the tensors in the plural: "outputs", "gradients". ``terms`` as in
+    :func:`agrees`.
     """
-    bad = [rank for rank, value in enumerate(got) if not agrees(value, wanted[rank])]
+    bad = [rank for rank, value in enumerate(got) if not agrees(value, wanted[rank], terms)]
     if not bad:
         return ""
     rank = bad[0]
@@ -61,9 +80,35 @@ def difference(what: str, got: Sequence[Any], wanted: Sequence[Tensor]) -> str:
     if value.dtype != right.dtype:
         return f"expected {what} of {right.dtype} on rank {rank}, got {value.dtype}"
     if (k := _common_factor(got, wanted)) is not None:
-        return f"your {what} are {times(k)}"
-    where = "every rank" if len(bad) == len(got) else f"ranks {', '.join(map(str, bad))} only"
-    return f"{what} are wrong on {where}: {_worst(value, right, rank)}"
+        return f"your {what} are {times(k)}" if terms is None else f"{what}: {times(k)}"
+    if terms is not None:
+        return f"{what}: {_pattern(got, wanted, terms) or _place(bad, len(got))}: " + _worst(
+            value, right, rank, terms
+        )
+    numbers = f"rank{'s' * (len(bad) > 1)} {', '.join(map(str, bad))} only"
+    where = "every rank" if len(bad) == len(got) else numbers
+    return f"{what} are wrong on {where}: {_worst(value, right, rank, terms)}"
+
+
+def _place(bad: list[int], n: int) -> str:
+    """Return on which ranks a result is wrong."""
+    if len(bad) == n:
+        return "wrong on every rank" if n > 1 else "wrong"
+    return f"wrong on rank{'s' * (len(bad) > 1)} {', '.join(map(str, bad))} only"
+
+
+def _pattern(got: Sequence[Any], wanted: Sequence[Tensor], terms: int) -> str:
+    """Return how the results were exchanged between the ranks, or ""."""
+    n = len(got)
+    if n == 1 or all(agrees(each, wanted[0], terms) for each in wanted):
+        return ""
+    for shift in range(1, n):
+        if all(agrees(got[rank], wanted[(rank + shift) % n], terms) for rank in range(n)):
+            return f"rank r has the result of rank (r + {shift}) mod {n}"
+    for rank, right in enumerate(wanted):
+        if all(agrees(each, right, terms) for each in got):
+            return f"every rank has the result of rank {rank}"
+    return ""
 
 
 def _common_factor(got: Sequence[Any], wanted: Sequence[Tensor]) -> float | None:
@@ -77,10 +122,12 @@ def _common_factor(got: Sequence[Any], wanted: Sequence[Tensor]) -> float | None
     return found.pop() if len(found) == 1 else None
 
 
-def _worst(value: Tensor, right: Tensor, rank: int) -> str:
+def _worst(value: Tensor, right: Tensor, rank: int, terms: int | None) -> str:
     """Return the number of wrong elements on a rank, and the first of them."""
-    bad = ~torch.isclose(value.double(), right.double(), RELATIVE, ABSOLUTE)
+    bad = _wrong(value, right, terms)
     place = bad.nonzero()[0].tolist()
     got, wanted = value[tuple(place)].item(), right[tuple(place)].item()
+    digits = next((d for d in range(4, 17) if f"{got:.{d}g}" != f"{wanted:.{d}g}"), 17)
     count = f"{int(bad.sum())} of {value.numel()} elements"
-    return f"on rank {rank}, {count}; first at {place}: expected {wanted:.4g}, got {got:.4g}"
+    numbers = f"expected {wanted:.{digits}g}, got {got:.{digits}g}"
+    return f"on rank {rank}, {count}; first at {place}: {numbers}"

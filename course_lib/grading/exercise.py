@@ -56,9 +56,9 @@ class Exercise:
     title: str
     names: tuple[str, ...]
     hints: tuple[str, str, str]
-    wrong: tuple[Wrong, ...] = field(repr=False)
-    right: tuple[Answers, ...] = field(repr=False)
-    stub: Answers = field(repr=False)
+    wrong: tuple[Wrong, ...] = field(default=(), repr=False, kw_only=True)
+    right: tuple[Answers, ...] = field(default=(), repr=False, kw_only=True)
+    stub: Answers = field(default=None, repr=False, kw_only=True)
 
     @property
     def cases(self) -> tuple[tuple[str, str], ...]:
@@ -127,6 +127,7 @@ class Function(Exercise):
     drawn: tuple[Case, ...] = field(repr=False)
     normal: Callable[[Any], Any] = field(repr=False, default=lambda value: value)
     refused: tuple[str, ...] = ()
+    mistakes: tuple[Wrong, ...] = field(default=(), repr=False, kw_only=True)
 
     @property
     def cases(self) -> tuple[tuple[str, str], ...]:
@@ -151,7 +152,7 @@ class Function(Exercise):
             instances = case.draw(rng)
             wanted = [self.normal(self.reference(*args.values())) for args in instances]
             constants: list[Answer] = [lambda *_, value=value: value for value in wanted]
-            trivial = [*constants, lambda *_: None, each(self.stub)[0]]
+            trivial = [*constants, lambda *_: None, *([each(self.stub)[0]] if self.stub else [])]
             if not any(self._passes(answer, instances) for answer in trivial):
                 return instances
         raise AssertionError(f"{self.id}, {case.title}: a constant passes with all drawn arguments")
@@ -190,7 +191,7 @@ class Function(Exercise):
 
     def _mistake(self, calls: list[_Call]) -> str:
         """Return the message of the classic mistake with the results of all ``calls``, or ""."""
-        for wrong in self.wrong:
+        for wrong in (*self.mistakes, *self.wrong):
             if wrong.message and all(self._same(each(wrong.answer)[0], call) for call in calls):
                 return f"{wrong.message}\n"
         return ""

@@ -1,4 +1,4 @@
-"""Where exercises are found: a module a lesson, each with its list ``EXERCISES``."""
+"""Find exercises: one module per lesson, with its list ``EXERCISES``."""
 
 from __future__ import annotations
 
@@ -6,27 +6,38 @@ import pkgutil
 import re
 from importlib import import_module
 
-from course_lib.grading import lessons
+from course_lib.grading import graders, lessons
 from course_lib.grading.exercise import Exercise
 
 ID = re.compile(r"(\d\d[a-z]?)-\w+")
 
 
 def lesson_numbers() -> list[str]:
-    """The lessons that have graded exercises, in order."""
-    names = (module.name for module in pkgutil.iter_modules(lessons.__path__))
-    return sorted(name.removeprefix("lesson_") for name in names)
+    """Return the lessons that have graded exercises, in order."""
+    return sorted(_modules())
+
+
+def _modules() -> dict[str, str]:
+    """Return the module with the exercises of each lesson."""
+    places = {
+        "course_lib.grading.lessons": list(lessons.__path__),
+        "course_lib.grading.graders.judge": [str(graders.FOLDER / "judge")],
+    }
+    return {
+        module.name.removeprefix("lesson_"): f"{place}.{module.name}"
+        for place, path in places.items()
+        for module in pkgutil.iter_modules(path)
+    }
 
 
 def exercises(lesson: str) -> list[Exercise]:
-    """The exercises of a lesson, in order; [] where it has none."""
-    if lesson not in lesson_numbers():
-        return []
-    return list(import_module(f"course_lib.grading.lessons.lesson_{lesson}").EXERCISES)
+    """Return the exercises of a lesson, in order; [] if it has none."""
+    name = _modules().get(lesson)
+    return list(import_module(name).EXERCISES) if name else []
 
 
 def find(exercise_id: str) -> Exercise:
-    """The exercise with that id. Raises ValueError that names those of its lesson."""
+    """Return the exercise with that id. Raises ValueError that names those of its lesson."""
     match = ID.fullmatch(exercise_id) if isinstance(exercise_id, str) else None
     known = exercises(match[1]) if match else []
     for exercise in known:

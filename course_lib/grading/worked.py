@@ -10,7 +10,7 @@ from numbers import Real
 from typing import Any
 
 from course_lib.grading.answers import NotRight, shown
-from course_lib.grading.exercise import Exercise, each
+from course_lib.grading.exercise import Exercise, Wrong, each
 from course_lib.grading.verdict import CaseResult
 
 
@@ -25,6 +25,7 @@ class Worked(Exercise):
     """
 
     wanted: Mapping[str, Any] = field(repr=False)
+    mistakes: tuple[Wrong, ...] = field(default=(), repr=False, kw_only=True)
 
     def __post_init__(self) -> None:
         assert all(value is not None for value in self.wanted.values()), self.id
@@ -55,7 +56,7 @@ class Worked(Exercise):
             return f"{key!r} is not filled in yet"
         if same(value, self.wanted[key]):
             return ""
-        for wrong in self.wrong:
+        for wrong in (*self.mistakes, *self.wrong):
             entry: Any = each(wrong.answer)[0]
             known = wrong.message and isinstance(entry, Mapping) and key in entry
             if known and same(value, entry[key]) and not same(entry[key], self.wanted[key]):

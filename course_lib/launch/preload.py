@@ -39,6 +39,7 @@ MODULES = (
     "course_lib.checkpoint",
     "course_lib.inference",
     "course_lib.grading.ranked",  # a check starts ranks many times
+    "course_lib.grading.runner_placed",
     "course_lib.launch.rank",
 )
 

@@ -24,6 +24,7 @@ INSTALLED = tuple(
     str(Path(sysconfig.get_paths()[kind]).resolve()) for kind in ("stdlib", "purelib", "platlib")
 )
 PACKAGE = str(Path(__file__).resolve().parents[1])
+GRADERS = str(Path(PACKAGE).parent / "exercises" / "graders")
 _registry = threading.Lock()  # cloudpickle's list of modules by value is global to the process
 LONGEST = 20_000  # characters shown of an exception's message
 Cached = type(functools.lru_cache(len))
@@ -125,7 +126,7 @@ def is_library(module: ModuleType) -> bool:
     if name is None:
         return True
     path = str(Path(name).resolve())
-    return path.startswith((*INSTALLED, PACKAGE))
+    return path.startswith((*INSTALLED, PACKAGE, GRADERS))
 
 
 def _what_cannot_travel(fn: Callable, args: Sequence[Any], error: Exception) -> str:

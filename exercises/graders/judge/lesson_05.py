@@ -1,0 +1,489 @@
+"""Lesson 05, tensor parallelism: what the exercises give, and what they expect."""
+
+from __future__ import annotations
+
+from copy import deepcopy
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from course_lib.grading.draw import Draw
+from course_lib.grading.exercise import Wrong
+from course_lib.grading.graders.runner import lesson_05 as runner
+from course_lib.grading.placed import REPLICATED, Placed, bytes_of, sharded
+from course_lib.grading.trials import Given, Mistake, OnRanks, Trial
+from course_lib.grading.worked import Worked
+from course_lib.model import ModelConfig
+from course_lib.model.layers import MLP
+
+WANTED = {
+    "inner": [[3, -2], [1, 3]],
+    "partial": [[3, 6], [5, -1]],
+    "y": [9, 6],
+    "bias too early": [10, 7],
+    "rows first": [3, 2, 3, 4],
+    "dx parts": [[3, 3], [2, 1]],
+    "dx": [5, 4],
+    "all-reduces": [1, 1],
+    "bytes": 3840,
+}
+
+BY_HAND = Worked(
+    id="05-1",
+    title="one pair on two ranks, by hand",
+    names=("pair",),
+    hints=(
+        "Begin with the four elements of x A: rank 0 has the first two, rank 1 the others. ReLU "
+        "replaces negative ones by 0.",
+        "A rank's partial sum is its own inner elements after ReLU times its own rows of B. "
+        "Backward: dy times those rows transposed, 0 where ReLU gave 0, then times the rank's "
+        "columns of A transposed. dx is the sum of these over the ranks.",
+        "x A = [3, -2, 1, 3]. Rank 0: 3 times [1, 2]; rank 1: 1 times [2, -1] plus 3 times "
+        "[1, 0]. Backward, rank 0: 1 + 2 = 3, then 3 times [1, 1]. Bytes: 8 times the layers "
+        "times (n-1)/n times the bytes of x.",
+    ),
+    mistakes=(
+        Wrong({"inner": [[3, 0], [1, 3]]}, "these are the elements after ReLU; give them before."),
+        Wrong(
+            {"inner": [[3, 1], [-2, 3]]},
+            "rank 0 has the first two columns of A, rank 1 the last two: a shard is contiguous.",
+        ),
+        Wrong(
+            {"partial": [[-7, 4], [5, -1]]},
+            "ReLU is missing: a negative inner element contributes 0 to the second product.",
+        ),
+        Wrong({"partial": [[8, 5], [8, 5]]}, "this is the sum; each rank has one term of it."),
+        Wrong({"y": [8, 5]}, "the bias is missing."),
+        Wrong({"y": [10, 7]}, "both ranks added the bias: add it once, to the sum."),
+        Wrong(
+            {"bias too early": [9, 6]},
+            "here each of two ranks adds the bias to its part, so the sum contains it twice.",
+        ),
+        Wrong(
+            {"rows first": [3, 0, 1, 3]},
+            "this is ReLU of the sum; here each rank applies ReLU to its own part.",
+        ),
+        Wrong({"rows first": [3, -2, 1, 3]}, "this is the sum without ReLU."),
+        Wrong(
+            {"dx parts": [[15, -9], [2, 1]]},
+            "ReLU passes no gradient where its input was negative.",
+        ),
+        Wrong(
+            {"dx parts": [[5, 4], [5, 4]]},
+            "this is the sum; each rank has only the gradient through its own columns.",
+        ),
+        Wrong({"dx": [3, 3]}, "this is rank 0's part, but x entered both ranks: add rank 1's."),
+        Wrong({"dx": [2.5, 2]}, "add the parts; do not average them."),
+        Wrong(
+            {"all-reduces": [2, 2]},
+            "the inner elements are never sent: there is one all-reduce at the end of the pair, "
+            "and in backward one where it begins.",
+        ),
+        Wrong(
+            {"all-reduces": [1, 0]},
+            "forward is right, but in backward each rank has only its part of dx.",
+        ),
+        Wrong({"bytes": 1920}, "attention is a pair too: four all-reduces per layer."),
+        Wrong({"bytes": 2560}, "this is the payload; a ring sends 2(n-1)/n times that."),
+        Wrong({"bytes": 960}, "an element has 4 bytes."),
+    ),
+    wanted=WANTED,
+)
+
+
+# --- 05-2 ----------------------------------------------------------------------------------------
+
+
+def _linear(trial: Trial, draw: Draw) -> dict[str, Tensor]:
+    rows, features, out = draw.size(2, 5), trial.n * draw.size(1, 4), draw.size(3, 7)
+    return {
+        "h_TFt": draw.normal(rows, features),
+        "weight_DFt": draw.normal(out, features),
+        "bias_D": draw.normal(out),
+    }
+
+
+def _parts(given: Given) -> list[Tensor]:
+    return [F.linear(h, w) for h, w in zip(given["h_TFt"], given["weight_DFt"], strict=True)]
+
+
+def _right(given: Given) -> Tensor:
+    return given.expected["outputs"][0]
+
+
+def _bias(given: Given) -> Tensor:
+    return given["bias_D"][0]
+
+
+BIAS = Placed(
+    id="05-2",
+    title="where the bias goes",
+    names=("row_linear",),
+    hints=(
+        "Each rank multiplies its own features. Which tensor does every rank have in full, and how "
+        "often may it be in the sum?",
+        "First the sum of the parts over the ranks, then the bias, once. Backward must reach the "
+        "bias on every rank, undivided.",
+        "comm.reduce_from(F.linear(h_TFt, weight_DFt), axis) is the sum; add bias_D to it.",
+    ),
+    axes=("outputs", "gradients"),
+    whole=_linear,
+    inputs={"h_TFt": sharded(1), "weight_DFt": sharded(1), "bias_D": REPLICATED},
+    reference=F.linear,
+    mistakes=(
+        Mistake(
+            "every rank added the bias, so the sum contains it n times: add it after the sum",
+            {"outputs": lambda given: _right(given) + (given.n - 1) * _bias(given)},
+        ),
+        Mistake("the bias is missing", {"outputs": lambda given: _right(given) - _bias(given)}),
+        Mistake("the ranks' parts are not summed, and the bias is missing", {"outputs": _parts}),
+        Mistake(
+            "the ranks' parts are not summed: use comm.reduce_from",
+            {"outputs": lambda given: [part + _bias(given) for part in _parts(given)]},
+        ),
+        Mistake("the parts were summed twice", {"outputs": lambda given: given.n * _right(given)}),
+        Mistake(
+            "the bias was divided by the number of ranks before it was added: every rank stores "
+            "the whole bias and needs its whole gradient",
+            {
+                "gradient of bias_D": lambda given: [
+                    each / given.n for each in given.expected["gradient of bias_D"]
+                ]
+            },
+        ),
+        Mistake(
+            "only rank 0 added the bias: every rank stores the whole bias and needs its whole "
+            "gradient",
+            {
+                "gradient of bias_D": lambda given: [
+                    each * (rank == 0)
+                    for rank, each in enumerate(given.expected["gradient of bias_D"])
+                ]
+            },
+        ),
+    ),
+    calls=lambda given, rank: [("all_reduce", bytes_of(_right(given)))],
+    calls_why="One all-reduce of y is enough",
+    refused=("course_lib.tp.layers:RowLinear.forward",),
+)
+
+
+# --- 05-3 ----------------------------------------------------------------------------------------
+
+
+def _for_operators(trial: Trial, draw: Draw) -> list[dict[str, Tensor]]:
+    shape = draw.shape()
+    x_f, dy_g = draw.tensor(*shape), draw.upstream(*shape)
+    return [
+        {
+            "x of f": x_f,
+            "dy of f": draw.upstream(*shape),
+            "x of g": draw.tensor(*shape),
+            "dy of g": dy_g,
+        }
+        for _ in range(trial.n)
+    ]
+
+
+def _summed(name: str) -> Any:
+    return lambda given: torch.stack(given[name]).sum(0)
+
+
+def _averaged(name: str) -> Any:
+    return lambda given: torch.stack(given[name]).mean(0)
+
+
+OWN = "every rank still has its own part: sum the parts over the ranks"
+AVERAGE = "this is the average over the ranks: sum, do not divide"
+TWICE = "this is summed over ranks that all have the same values: pass it on unchanged"
+_SUMS = {"gradients of f": "dy of f", "outputs of g": "x of g"}
+_SAME = {"outputs of f": "x of f", "gradients of g": "dy of g"}
+
+OPERATORS = OnRanks(
+    id="05-3",
+    title="the pair of operators",
+    names=("Copy", "Reduce"),
+    hints=(
+        "f: which x does a rank have in forward, and which part of the gradient arrives at each "
+        "rank in backward? g is its mirror image.",
+        "f passes x on; in backward it sums the gradient over the ranks. g sums x; in backward it "
+        "passes the gradient on. backward returns a gradient for each argument of forward: axis "
+        "has none.",
+        "Copy: ctx.axis = axis; return x.view_as(x); backward: return comm.all_reduce(gradient, "
+        "ctx.axis), None. Reduce: return comm.all_reduce(x, axis); backward: gradient, None.",
+    ),
+    axes=("outputs", "gradients"),
+    act=runner.operators,
+    draw=_for_operators,
+    expected=lambda given: (
+        {name: _summed(source)(given) for name, source in _SUMS.items()}
+        | {name: given[source] for name, source in _SAME.items()}
+    ),
+    mistakes=(
+        *(Mistake(OWN, {name: lambda given, s=s: given[s]}) for name, s in _SUMS.items()),
+        *(Mistake(AVERAGE, {name: _averaged(s)}) for name, s in _SUMS.items()),
+        *(Mistake(TWICE, {name: _summed(s)}) for name, s in _SAME.items()),
+    ),
+    calls=lambda given, rank: [("all_reduce", bytes_of(given["x of f"][0]))] * 2,
+    calls_why="f makes one all-reduce in backward, g one in forward, each as large as x",
+    refused=("course_lib.comm.operators:_Pair.forward",),
+)
+
+
+# --- 05-4 ----------------------------------------------------------------------------------------
+
+DIMS = {"weight_in": sharded(0), "bias_in": sharded(0), "weight_out": sharded(1),
+        "bias_out": REPLICATED}  # fmt: skip
+
+
+def _mlp(trial: Trial, draw: Draw) -> Any:
+    hidden, inner = draw.size(3, 6), trial.n * draw.size(2, 4)
+    module = MLP(ModelConfig(family="gpt", hidden=hidden, heads=1, kv_heads=1, ffn=inner))
+    module = module.to(trial.dtype)
+    with torch.no_grad():
+        for p in module.parameters():
+            p.copy_(draw.normal(*p.shape, scale=0.5))
+    shape = (2, draw.size(2, 4), hidden)
+    given = {"mlp": module, "x": draw.normal(*shape), "dy": draw.upstream(*shape)}
+    return [dict(given) for _ in range(trial.n)], given
+
+
+def _by_name(module: nn.Module) -> dict[str, Tensor]:
+    return dict(zip(runner.PARAMETERS, module.parameters(), strict=True))
+
+
+def _trained(given: Given) -> dict[str, Any]:
+    mlp, x, dy = given.whole["mlp"], given.whole["x"].clone().requires_grad_(), given.whole["dy"]
+    mlp = deepcopy(mlp)
+    y = mlp(x)
+    y.backward(dy)
+    assert x.grad is not None
+    found = {"outputs": y.detach(), "gradient of x": x.grad, runner.EXTRA: 0}
+    for name, p in _by_name(mlp).items():
+        assert p.grad is not None
+        found[f"gradient of {name}"] = DIMS[name].expected(p.grad.clone(), given.n)
+    optimizer = torch.optim.SGD(mlp.parameters(), lr=runner.RATE)
+    for _ in range(runner.STEPS):
+        optimizer.zero_grad()
+        mlp(x.detach()).backward(dy)
+        optimizer.step()
+    for name, p in _by_name(mlp).items():
+        key = f"weight {name} after {runner.STEPS} steps"
+        found[key] = DIMS[name].expected(p.detach(), given.n)
+    return found
+
+
+def _mlp_parts(given: Given, *, bias: bool) -> list[Tensor]:
+    mlp = given.whole["mlp"]
+    h = F.gelu(mlp.fc_in(given.whole["x"]))
+    shards = zip(h.chunk(given.n, -1), mlp.fc_out.weight.chunk(given.n, 1), strict=True)
+    return [F.linear(a, b).detach() + bias * mlp.fc_out.bias.detach() for a, b in shards]
+
+
+def _dx_parts(given: Given) -> list[Tensor]:
+    found = []
+    for rank in range(given.n):
+        mlp, x = deepcopy(given.whole["mlp"]), given.whole["x"].clone().requires_grad_()
+        h = F.gelu(mlp.fc_in(x)).chunk(given.n, -1)[rank]
+        F.linear(h, mlp.fc_out.weight.chunk(given.n, 1)[rank]).backward(given.whole["dy"])
+        found.append(x.grad)
+    return found
+
+
+def _outer_bias(given: Given) -> Tensor:
+    return given.whole["mlp"].fc_out.bias.detach()
+
+
+def _without_gelu(given: Given) -> Tensor:
+    mlp = given.whole["mlp"]
+    return mlp.fc_out(mlp.fc_in(given.whole["x"])).detach()
+
+
+MLP_PAIR = OnRanks(
+    id="05-4",
+    title="the MLP on ranks",
+    names=("ParallelMLP",),
+    hints=(
+        "Which of the two matrices can be split so that GELU gets complete elements? nn.Linear "
+        "stores its weight as (out, in): columns of the lesson are rows of that tensor.",
+        "Split the first by output features, its bias too; split the second by input features, "
+        "and replicate its bias. x enters with comm.copy_to; the parts leave with "
+        "comm.reduce_from, and then the bias is added. clone() each shard.",
+        "nn.Parameter(mlp.fc_in.weight.detach().chunk(n, 0)[rank].clone()), fc_out.weight along "
+        "dim 1. forward: h = F.gelu(F.linear(comm.copy_to(x, axis), weight_in, bias_in)); return "
+        "comm.reduce_from(F.linear(h, weight_out), axis) + bias_out.",
+    ),
+    axes=("outputs", "gradients", "weights"),
+    act=runner.mlp,
+    draw=_mlp,
+    expected=_trained,
+    terms=64,
+    mistakes=(
+        Mistake(
+            "every rank added the outer bias, so the sum contains it n times: add it after the sum",
+            {
+                "outputs": lambda given: (
+                    given.expected["outputs"][0] + (given.n - 1) * _outer_bias(given)
+                )
+            },
+        ),
+        Mistake(
+            "the outer bias is missing",
+            {"outputs": lambda given: given.expected["outputs"][0] - _outer_bias(given)},
+        ),
+        Mistake(
+            "the ranks' parts are not summed: use comm.reduce_from",
+            {"outputs": lambda given: _mlp_parts(given, bias=True)},
+        ),
+        Mistake(
+            "the ranks' parts are not summed, and the outer bias is missing",
+            {"outputs": lambda given: _mlp_parts(given, bias=False)},
+        ),
+        Mistake("there is no GELU between the two linears", {"outputs": _without_gelu}),
+        Mistake(
+            "each rank has only the part of dx that went through its own features: x enters with "
+            "comm.copy_to, whose backward sums them",
+            {"gradient of x": _dx_parts},
+        ),
+    ),
+    calls=lambda given, rank: [("all_reduce", bytes_of(given.whole["x"]))] * (2 + 2 * runner.STEPS),
+    calls_why="One all-reduce in forward and one in backward, each as large as x",
+    refused=(
+        "course_lib.tp.layers:ColumnLinear.forward",
+        "course_lib.tp.layers:RowLinear.forward",
+        "torch.distributed.tensor.parallel.api:parallelize_module",
+    ),
+)
+
+
+# --- 05-5 ----------------------------------------------------------------------------------------
+
+
+def _weights(trial: Trial, draw: Draw) -> Any:
+    heads, head = trial.n * draw.size(1, 2), draw.size(1, 3) * 2 + draw.call
+    hidden, batch, seq = heads * head, draw.size(1, 2), draw.size(3, 5)
+    given = {
+        "x": draw.normal(batch, seq, hidden),
+        "weights": {name: draw.normal(hidden, hidden, scale=hidden**-0.5) for name in "qkvo"},
+        "head_dim": head,
+        "dy": draw.upstream(batch, seq, hidden),
+    }
+    return [dict(given) for _ in range(trial.n)], given
+
+
+def _attend(x: Tensor, w: list[Tensor], head_dim: int, *, causal: bool = True) -> Tensor:
+    """(B, S, features of the heads whose rows of q, k and v are ``w``)."""
+    q_BHSK, k_BHSK, v_BHSK = (
+        F.linear(x, each).unflatten(-1, (-1, head_dim)).transpose(1, 2) for each in w
+    )
+    y_BHSK = F.scaled_dot_product_attention(q_BHSK, k_BHSK, v_BHSK, is_causal=causal)
+    return y_BHSK.transpose(1, 2).flatten(-2)
+
+
+def _shards(given: Given, rank: int) -> dict[str, Tensor]:
+    return {
+        name: w.chunk(given.n, 1 if name == "o" else 0)[rank]
+        for name, w in given.whole["weights"].items()
+    }
+
+
+def _step(given: Given) -> dict[str, Any]:
+    """The expected results, from the single process."""
+    x = given.whole["x"].clone().requires_grad_()
+    w = {name: each.clone().requires_grad_() for name, each in given.whole["weights"].items()}
+    y = F.linear(_attend(x, [w[name] for name in "qkv"], given.whole["head_dim"]), w["o"])
+    y.backward(given.whole["dy"])
+    return {"outputs": y.detach(), "gradient of x": x.grad} | {
+        f"gradient of {name}": list(each.grad.chunk(given.n, 1 if name == "o" else 0))
+        for name, each in w.items()
+    }
+
+
+def _simulated(given: Given, key: str, *, head_dim: int = 0, causal: bool = True,
+               strided: bool = False) -> list[Tensor]:  # fmt: skip
+    """The result ``key`` of each rank, before any sum, with a mistake."""
+    found = []
+    for rank in range(given.n):
+        w = _shards(given, rank)
+        if strided:
+            w |= {name: given.whole["weights"][name][rank :: given.n] for name in "qkv"}
+        x = given.whole["x"].clone().requires_grad_()
+        own = [w[name] for name in "qkv"]
+        part = F.linear(_attend(x, own, head_dim or given.whole["head_dim"], causal=causal), w["o"])
+        part.backward(given.whole["dy"])
+        assert x.grad is not None
+        found.append({"outputs": part.detach(), "gradient of x": x.grad}[key])
+    return found
+
+
+def _sum(parts: list[Tensor]) -> Tensor:
+    return torch.stack(parts).sum(0)
+
+
+ATTENTION = OnRanks(
+    id="05-5",
+    title="attention by heads in raw PyTorch",
+    names=("attention_step",),
+    hints=(
+        "A head needs its own rows of q, k and v, and its own columns of o, and nothing of any "
+        "other head. Neighboring rows belong to one head.",
+        "Split q, k, v with chunk(n, 0) and o with chunk(n, 1); make the shards and a copy of x "
+        "leaves that require gradients. part.backward(dy) on every rank: g passes the gradient on. "
+        "Then two sums: the parts of y, and the gradients of x.",
+        "part = F.linear(mixed, own['o']); part.backward(dy); y = part.detach().clone(); "
+        "dist.all_reduce(y); dx = leaf.grad; dist.all_reduce(dx); return y, dx, {name: w.grad for "
+        "name, w in own.items()}.",
+    ),
+    axes=("outputs", "gradients"),
+    trials=(Trial(2), Trial(4, dtype=torch.float64, strided=True), Trial(3), Trial(1)),
+    act=runner.attention,
+    draw=_weights,
+    expected=_step,
+    terms=64,
+    mistakes=(
+        Mistake(
+            "each rank returns only what its own heads add to y: sum it over the ranks",
+            {"outputs": lambda given: _simulated(given, "outputs")},
+        ),
+        Mistake(
+            "the attention is not causal: a position sees later positions",
+            {"outputs": lambda given: _sum(_simulated(given, "outputs", causal=False))},
+        ),
+        Mistake(
+            "all features of a rank were taken for one head: a head has head_dim features",
+            {
+                "outputs": lambda given: _sum(
+                    _simulated(given, "outputs", head_dim=given.whole["x"].shape[-1] // given.n)
+                )
+            },
+        ),
+        Mistake(
+            "each rank took every n-th row of q, k and v: the rows of a head are neighbors, so a "
+            "shard is contiguous",
+            {"outputs": lambda given: _sum(_simulated(given, "outputs", strided=True))},
+        ),
+        Mistake(
+            "each rank has the gradient of x through its own heads alone: sum it over the ranks",
+            {"gradient of x": lambda given: _simulated(given, "gradient of x")},
+        ),
+        Mistake(
+            "dx is averaged over the ranks: sum the parts",
+            {"gradient of x": lambda given: given.expected["gradient of x"][0] / given.n},
+        ),
+        *(
+            Mistake(
+                "the gradients of the weights are summed over ranks that compute different heads: "
+                "each rank's gradient is complete",
+                {key: lambda given, key=key: _sum(given.expected[key])},
+            )
+            for key in (f"gradient of {name}" for name in "qkvo")
+        ),
+    ),
+    calls=lambda given, rank: [("all_reduce", bytes_of(given.whole["x"]))] * 2,
+    calls_why="Two all-reduces are enough: y, and dx once for q, k and v together",
+    refused=("course_lib.comm.transfer:issue", "course_lib.model.layers:Attention.forward"),
+)
+
+EXERCISES = (BY_HAND, BIAS, OPERATORS, MLP_PAIR, ATTENTION)
