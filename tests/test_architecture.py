@@ -47,7 +47,9 @@ LIGHT = {
 HEAVY = {"torch", "numpy", "matplotlib", "nbformat", "IPython", "jupytext"}
 DISTRIBUTED = {"mesh", "comm", "checkpoint", "launch", "bench"}
 ANSWERS = LIBRARY / "grading" / "lessons"  # some exercises are answered in raw torch.distributed
-WAITS = LIBRARY / "grading" / "waits.py"  # and their waits are counted in torch itself
+# Calls and waits are counted in torch itself.
+COUNTED = {LIBRARY / "grading" / "waits.py", LIBRARY / "grading" / "wire.py"}
+GRADERS = ROOT / "exercises" / "graders"
 MATPLOTLIB = {"view"}
 OTHER_FILES = {"__init__"}
 
@@ -118,7 +120,7 @@ def test_imports_go_up(room):
 
 @pytest.mark.parametrize("room", sorted(set(EXISTING) - DISTRIBUTED))
 def test_torch_distributed_stays_where_it_is(room):
-    for path in (p for p in files_of(room) if ANSWERS not in p.parents and p != WAITS):
+    for path in (p for p in files_of(room) if ANSWERS not in p.parents and p not in COUNTED):
         by_import = {name for name in imports(path) if name.startswith("torch.distributed")}
         dotted = {
             node.lineno
@@ -159,6 +161,26 @@ def test_listing_and_starting_a_grade_import_no_grader(name):
     modules = {f"{name.removeprefix('course_lib.').replace('.', '/')}.py" for name in names}
     ours = {module for module in modules if (LIBRARY / module).exists()}
     assert ours <= LIGHT | {"grading/verdict.py"}
+
+
+RUNNER = {"draw", "runner", "runner_placed", "answers", "wire", "graders.runner"}
+
+
+@pytest.mark.parametrize(
+    "path", sorted(GRADERS.rglob("*.py")), ids=lambda path: f"{path.parent.name}-{path.stem}"
+)
+def test_a_grader_imports_the_library_and_the_runner_side_no_judge(path):
+    names = imports(path)
+    assert {name.split(".")[0] for name in names} <= {
+        "__future__", "collections", "copy", "dataclasses", "fractions", "functools", "itertools",
+        "math", "operator", "random", "typing", "torch", "numpy", "course_lib",
+    }  # fmt: skip
+    assert rooms_imported(path) <= set(ROOMS[: ROOMS.index("interview")])
+    if path.parent.name == "runner":
+        ours = {name for name in names if name.startswith("course_lib.grading")}
+        allowed = {f"course_lib.grading.{name}" for name in RUNNER}
+        bad = {name for name in ours if not any(name.startswith(each) for each in allowed)}
+        assert not bad - {"course_lib.grading"}, f"a rank would import {sorted(bad)}"
 
 
 def test_no_catch_all_file():

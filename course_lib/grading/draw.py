@@ -12,13 +12,19 @@ class Draw:
     """Values for one call of an answer.
 
     ``sizes`` is the seed of the sizes, ``values`` that of the values: two calls of a launch may
-    have the same sizes and have never the same values. ``call`` is 0 or 1.
+    have the same sizes and have never the same values. ``call`` is 0 or 1. ``dims`` is the
+    smallest number of dimensions of a shape.
     """
 
     def __init__(
-        self, sizes: int, values: int, dtype: torch.dtype = torch.float32, call: int = 0
+        self,
+        sizes: int,
+        values: int,
+        dtype: torch.dtype = torch.float32,
+        call: int = 0,
+        dims: int = 1,
     ) -> None:
-        self.dtype, self.call = dtype, call
+        self.dtype, self.call, self._dims = dtype, call, dims
         self.random = random.Random(sizes)
         self._torch = torch.Generator().manual_seed(values)
 
@@ -27,8 +33,8 @@ class Draw:
         return self.random.randint(low, high)
 
     def shape(self, *, low: int = 2, high: int = 5) -> tuple[int, ...]:
-        """Return a shape of one to three dimensions, each from ``low`` to ``high``."""
-        return tuple(self.size(low, high) for _ in range(self.size(1, 3)))
+        """Return a shape of up to three dimensions, each from ``low`` to ``high``."""
+        return tuple(self.size(low, high) for _ in range(self.size(self._dims, 3)))
 
     def normal(self, *shape: int, scale: float = 1.0) -> Tensor:
         """Return normally distributed values, for exercises that compute with them."""

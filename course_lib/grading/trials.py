@@ -289,7 +289,7 @@ class OnRanks(Exercise):
         Both calls have the same sizes in a trial that is ``strided``, and others elsewhere.
         """
         sizes, values = seed + (0 if trial.strided else call), seed + 97 * call + 7 * group
-        drawn = self.draw(trial, Draw(sizes, values, trial.dtype, call))
+        drawn = self.draw(trial, Draw(sizes, values, trial.dtype, call, 1 + trial.strided))
         ranks, whole = drawn if isinstance(drawn, tuple) else (drawn, None)
         return Given(trial, ranks, whole, self.expected)
 

@@ -23,6 +23,7 @@ COLLECTIVES = frozenset(
 PACKAGE = Path(__file__).resolve().parents[1]
 _ROOTS = [Path(sysconfig.get_paths()[kind]) for kind in ("purelib", "platlib", "stdlib")]
 SITE = {*_ROOTS, *(root.resolve() for root in _ROOTS)}  # a virtual environment may be a link
+GRADERS = PACKAGE.parent / "exercises" / "graders"
 CALLER = str(PACKAGE / "launch" / "rank.py")
 ENTRY = re.compile(r'^  File "(?P<file>.*)", line (?P<line>\d+) in (?P<function>.*)$')
 THREAD = re.compile(r"^(?P<current>Current thread|Thread) 0x")
@@ -94,13 +95,13 @@ def place_name(filename: str) -> str:
 
 
 def is_library(filename: str) -> bool:
-    """Return whether a file belongs to torch, Python or course_lib, not to the learner."""
+    """Return whether a file belongs to torch, Python or the course, not to the learner."""
     if is_cell(filename):
         return False
     if filename.startswith("<frozen"):
         return True
     path = Path(filename)
-    return any(path.is_relative_to(root) for root in (PACKAGE, *SITE))
+    return any(path.is_relative_to(root) for root in (PACKAGE, GRADERS, *SITE))
 
 
 def source(frame: Frame) -> str:

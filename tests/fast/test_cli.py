@@ -72,7 +72,8 @@ FAST = [
     "map",
     "map --json",
 ]
-HEAVY = "torch numpy matplotlib nbformat IPython jupyterlab course_lib.grading.lessons".split()
+HEAVY = "torch numpy matplotlib nbformat IPython jupyterlab course_lib.grading.lessons"
+HEAVY = [*HEAVY.split(), "course_lib.grading.graders.judge"]
 IMPORTED = """
 import json, sys
 from pathlib import Path

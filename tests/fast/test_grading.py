@@ -10,9 +10,10 @@ import subprocess
 import sys
 
 import pytest
+from attack import answers_to, written
 
 from course_lib.grading import check, registry
-from course_lib.grading.exercise import Function
+from course_lib.grading.exercise import Function, each
 from course_lib.grading.verdict import MIME, CaseResult, Verdict
 
 FUNCTIONS = [
@@ -24,12 +25,12 @@ FUNCTIONS = [
 WRONG = [
     pytest.param(exercise, wrong, id=f"{exercise.id}-{number}")
     for exercise in FUNCTIONS
-    for number, wrong in enumerate(exercise.wrong)
+    for number, wrong in enumerate(answers_to(exercise).wrong)
 ]
 RIGHT = [
-    pytest.param(exercise, answer, id=f"{exercise.id}-{answer.__name__}")
+    pytest.param(exercise, each(answer)[0], id=f"{exercise.id}-{number}")
     for exercise in FUNCTIONS
-    for answer in exercise.right
+    for number, answer in enumerate(answers_to(exercise).right)
 ]
 SEEDS = range(5)
 
@@ -52,7 +53,7 @@ def test_a_right_answer_passes_however_it_is_written(exercise, answer):
 @pytest.mark.parametrize("exercise", FUNCTIONS, ids=lambda exercise: exercise.id)
 def test_the_library_s_own_answer_refuses_while_judged_and_works_again_after(exercise):
     if exercise.reference.__module__.startswith("course_lib.grading."):
-        return  # the library has no such function: the grader holds its own
+        return  # the library has no such function: the grader has its own
     case = exercise.drawn[0].draw(random.Random(0))[0]
     before = exercise.normal(exercise.reference(*case.values()))
     verdict = exercise.judge([exercise.reference], 0)
@@ -63,10 +64,15 @@ def test_the_library_s_own_answer_refuses_while_judged_and_works_again_after(exe
 
 @pytest.mark.parametrize("exercise", FUNCTIONS, ids=lambda exercise: exercise.id)
 def test_every_exercise_is_attacked_and_a_stub_scores_nothing(exercise):
-    assert len(exercise.wrong) >= 6
-    assert exercise.right
+    assert len(answers_to(exercise).wrong) >= 6
     assert len(exercise.hints) == 3
-    stubs = [exercise.stub, lambda *_: None, lambda *_: 0, lambda *_: [], lambda *_: {}]
+    stubs = [
+        *written(exercise, "exercises"),
+        lambda *_: None,
+        lambda *_: 0,
+        lambda *_: [],
+        lambda *_: {},
+    ]
     table = exercise.reference(*exercise.drawn[0].draw(random.Random(0))[0].values())
     for answer in [*stubs, lambda *_: table]:
         assert exercise.judge([answer], seed=3).passed == 0
@@ -219,7 +225,7 @@ def test_whole_numbers_of_torch_and_numpy_count_as_such():
     import torch
 
     where = registry.find("00-1")
-    right = where.right[0]
+    (right,) = written(where, "solutions")
     as_tensors = lambda *args: {k: torch.tensor(v) for k, v in right(*args).items()}  # noqa: E731
     assert where.judge([as_tensors], 5).ok
     as_floats = lambda *args: {k: float(v) for k, v in right(*args).items()}  # noqa: E731
