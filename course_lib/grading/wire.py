@@ -66,16 +66,23 @@ SHAPE_ONLY = {"empty_like", "new_empty", "new_zeros", "zeros_like", "ones_like",
 class WireCall:
     """One operation: its name, the bytes of its input, the peer of a message in its group.
 
-    ``ranks`` are the global ranks of its group. ``waited`` says whether its Work was waited for,
-    and ``early`` which torch operation used a tensor of the call before that.
+    ``ranks`` are the global ranks of its group. ``begun`` and ``ended`` number the events of the
+    rank: the call, and the first wait for its Work (0 if there was none). ``early`` is the torch
+    operation that used a tensor of the call before that.
     """
 
     op: str
     payload: int
     peer: int | None = None
     ranks: tuple[int, ...] = field(default=(), compare=False)
-    waited: bool = field(default=False, compare=False)
+    begun: int = field(default=0, compare=False)
+    ended: int = field(default=0, compare=False)
     early: str = field(default="", compare=False)
+
+    @property
+    def waited(self) -> bool:
+        """Whether its Work was waited for."""
+        return self.ended > 0
 
     def wire(self, n: int) -> Fraction:
         """Return the bytes that one of ``n`` ranks sends; the payload for an unknown operation."""
@@ -101,6 +108,7 @@ class WireCalls(TorchDispatchMode):
     def __init__(self) -> None:
         super().__init__()
         self.calls: list[WireCall] = []
+        self._events = 0
         self._pending: list[_Pending] = []
         self._works: list[tuple[Any, list[WireCall]]] = []
         self._torch: list[list[tuple[Any, str, Any]]] = []
@@ -122,6 +130,10 @@ class WireCalls(TorchDispatchMode):
             setattr(place, name, method)
         super().__exit__(*error)
 
+    def _next_event(self) -> int:
+        self._events += 1
+        return self._events
+
     def _beginning(self, method: Callable[..., Any]) -> Callable[..., Any]:
         def begins(group: Any, *args: Any, **kwargs: Any) -> Any:
             before = len(self.calls)
@@ -140,7 +152,7 @@ class WireCalls(TorchDispatchMode):
             for begun, calls in self._works:
                 if begun is work:
                     for call in calls:
-                        call.waited = True
+                        call.ended = self._next_event()
             self._works = [each for each in self._works if each[0] is not work]
             self._pending = [each for each in self._pending if not each.call.waited]
             return found
@@ -163,7 +175,8 @@ class WireCalls(TorchDispatchMode):
         tensors = list(_tensors(args[place]))
         payload = sum(tensor.numel() * tensor.element_size() for tensor in tensors)
         peer = int(args[2]) if name in ("send", "recv_") else None
-        call = WireCall(op, payload, peer, waited=blocking)
+        call = WireCall(op, payload, peer, begun=self._next_event())
+        call.ended = self._next_event() if blocking else 0
         read = [_memory(tensor) for tensor in tensors]
         written = [] if result is None else [_memory(each) for each in _tensors(args[result])]
         for other in self._pending:
