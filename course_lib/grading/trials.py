@@ -296,8 +296,8 @@ class OnRanks(Exercise):
     def _explained(self, error: RankError, trial: Trial, deadline: float) -> str:
         if isinstance(error.exception, NotImplementedError):
             return f"{self.names[0]} is not written yet ({error.exception})"
-        left_alone = isinstance(error, RankDeadline) and "had returned" in error.report
-        hint = f". {self.hang}" if self.hang and left_alone else ""
+        apart = isinstance(error, RankDeadline) and len(_places(error)) > 1
+        hint = f". {self.hang}" if self.hang and apart else ""
         if self.hang and "(SIGABRT)" in error.report.splitlines()[0]:
             hint = f". A possible reason: {self.hang}"
         return f"on {trial.world} rank{'s' * (trial.world > 1)} {said(error, deadline)}{hint}"
@@ -431,9 +431,10 @@ def described(name: str, got: list[Any], wanted: list[Any], terms: int) -> str:
             return f"no gradient reached {leaf} on rank {rank}: autograd found no path to it"
         elif value is None:
             return f"expected {name} on rank {rank} to be a tensor, got None"
-    if not isinstance(wanted[0], Tensor):
-        return ""
-    return difference(name, got, wanted, terms)
+    absent = torch.zeros(())  # a rank without this result
+    pairs = [(value, right) if isinstance(right, Tensor) else (absent, absent)
+             for value, right in zip(got, wanted, strict=True)]  # fmt: skip
+    return difference(name, *map(list, zip(*pairs, strict=True)), terms)
 
 
 def equal(got: Any, wanted: Any, terms: int) -> bool:
@@ -455,6 +456,11 @@ def equal(got: Any, wanted: Any, terms: int) -> bool:
         return bool(got == wanted)
     except Exception:
         return False
+
+
+def _places(error: RankDeadline) -> set[str]:
+    """Return the different places at which the ranks were, without their source lines."""
+    return {text.split("was at: ")[-1].split(",")[0] for text in error.standing.values()}
 
 
 def _by_global_rank(trial: Trial, groups: Sequence[Given]) -> list[Inputs]:
