@@ -86,13 +86,13 @@ def _on(*axes: str) -> Callable[[random.Random], list[Instance]]:
     return draw
 
 
-def _rounded(value: Any) -> dict[str, float]:
+def _by_axis(value: Any) -> dict[str, float]:
     if not isinstance(value, Mapping) or set(value) != set(AXES):
         raise NotRight(f'{{"tp": bytes, "dp": bytes, "pp": bytes}} is wanted, not {shown(value)}')
     for axis, moved in value.items():
         if isinstance(moved, bool) or not isinstance(moved, Real):
             raise NotRight(f"the bytes of {axis} are {shown(moved)}: a number is wanted")
-    return {axis: round(float(value[axis]), 2) for axis in AXES}
+    return {axis: float(value[axis]) for axis in AXES}
 
 
 SENT = Function(
@@ -135,7 +135,8 @@ SENT = Function(
     right=(_rank_by_rank, lambda *given: {axis: float(v) for axis, v in _sent(*given).items()}),
     stub=lambda layers, hidden, tokens, sizes: None,
     reference=_sent,
-    normal=_rounded,
+    normal=_by_axis,
+    relative=1e-9,  # bytes are exact
     refused=("course_lib.compose.formulas:wire_bytes",),
     drawn=(
         Case("tp alone", _on("tp")),
