@@ -26,7 +26,7 @@ class ExerciseLine:
 
 def course(cell: Mapping[str, Any]) -> dict[str, Any]:
     """Return what the course wrote into the metadata of a cell or of a notebook; {} if nothing."""
-    found = cell.get("metadata", {}).get("course", {})
+    found = (cell.get("metadata") or {}).get("course", {})
     return found if isinstance(found, dict) else {}
 
 
