@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 HINTS = "hints.json"  # beside the exercises
+IMPORT = "from course_lib.grading import check"  # the first line of a check cell
 
 
 @dataclass(frozen=True)

@@ -18,8 +18,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from course_lib.grading.catalog import course, exercise_lines
-from course_lib.grading.source import IMPORT
+from course_lib.grading.catalog import IMPORT, course, exercise_lines
 
 NUMBER = re.compile(r"(\d\d(?:[a-z](?![a-z]))?)(?!\d)")  # 03, 08b
 ANSWER_ID = re.compile(r"(\d\d[a-z]?-\w+)-answer(?:-\d+)?")  # 03-2-answer, 03-2-answer-2
