@@ -658,7 +658,7 @@ for lab_run in lab:
 lab.grade(diagnosis)
 
 # %% [markdown]
-# Look again at the fields that are wrong; `lab.reveal()` shows the causes.
+# Look again at the runs that are wrong; `lab.reveal()` shows the causes.
 #
 # One more fault is silent where it happens. Rank 0 sends three elements to a rank that expects four:
 

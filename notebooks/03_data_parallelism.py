@@ -631,7 +631,7 @@ for lab_run in lab:
 lab.grade(diagnosis)
 
 # %% [markdown]
-# Look again at the fields that are wrong; `lab.reveal()` shows the causes.
+# Look again at the runs that are wrong; `lab.reveal()` shows the causes.
 #
 # A rank without tokens must still join every collective, with zeros.
 

@@ -719,7 +719,7 @@ for lab_run in lab:
 lab.grade(diagnosis)
 
 # %% [markdown]
-# Look again at the fields that are wrong; `lab.reveal()` shows the causes.
+# Look again at the runs that are wrong; `lab.reveal()` shows the causes.
 #
 # ## When not to use it
 # - **The model fits.** Stage 1 sends no extra bytes and is worth having; stages 2 and 3 save memory that you do not

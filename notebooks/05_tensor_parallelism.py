@@ -811,7 +811,7 @@ for lab_run in lab:
 lab.grade(diagnosis)
 
 # %% [markdown]
-# Look again at the fields that are wrong; `lab.reveal()` shows the causes. In *heads*, the ring of neighbors
+# Look again at the runs that are wrong; `lab.reveal()` shows the causes. In *heads*, the ring of neighbors
 # identifies the rank: it holds the same heads as the *next* rank.
 #
 # ## When not to use it

@@ -659,7 +659,7 @@ for lab_run in lab:
 lab.grade(diagnosis)
 
 # %% [markdown]
-# Look again at the fields that are wrong; `lab.reveal()` shows the causes.
+# Look again at the runs that are wrong; `lab.reveal()` shows the causes.
 #
 # **Both send first.** Where 1F1B alternates, rank 0 has an activation for rank 1 while rank 1 has a gradient for rank 0.
 # With a plain `send` and then `recv` on both:

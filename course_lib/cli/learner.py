@@ -160,7 +160,9 @@ def solution(
 def grade(
     files: Annotated[list[Path], typer.Argument(metavar="FILE...", help="Notebooks to grade.")],
     as_json: AsJson = False,
-    as_csv: Annotated[bool, typer.Option("--csv", help="Print a table as CSV.")] = False,
+    as_csv: Annotated[
+        bool, typer.Option("--csv", help="Print a table as CSV, or write it: --csv class.csv.")
+    ] = False,
     as_junit: Annotated[bool, typer.Option("--junit", help="Print JUnit XML.")] = False,
     seed: Annotated[int | None, typer.Option(min=0, help="Draw the same parameters again.")] = None,
 ) -> int:
@@ -169,11 +171,15 @@ def grade(
 
     if as_json + as_csv + as_junit > 1:
         raise ValueError("give one of --json, --csv and --junit")
+    files, table = _without_table(files) if as_csv else (files, None)
     root = course_folder()
     grades, bad = _grade_each(files, root, seed)
     _note_attempts(root, grades)
     if as_json and grades:
         print_json(report.as_json(grades, several=len(files) > 1))
+    elif table is not None and grades:
+        table.write_text(report.as_csv(grades), encoding="utf-8", newline="")
+        print(f"wrote {table}: {len(grades)} of {len(files)} files graded")
     elif as_csv or as_junit:
         print((report.as_csv if as_csv else report.as_junit)(grades), end="")
     else:
@@ -181,6 +187,24 @@ def grade(
     if bad:
         raise ValueError("; ".join(bad))
     return 0 if all(each.ok for each in grades) else FAILED
+
+
+def _without_table(files: list[Path]) -> tuple[list[Path], Path | None]:
+    """Return the notebooks among ``files``, and the file for the table, whose name ends in .csv.
+
+    Raises ValueError, before anything is graded, if the table could not be written.
+    """
+    notebooks = [file for file in files if file.suffix.lower() != ".csv"]
+    tables = [file for file in files if file not in notebooks]
+    if len(tables) > 1 or not notebooks:
+        raise ValueError(
+            f"expected notebooks and at most one file for the table, got {len(notebooks)} "
+            f"notebooks and {len(tables)} names that end in .csv"
+        )
+    for table in tables:
+        if table.is_dir() or not table.absolute().parent.is_dir():
+            raise ValueError(f"{table}: cannot be written; give a file in a folder that exists")
+    return notebooks, next(iter(tables), None)
 
 
 def _grade_each(files: list[Path], root: Path, seed: int | None) -> tuple[list[Grade], list[str]]:

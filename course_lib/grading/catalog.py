@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 HINTS = "hints.json"  # beside the exercises
+IMPORT = "from course_lib.grading import check"  # the first line of a check cell
 
 
 @dataclass(frozen=True)
@@ -26,7 +27,7 @@ class ExerciseLine:
 
 def course(cell: Mapping[str, Any]) -> dict[str, Any]:
     """Return what the course wrote into the metadata of a cell or of a notebook; {} if nothing."""
-    found = cell.get("metadata", {}).get("course", {})
+    found = (cell.get("metadata") or {}).get("course", {})
     return found if isinstance(found, dict) else {}
 
 

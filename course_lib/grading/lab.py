@@ -9,16 +9,20 @@
         print(lab_run.letter, run(step, lab_run, n=4))
     lab.grade({"A": ("late", "all_gather", "all"), "B": ("correct", None, None), ...})
 
-A cause has the same symptoms for every seed; its letter and its rank change with the seed. The
+A cause has the same symptoms for every seed; its letter and its rank change with the seed. For a
+notebook in work/, the runs also depend on the learner's own seed in work/.course/labs.json. The
 repr of a lab or of a run does not show the faults; only ``reveal()`` prints them.
 """
 
 from __future__ import annotations
 
 import contextlib
+import json
+import os
 import random
+import tempfile
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from string import ascii_uppercase
 from typing import Any, TypeVar
@@ -71,33 +75,36 @@ class LabRun:
 
 @dataclass(frozen=True)
 class Result:
-    """A graded diagnosis: per run, a mark for each field, or one sentence about the entry."""
+    """A graded diagnosis: for each run a mark, or one sentence about the entry.
 
-    fields: tuple[str, ...]
-    rows: Mapping[str, Sequence[str]]
+    A run is marked as a whole: marks per field would let a learner find the fields one by one.
+    """
+
+    marks: Mapping[str, str]
     remark: str = ""
+    attempts: int = 0  # this one included
 
     @property
     def right(self) -> int:
         """Number of runs with a right answer in every field."""
-        return sum(set(row) == {RIGHT} for row in self.rows.values())
+        return list(self.marks.values()).count(RIGHT)
 
     @property
     def total(self) -> int:
         """Number of runs."""
-        return len(self.rows)
+        return len(self.marks)
 
     @property
     def begun(self) -> bool:
-        """Whether the diagnosis has at least one valid answer."""
-        return any({RIGHT, WRONG} & set(row) for row in self.rows.values())
+        """Whether at least one run has a valid diagnosis."""
+        return bool({RIGHT, WRONG} & set(self.marks.values()))
 
     def __repr__(self) -> str:
         lines = [f"{self.right} of {self.total} right"]
-        said = any(set(row) != {UNSAID} for row in self.rows.values())
-        if said:
-            lines.append(_line("", self.fields))
-            lines += [_line(letter, row) for letter, row in self.rows.items()]
+        if self.begun:
+            lines[0] += f" in attempt {self.attempts}"
+        if set(self.marks.values()) != {UNSAID}:
+            lines += [_line(letter, [mark]) for letter, mark in self.marks.items()]
         elif not self.remark:
             lines[0] += ": nothing is diagnosed yet"
         return "\n".join([*lines, *filter(None, [self.remark])])
@@ -125,7 +132,8 @@ class Lab:
                 raise ValueError(
                     f"expected a tuple of {self.fields[1:]} for the cause {cause!r}, got {rest!r}"
                 )
-        key = f"{lesson} {seed}"
+        self._attempts = 0
+        key = f"{lesson} {seed}{_own_seed(lesson, _root())}"
         drawn = random.Random(key)
         causes = drawn.sample(list(faults), k=len(faults) if runs is None else runs)
         self._known = _known(faults)
@@ -145,44 +153,44 @@ class Lab:
         return f"lab of lesson {self.lesson}: runs {letters}"
 
     def grade(self, diagnosis: Mapping[str, Sequence[Answer]]) -> Result:
-        """Return a mark per field; never raises. In work/ the result is saved as progress."""
+        """Return a mark per run; never raises. In work/ the result is saved as progress."""
+        marks = {one.letter: UNSAID for one in self}
         if not isinstance(diagnosis, Mapping):
             example = f'{{"A": ({", ".join(self.fields)}), ...}}'
-            remark = f"expected a dict such as {example}, got {_short(diagnosis)}"
-            return Result(self.fields, self._nothing(), remark)
-        rows = self._nothing()
-        rows |= {one.letter: self._row(one, diagnosis.get(one.letter)) for one in self}
-        unknown = [letter for letter in diagnosis if letter not in rows]
-        letters = ", ".join(rows)
-        remark = f"expected the runs {letters}, got {_short(unknown[0])}" if unknown else ""
-        result = Result(self.fields, rows, remark)
+            return Result(marks, f"expected a dict such as {example}, got {_short(diagnosis)}")
+        remark = next(
+            (
+                f"expected the runs {', '.join(marks)}, got {_short(letter)}"
+                for letter in diagnosis
+                if letter not in marks
+            ),
+            "",
+        )
+        marks |= {one.letter: self._mark(one, diagnosis.get(one.letter)) for one in self}
+        result = Result(marks, remark)
         if result.begun:
-            _note(self.lesson, result, Path(__file__).resolve().parents[2])
+            self._attempts += 1
+            saved = _note(self.lesson, result, _root())
+            result = replace(result, attempts=saved or self._attempts)
         return result
 
     def reveal(self) -> None:
         """Print the fault of every run."""
         print("\n".join([_line("", self.fields), *(_line(one.letter, one.truth) for one in self)]))
 
-    def _nothing(self) -> dict[str, Sequence[str]]:
-        return {lab_run.letter: [UNSAID] * len(self.fields) for lab_run in self}
-
-    def _row(self, lab_run: LabRun, said: object) -> Sequence[str]:
+    def _mark(self, lab_run: LabRun, said: object) -> str:
         if said is None:
-            return [UNSAID] * len(self.fields)
+            return UNSAID
         if isinstance(said, str) or not isinstance(said, Sequence) or len(said) != len(self.fields):
-            return [f"expected ({', '.join(self.fields)}) in this order, got {_short(said)}"]
+            return f"expected ({', '.join(self.fields)}) in this order, got {_short(said)}"
         if isinstance(said[0], str) and said[0] == FORMERLY and CORRECT in self._known[0]:
             said = [CORRECT, *said[1:]]
         for field, known, answer in zip(self.fields, self._known, said, strict=True):
             if wrong := _cannot_be(field, known, answer):
-                return [wrong]
-        # With a cause, None is an answer too: no collective, no rank.
-        unsaid = [answer is None and (n == 0 or said[0] is None) for n, answer in enumerate(said)]
-        return [
-            UNSAID if nothing else RIGHT if answer == truth else WRONG
-            for nothing, answer, truth in zip(unsaid, said, lab_run.truth, strict=True)
-        ]
+                return wrong
+        if said[0] is None:  # only with a cause is None an answer in the other fields
+            return UNSAID
+        return RIGHT if tuple(said) == lab_run.truth else WRONG
 
 
 def _drawn(answer: Any, drawn: random.Random) -> Answer:
@@ -221,10 +229,56 @@ def _line(letter: str, cells: Sequence[object]) -> str:
     return (f"{letter:3}" + "".join(f"{cell!s:{WIDTH}}" for cell in cells)).rstrip()
 
 
-def _note(lesson: str, result: Result, root: Path) -> None:
-    """Save the result as progress, if the notebook is in the learner's folder."""
+def _root() -> Path:
+    return Path(__file__).resolve().parents[2]
+
+
+def _note(lesson: str, result: Result, root: Path) -> int:
+    """Save the result as progress and return the number of attempts; 0 outside work/."""
     with contextlib.suppress(OSError):
         if in_work(Path.cwd() / "notebook", root):
             progress = Progress(root)
             progress.lab(lesson).attempt(result.right, result.total)
             progress.save()
+            return progress.lab(lesson).attempts
+    return 0
+
+
+def _own_seed(lesson: str, root: Path) -> str:
+    """Return the learner's own part of a lab's key; "" outside work/.
+
+    The seed is drawn once. A lab that had attempts before is listed as ``committed``: its runs stay
+    the same, and so does the diagnosis that the learner has saved.
+    """
+    path = root / "work" / ".course" / "labs.json"
+    with contextlib.suppress(OSError):
+        if in_work(Path.cwd() / "notebook", root):
+            seed, committed = _read_seed(path) or _draw_seed(path, root)
+            return "" if lesson in committed else f" {seed}"
+    return ""
+
+
+def _read_seed(path: Path) -> tuple[int, list[str]] | None:
+    """Return the seed and the labs without it; None if there is no file that can be read."""
+    if not path.exists():
+        return None
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+        return int(found["seed"]), list(map(str, found["committed"]))
+    except (ValueError, KeyError, TypeError):
+        path.replace(path.with_suffix(".unreadable.json"))
+        return None
+
+
+def _draw_seed(path: Path, root: Path) -> tuple[int, list[str]]:
+    """Draw and save the seed; if another notebook has just saved one, return that."""
+    labs = Progress(root).labs
+    committed = [lesson for lesson, entry in labs.items() if entry.attempts]
+    drawn = random.SystemRandom().randrange(10**9)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.NamedTemporaryFile("w", dir=path.parent, encoding="utf-8") as file:
+        json.dump({"seed": drawn, "committed": committed}, file)
+        file.flush()
+        with contextlib.suppress(FileExistsError):
+            os.link(file.name, path)  # atomic: no other notebook reads a half-written file
+    return _read_seed(path) or (drawn, committed)

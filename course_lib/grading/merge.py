@@ -1,9 +1,10 @@
 """Put a learner's answers into a copy of the pristine notebook, for the official run.
 
 Only answer cells are taken, by their metadata and in the order of the document, because
-JupyterLab gives new ids to a cell that was copied or split. All other cells (given cells, checks
-and their expected lines) come from the course, so edits of them have no effect. The learner's
-file is never written.
+JupyterLab gives new ids to a cell that was copied or split. Where a tool has removed the metadata
+of an exercise, its answer cells are found by their ids, else by the check call after them. All
+other cells (given cells, checks and their expected lines) come from the course, so edits of them
+have no effect. The learner's file is never written.
 """
 
 from __future__ import annotations
@@ -17,9 +18,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from course_lib.grading.catalog import course, exercise_lines
+from course_lib.grading.catalog import IMPORT, course, exercise_lines
 
 NUMBER = re.compile(r"(\d\d(?:[a-z](?![a-z]))?)(?!\d)")  # 03, 08b
+ANSWER_ID = re.compile(r"(\d\d[a-z]?-\w+)-answer(?:-\d+)?")  # 03-2-answer, 03-2-answer-2
+CHECK = re.compile(r"^check\(\s*[\"'](\d\d[a-z]?-\w+)[\"'].*", re.MULTILINE)
+MAGIC = re.compile(r"\s*%%(\w+)[^\n]*\n?")  # in the first line of a cell
+NO_EFFECT = {"time", "capture"}  # magics around a cell that change none of its names
 Notebook = Any  # nbformat's NotebookNode, which is a dict with attributes
 
 
@@ -105,10 +110,55 @@ def _guesses(notebook: Notebook, path: Path) -> Iterator[str]:
     named = course(notebook).get("lesson")
     if isinstance(named, str):
         yield named
-    ids = [str(course(cell).get("ex", "")).partition("-")[0] for cell in notebook.get("cells", [])]
+    ids = [_exercise_of(cell).partition("-")[0] for cell in notebook.get("cells", [])]
     yield from (lesson for lesson, _ in Counter(filter(None, ids)).most_common())
     if match := NUMBER.match(path.name):
         yield match[1]
+
+
+def _exercise_of(cell: Notebook) -> str:
+    """Return the exercise of a cell by its metadata, else by its id, else by its check call."""
+    if ex := course(cell).get("ex"):
+        return str(ex)
+    return _answered(cell) or _checked(cell)
+
+
+def _answered(cell: Notebook) -> str:
+    """Return the exercise whose answer cell has this id, "" if there is none."""
+    found = ANSWER_ID.fullmatch(str(cell.get("id", "")))
+    return found[1] if found else ""
+
+
+def _checked(cell: Notebook) -> str:
+    """Return the exercise that a code cell checks, "" if there is none."""
+    found = CHECK.search(str(cell.get("source", ""))) if cell.get("cell_type") == "code" else None
+    return found[1] if found else ""
+
+
+def _identify(learner: Notebook, origin: Notebook) -> None:
+    """Mark the answer cells of exercises without any, as their metadata would do."""
+    cells = [cell for cell in learner.get("cells", []) if cell.get("cell_type") == "code"]
+    for by in (_by_id, _by_check):
+        marked = {course(cell).get("ex") for cell in _cells(learner, "answer")}
+        for cell, ex in list(by(cells, origin)):
+            if ex not in marked and not course(cell):
+                cell["metadata"] = {"course": {"ex": ex, "role": "answer"}}
+
+
+def _by_id(cells: list[Notebook], origin: Notebook) -> Iterator[tuple[Notebook, str]]:
+    return ((cell, _answered(cell)) for cell in cells if _answered(cell))
+
+
+def _by_check(cells: list[Notebook], origin: Notebook) -> Iterator[tuple[Notebook, str]]:
+    """Yield the cells between two checks, without the cells of the course, and their exercise."""
+    given = {cell.source.strip() for cell in _cells(origin, "given")} | {""}
+    before: list[Notebook] = []
+    for cell in cells:
+        if CHECK.sub("", str(cell.get("source", ""))).replace(IMPORT, "").strip() not in given:
+            before.append(cell)
+        if ex := _checked(cell):
+            yield from ((one, ex) for one in before)
+            before = []
 
 
 def merge(
@@ -130,6 +180,7 @@ def merge(
         raise ValueError(f"{error}; {_expected(root)}") from None
     origin = pristine(root, learner, path)
     notebook = read(origin)
+    _identify(learner, notebook)
     lesson = _lesson(origin)
     points = {line.id: line.points for line in exercise_lines(notebook.cells, origin)}
     if only is not None:
@@ -163,14 +214,23 @@ def _take_answer(notebook: Notebook, learner: Notebook, ex: str) -> str:
     sources = [str(cell.get("source", "")) for cell in _cells(learner, "answer", ex)]
     if not sources:
         return f"the file has no answer cell of {ex}: write your answer into the given answer cell"
-    if problem := _syntax_error("\n\n".join(sources)):
-        return problem
     places = _cells(notebook, "answer", ex)
     if len(places) != len(sources):  # split, copied or deleted: join all in the first place
+        sources = list(map(_without_magic, sources))
+        if rest := next(filter(None, map(MAGIC.match, sources)), None):
+            return f"the answer has several cells, and one begins with %%{rest[1]}: remove the line"
         sources = ["\n\n".join(sources)] + [""] * (len(places) - 1)
+    if problem := _syntax_error("\n\n".join(sources)):
+        return problem
     for place, source in zip(places, sources, strict=True):
         place.source = source
     return ""
+
+
+def _without_magic(source: str) -> str:
+    """Return ``source`` without a first line such as %%time, which works in a whole cell only."""
+    found = MAGIC.match(source)
+    return source[found.end() :] if found and found[1] in NO_EFFECT else source
 
 
 def _syntax_error(source: str) -> str:

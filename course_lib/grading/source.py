@@ -30,8 +30,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from course_lib.grading.catalog import IMPORT
+
 ROLES = ("answer", "check", "given")
-IMPORT = "from course_lib.grading import check"  # the first line of a check cell
 LIBRARY = Path(__file__).resolve().parents[1]
 NAME = re.compile(r"(\d\d[a-z]?)_\w+")
 EXERCISE = re.compile(r"(\d\d[a-z]?)-\w+")

@@ -434,7 +434,7 @@ def described(name: str, got: list[Any], wanted: list[Any], terms: int) -> str:
     absent = torch.zeros(())  # a rank without this result
     pairs = [(value, right) if isinstance(right, Tensor) else (absent, absent)
              for value, right in zip(got, wanted, strict=True)]  # fmt: skip
-    return difference(name, *map(list, zip(*pairs, strict=True)), terms)
+    return difference(name, [a for a, _ in pairs], [b for _, b in pairs], terms)
 
 
 def equal(got: Any, wanted: Any, terms: int) -> bool:

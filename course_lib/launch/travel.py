@@ -1,8 +1,13 @@
-"""Pickle functions, arguments and results by value, because a rank cannot import a notebook."""
+"""Pickle functions, arguments and results by value, because a rank cannot import a notebook.
+
+Code of the library and of installed packages, such as torch, is sent by reference: a rank imports
+it. This includes the globals of a decorator's wrapper, which itself is sent by value.
+"""
 
 from __future__ import annotations
 
 import functools
+import importlib
 import inspect
 import io
 import pickle
@@ -14,7 +19,7 @@ from collections import ChainMap
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from types import ModuleType
+from types import CellType, CodeType, FunctionType, ModuleType
 from typing import Any, ClassVar
 
 import cloudpickle
@@ -81,6 +86,33 @@ class _Pickler(cloudpickle.Pickler):
     dispatch_table: ClassVar = ChainMap(
         {Cached: _reduce_cached, torch.Tensor: _reduce_tensor}, cloudpickle.Pickler.dispatch_table
     )
+
+    def reducer_override(self, obj: Any) -> Any:
+        """Reduce functions and classes; a function of a library keeps that library's globals."""
+        reduced = super().reducer_override(obj)
+        if not isinstance(obj, FunctionType) or not isinstance(reduced, tuple):
+            return reduced  # NotImplemented: found by name, so sent by reference
+        if (module := _library_of(obj)) is None:
+            return reduced
+        _, (code, *_, closure), (state, slots), *rest = reduced
+        return _in_module, (module, code, closure), (state, slots | {"__globals__": {}}), *rest
+
+
+def _library_of(fn: FunctionType) -> str | None:
+    """Return the name of the library module whose globals ``fn`` has; None for other functions.
+
+    ``fn.__module__`` is no help: a wrapper has the module of the function that it wraps.
+    """
+    name = fn.__globals__.get("__name__")
+    module = sys.modules.get(name) if isinstance(name, str) else None
+    if module is None or name == "__main__" or vars(module) is not fn.__globals__:
+        return None
+    return name if is_library(module) else None
+
+
+def _in_module(module: str, code: CodeType, closure: tuple[CellType, ...] | None) -> FunctionType:
+    """Return a function with this code and the globals of ``module``."""
+    return FunctionType(code, vars(importlib.import_module(module)), closure=closure)
 
 
 def text_of(error: BaseException) -> str:

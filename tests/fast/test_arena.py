@@ -171,6 +171,91 @@ def test_a_board_that_was_edited_gives_no_stars(tmp_path):
         assert "Mallory" not in arena.leaderboard(1, board)
 
 
+@pytest.mark.parametrize(
+    ("name", "shown"),
+    [
+        (None, "None"),
+        ({"Ada"}, "{'Ada'}"),
+        (7, "7"),
+        ("", "''"),
+        ("   ", "' '"),
+        ("Ada\nEmmy", "'Ada\\nEmmy'"),
+        ("\x1b[31mAda\x1b[0m", "'\\x1b[31mAda\\x1b[0m'"),
+        ("A\u202eda", "'A\\u202eda'"),
+        ("A" * 41, f"'{'A' * 41}'"),
+        ("A" * 1_000_000, f"'{'A' * 55} ..."),
+        ("[searched]", "'[searched]'"),
+        (" [you] ", "'[you]'"),
+        ("Searched", "'Searched'"),
+        ("zb-h1", "'zb-h1'"),
+    ],
+    ids=range(14),
+)
+def test_a_name_that_is_no_label_is_refused(tmp_path, right_gradients, name, shown):
+    board = tmp_path / "arena.json"
+    with pytest.raises(ValueError, match="^expected a name") as caught:
+        arena.play(1, NAIVE, name, board=board)
+    assert f"got {shown}; choose one such as" in str(caught.value)
+    assert str(caught.value).isprintable()
+    assert len(str(caught.value)) < 200
+    assert not board.exists()
+
+
+def test_a_name_may_have_spaces_and_any_letters(tmp_path, right_gradients):
+    board = tmp_path / "arena.json"
+    for name in (" Ada Lovelace ", "Émilie 7", "李", "A" * 40):
+        arena.play(1, NAIVE, name, board=board)
+        assert f"  {name.strip()[:25]} " in arena.leaderboard(1, board)
+
+
+WHOLE = {"level": 1, "name": "Mallory", "rows": NAIVE}
+
+
+@pytest.mark.parametrize(
+    ("entry", "words"),
+    [
+        (["level", "name", "rows"], "expected an object with level (int), name (str), rows (str)"),
+        (None, "got None; delete the entry"),
+        ({"level": 1, "name": "Mallory"}, "got None as rows; delete the entry"),
+        (WHOLE | {"level": "1"}, "got '1' as level; delete the entry"),
+        (WHOLE | {"level": [1]}, "got [1] as level; delete the entry"),
+        (WHOLE | {"level": True}, "got True as level; delete the entry"),
+        (WHOLE | {"name": None}, "got None as name; delete the entry"),
+        (WHOLE | {"name": {"a": 1}}, "got {'a': 1} as name; delete the entry"),
+        (WHOLE | {"rows": [["0F0"]]}, "got [['0F0']] as rows; delete the entry"),
+        (WHOLE | {"name": "Mallory\nAda"}, "expected a name of 1 to 40 printable characters"),
+        (WHOLE | {"name": "M" * 10**6}, "expected a name of 1 to 40 printable characters"),
+        (WHOLE | {"name": "[searched]"}, "expected a name without a bracket in front"),
+    ],
+    ids=range(12),
+)
+def test_an_entry_of_the_wrong_form_is_left_out(tmp_path, right_gradients, entry, words):
+    board = tmp_path / "arena.json"
+    ada = WHOLE | {"name": "Ada"}
+    for entries, more in (([ada, entry], ""), ([ada, entry, 3], " (and 1 more)")):
+        board.write_text(json.dumps({"attempts": entries}))
+        *table, said = arena.leaderboard(1, board).splitlines()
+        assert said.startswith(f"entry 2 of arena.json is left out{more}: expected ")
+        assert words in said
+        assert len(said) < 250
+        assert sum("Ada #1" in line for line in table) == 1
+        assert not any("Mallory" in line for line in table)
+        assert arena.stars(board)[1] == 1
+        assert arena.picture(1, board)
+        arena.play(1, ONE_F_ONE_B, "Ada", board=board)
+        assert json.loads(board.read_text())["attempts"][:-1] == entries, "nothing is deleted"
+
+
+@pytest.mark.parametrize(
+    "text", ["[]", "3", '{"attempts": 3}', '{"attempts": {"a": 1}}', "[" * 10**5]
+)
+def test_a_board_of_the_wrong_form_is_put_aside(tmp_path, text):
+    board = tmp_path / "arena.json"
+    board.write_text(text)
+    assert arena.leaderboard(1, board) == arena.leaderboard(1, tmp_path / "none.json")
+    assert board.with_suffix(".unreadable.json").read_text() == text
+
+
 def test_the_library_can_be_beaten(tmp_path, right_gradients):
     attempt = arena.play(4, RECORD, "Grace", board=tmp_path / "arena.json")
     assert attempt.stars == 5

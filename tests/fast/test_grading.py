@@ -8,12 +8,16 @@ import random
 import re
 import subprocess
 import sys
+from decimal import Decimal
+from fractions import Fraction
 
+import numpy as np
 import pytest
+import torch
 from attack import answers_to, written
 
 from course_lib.grading import check, registry
-from course_lib.grading.exercise import Function, each
+from course_lib.grading.exercise import Function, alike, each, plain
 from course_lib.grading.verdict import MIME, CaseResult, Verdict
 
 FUNCTIONS = [
@@ -230,3 +234,98 @@ def test_whole_numbers_of_torch_and_numpy_count_as_such():
     assert where.judge([as_tensors], 5).ok
     as_floats = lambda *args: {k: float(v) for k, v in right(*args).items()}  # noqa: E731
     assert "whole numbers" in where.judge([as_floats], 5).message
+
+
+def test_a_right_answer_is_never_refused_by_rounding():
+    """Six digits split half-integers: other ways to compute the same number differ in the last."""
+    exercise = registry.find("01-2")
+    for answer in exercise.right:
+        refused = [seed for seed in range(1000) if not exercise.judge([answer], seed).ok]
+        assert not refused
+
+
+def test_weights_may_be_computed_in_float32():
+    exercise = registry.find("10-3")
+
+    def route(logits, choices, room):
+        p_TE = torch.tensor(logits).softmax(-1)
+        weights_TC, experts_TC = p_TE.topk(choices)
+        if choices > 1:
+            weights_TC = weights_TC / weights_TC.sum(-1, keepdim=True)
+        left, served = [room] * p_TE.shape[1], [{} for _ in logits]
+        for choice in range(choices):
+            for token, expert in enumerate(experts_TC[:, choice].tolist()):
+                if left[expert]:
+                    left[expert] -= 1
+                    served[token][expert] = weights_TC[token, choice].item()
+        return served
+
+    for seed in range(20):
+        assert exercise.judge([route], seed).ok
+
+
+def as_numpy(value):
+    """Return the same result with numbers of numpy, and tuples in place of lists."""
+    if isinstance(value, dict):
+        return {key: as_numpy(one) for key, one in value.items()}
+    if isinstance(value, list | tuple):
+        return tuple(map(as_numpy, value))
+    if isinstance(value, int) and not isinstance(value, bool):
+        return np.int64(value)
+    return np.float64(value) if isinstance(value, float) else value
+
+
+@pytest.mark.parametrize(("exercise", "answer"), RIGHT)
+def test_numbers_of_numpy_and_tuples_are_right_too(exercise, answer):
+    verdict = exercise.judge([lambda *given: as_numpy(answer(*given))], 1)
+    assert verdict.ok, verdict.message
+
+
+@pytest.mark.parametrize(
+    ("value", "wanted"),
+    [
+        (np.int64(3), 3),
+        (np.float32(0.5), 0.5),
+        (np.bool_(True), True),
+        (np.array([[1, 2]]), [[1, 2]]),
+        (Decimal("2.50"), 2.5),
+        (Decimal(7), 7),
+        (Decimal("1e400"), float("inf")),
+        (Fraction(8, 2), 4),
+        (Fraction(1, 2), 0.5),
+        (True, True),
+        ("3", "3"),
+        (None, None),
+        ((1, [np.int32(2), (3,)]), [1, [2, [3]]]),
+        ({np.int64(1): (np.int64(2),), "a": 1.5}, {1: [2], "a": 1.5}),
+    ],
+)
+def test_the_plain_form_of_a_result(value, wanted):
+    assert plain(value) == wanted
+    assert repr(plain(value)) == repr(wanted), "the types are the same too"
+
+
+@pytest.mark.parametrize(
+    ("got", "wanted", "equal"),
+    [
+        (0.1 + 0.2, 0.3, True),
+        (1e9 + 1e2, 1e9, True),
+        (1.00001, 1.0, False),
+        (3, 3.0, True),
+        (10_000_001, 10_000_000, False),  # a whole number has no rounding
+        (10_000_001.0, 10_000_000, False),
+        (10**400, 1.0, False),
+        (float("nan"), float("nan"), False),
+        (None, 1.0, False),
+        ("1", 1.0, False),
+        ([1, 0.3], [1, 0.1 + 0.2], True),
+        ([1, 0.3], [1, 0.31], False),
+        ([1], [1, 2], False),
+        ((1, 2.0), (1, 2.0000001), True),
+        ({0: 0.3}, {0: 0.1 + 0.2}, True),
+        ({0: 0.3, 1: 0.0}, {0: 0.3}, False),
+        ({0: 0.3}, [0.3], False),
+    ],
+)
+def test_results_that_are_alike(got, wanted, equal):
+    assert alike(got, wanted) is equal

@@ -247,6 +247,49 @@ def test_grade_as_csv_and_junit(root, capsys, graded):
     assert suite.find("testcase/failure").get("message") == "1 of 4. =1+1 went <wrong>?"
 
 
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        "right.ipynb half.ipynb --csv class.csv",
+        "--csv class.csv right.ipynb half.ipynb",
+        "--csv right.ipynb half.ipynb class.csv",
+    ],
+)
+def test_a_class_is_written_as_csv(root, capsys, graded, arguments):
+    _, printed, _ = course(capsys, "grade", "right.ipynb", "half.ipynb", "--csv")
+    (root / "class.csv").write_text("an older table")
+    code, out, _ = course(capsys, "grade", *arguments.split())
+    assert code == 1
+    assert out == "wrote class.csv: 2 of 2 files graded\n"
+    assert (root / "class.csv").read_bytes() == printed.encode()
+    code, out, err = course(capsys, "grade", "right.ipynb", "bad.ipynb", "--csv", "class.csv")
+    assert code == 2
+    assert out == "wrote class.csv: 1 of 2 files graded\n"
+    assert "bad.ipynb: this is no notebook" in err
+    assert (root / "class.csv").read_text().count("right.ipynb") == 2
+    assert course(capsys, "grade", "bad.ipynb", "--csv", "class.csv")[0] == 2
+    assert (root / "class.csv").read_text().count("right.ipynb") == 2, "no table, nothing written"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        ("--csv class.csv", "got 0 notebooks and 1 names that end in .csv"),
+        ("right.ipynb a.csv --csv b.csv", "got 1 notebooks and 2 names that end in .csv"),
+        ("right.ipynb --csv no/class.csv", "no/class.csv: cannot be written"),
+        ("right.ipynb --csv folder.csv", "folder.csv: cannot be written"),
+    ],
+)
+def test_a_table_that_cannot_be_written_is_said_before_the_run(
+    root, capsys, graded, arguments, words
+):
+    (root / "folder.csv").mkdir()
+    code, out, err = course(capsys, "grade", *arguments.split())
+    assert (code, out) == (2, "")
+    assert words in err
+    assert not graded
+
+
 CELL = "merged.ipynb::ipynb::Cell "
 
 

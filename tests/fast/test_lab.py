@@ -78,34 +78,40 @@ def test_untouched_nothing_is_right(capsys):
     assert not capsys.readouterr().out
 
 
-def test_each_field_is_judged_by_itself():
+def test_a_run_is_marked_as_a_whole():
     for seed in SEEDS:
         drawn = made(seed)
         right = truth(drawn)
-        assert repr(drawn.grade(right)).startswith("5 of 5 right\n")
+        assert repr(drawn.grade(right)).startswith("5 of 5 right in attempt 1\n")
         for letter, (cause, op, rank) in right.items():
-            wrong = "late" if cause != "late" else "bias"
-            result = drawn.grade(right | {letter: (wrong, op, rank)})
-            assert result.right == 4
-            assert result.rows[letter] == ["look again", "right", "right"]
-            result = drawn.grade({letter: (cause, op, 7)})
-            assert (result.right, result.rows[letter][2]) == (0, "look again")
-            assert cause not in str(result)
+            other = "late" if cause != "late" else "bias"
+            wrongs = [
+                (other, op, rank),
+                (cause, "all_gather" if op != "all_gather" else "reduce_scatter", rank),
+                (cause, op, 7),
+                (other, op, 7),
+                (other, None, None) if (op, rank) != (None, None) else (other, op, 7),
+            ]
+            for wrong in wrongs:
+                result = drawn.grade(right | {letter: wrong})
+                assert result.right == 4
+                assert result.marks[letter] == "look again", "the same for every wrong field"
+                assert cause not in str(result)
             result = drawn.grade({letter: (None, op, rank)})
-            assert result.rows[letter][0] == "-", "without a cause no run is correct"
-            assert result.right == 0
+            assert result.marks[letter] == "-", "without a cause no run is correct"
+            assert (result.right, result.begun) == (0, False)
 
 
 def test_the_table():
     drawn = made()
     right = truth(drawn)
-    letter = next(each for each in right if right[each][0] == "late")
-    said = {letter: ("late", "all_gather", 2)}
-    lines = str(drawn.grade(said)).splitlines()
-    assert lines[:2] == ["0 of 5 right", "   cause           collective      rank"]
-    assert f"{letter}  right           right           look again" in lines
-    assert lines.count(letter) == 0
-    assert sum(line.endswith("-               -               -") for line in lines) == 4
+    first, second = [letter for letter in right if right[letter][0] in ("late", "bias")]
+    said = {first: right[first], second: (*right[second][:2], 2)}
+    for attempt in (1, 2):
+        lines = str(drawn.grade(said)).splitlines()
+        assert lines[0] == f"1 of 5 right in attempt {attempt}"
+        marks = {first: "right", second: "look again"}
+        assert lines[1:] == [f"{letter}  {marks.get(letter, '-')}" for letter in "ABCDE"]
 
 
 @pytest.mark.parametrize(
@@ -148,7 +154,7 @@ def test_a_saved_diagnosis_may_say_healthy():
         for letter, (cause, *rest) in right.items()
     }
     assert saved != right
-    assert repr(drawn.grade(saved)) == repr(drawn.grade(right))
+    assert repr(drawn.grade(saved)) == repr(made().grade(right))
 
 
 def test_two_fields():
@@ -189,6 +195,64 @@ def test_in_work_it_is_progress(tmp_path, monkeypatch):
         drawn.grade({letter: right[letter] for letter in letters})
     found = Progress(tmp_path).lab("04")
     assert (found.attempts, found.best, found.total, found.done) == (3, 5, 5, True)
+    assert repr(made().grade({"A": right["A"]})).startswith("1 of 5 right in attempt 4\n")
+
+
+@pytest.fixture
+def folders(tmp_path, monkeypatch):
+    """Return the root of a course, and a function that goes to a folder of it."""
+    monkeypatch.setattr(lab, "__file__", str(tmp_path / "course_lib" / "grading" / "lab.py"))
+
+    def go(folder: str) -> None:
+        (tmp_path / folder).mkdir(parents=True, exist_ok=True)
+        monkeypatch.chdir(tmp_path / folder)
+
+    return tmp_path, go
+
+
+def test_in_work_each_learner_has_runs_of_their_own(folders):
+    root, go = folders
+    go("notebooks")
+    committed = truth(made(3))
+    assert not (root / "work").exists(), "the committed lessons read and write nothing"
+    go("work/notebooks")
+    saved = root / "work" / ".course" / "labs.json"
+    found = []
+    for _ in range(20):
+        found.append(truth(made(3)))
+        assert truth(made(3)) == found[-1], "the seed is drawn once"
+        assert truth(made(4)) != found[-1], "SEED draws other runs here too"
+        assert [path.name for path in saved.parent.iterdir()] == ["labs.json"]
+        saved.unlink()
+    assert len({str(one) for one in found} - {str(committed)}) >= 19
+    go("notebooks")
+    assert truth(made(3)) == committed
+
+
+def test_a_lab_that_was_begun_before_keeps_its_runs(folders):
+    root, go = folders
+    go("notebooks")
+    committed = {lesson: truth(Lab(lesson, 1, FAULTS)) for lesson in ("04", "05")}
+    progress = Progress(root)
+    progress.lab("04").attempt(2, 5)
+    progress.save()
+    go("work/notebooks")
+    for _ in range(2):
+        assert Lab("04", 1, FAULTS).grade(committed["04"]).right == 5
+        assert truth(Lab("05", 1, FAULTS)) != committed["05"]
+        Lab("05", 1, FAULTS).grade(truth(Lab("05", 1, FAULTS)))
+
+
+@pytest.mark.parametrize("text", ["", "[]", "{}", '{"seed": "x", "committed": []}', "\0"])
+def test_a_seed_that_cannot_be_read_is_put_aside(folders, text):
+    root, go = folders
+    go("work/notebooks")
+    saved = root / "work" / ".course" / "labs.json"
+    saved.parent.mkdir()
+    saved.write_text(text)
+    assert truth(made()) == truth(made())
+    assert saved.with_suffix(".unreadable.json").read_text() == text
+    assert set(json.loads(saved.read_text())) == {"seed", "committed"}
 
 
 def test_progress_of_before_labs_is_read(tmp_path):

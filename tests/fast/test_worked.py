@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from decimal import Decimal
 from fractions import Fraction
 
 import numpy as np
 import pytest
+import torch
 from attack import Attacks, answers_to, written
 
 from course_lib.grading import registry
@@ -69,6 +71,26 @@ def test_each_table_has_six_wrong_answers(exercise):
         ("0F0, 0B0", "0F0 0B0", True),
         (np.array([1, 2]), [1, 2], True),
         (np.float32(10), 10, True),
+        (np.int64(10), 10, True),
+        ([np.int64(1), np.float64(2)], [1, 2], True),
+        (torch.tensor([1, 2]), [1, 2], True),
+        (torch.tensor(2.5), 2.5, True),
+        (Decimal("2.7"), 2.7, True),
+        (Decimal("2.71"), 2.7, False),
+        (Decimal("NaN"), 2.7, False),
+        (Fraction(27, 10), 2.7, True),
+        (((1,), (2,)), [[1], [2]], True),
+        ([1, 2], (1, 2), True),
+        ({1, 2}, [1, 2], False),
+        ("Network", "network", True),
+        (" 'NETWORK'. ", "network", True),
+        ("(edc), (b); (a)", "edc b a", True),
+        ("EDC b a", "edc b a", True),
+        ("edc | b | a", "edc b a", True),
+        ("ed c b a", "edc b a", False),
+        ("", "network", False),
+        ("...", "network", False),
+        (10**400, 10, False),
         (np.ndarray, [1, 2], False),
         (True, 1, False),
         ("10", 10, False),
@@ -85,6 +107,69 @@ def test_entries_that_are_the_same(value, wanted, equal):
 
 
 @pytest.mark.parametrize(
+    ("value", "equal"),
+    [
+        ([[12, 13], [9, 11, 13]], True),
+        ([{13, 12}, frozenset({9, 11, 13})], True),
+        (([13, 12], (13, 9, 11)), True),
+        ([np.array([13, 12]), [np.int64(9), 11, 13]], True),
+        ([[9, 11, 13], [12, 13]], False),  # one group for each axis: their order counts
+        ([{12, 13}, {9, 11}], False),
+        ([[12, 13], [9, 11, 11]], False),
+        ([{12, "13"}, {9, 11, 13}], False),
+        ({12, 13}, False),
+        ([12, 13], False),
+        ("12 13", False),
+    ],
+)
+def test_groups_of_ranks_have_no_order(value, equal):
+    assert same(value, [[12, 13], [9, 11, 13]], unordered=True) is equal
+
+
+def test_without_the_declaration_the_order_counts():
+    assert not same([[13, 12]], [[12, 13]])
+    message = TABLE.judge([{**TABLE.right[0], "turns": [2, 1]}], 0).message
+    assert message.endswith("look at 2, number 1")
+
+
+def numpy_numbers(value):
+    if isinstance(value, list | tuple):
+        return tuple(map(numpy_numbers, value))
+    if isinstance(value, int):
+        return np.int64(value)
+    return value if isinstance(value, str) else Decimal(float(value))
+
+
+@pytest.mark.parametrize("exercise", [*WORKED, TABLE], ids=lambda exercise: exercise.id)
+def test_a_table_may_have_other_types_of_numbers(exercise):
+    table = {key: numpy_numbers(value) for key, value in exercise.wanted.items()}
+    verdict = exercise.judge([table], 0)
+    assert verdict.ok, verdict.message
+
+
+@pytest.mark.parametrize(
+    ("ex", "entry"),
+    [
+        ("01-1", {"binds": "Network."}),
+        ("09-1", {"contiguous": {4, 5, 6, 7}, "zig-zag": frozenset({2, 3, 12, 13})}),
+        ("10-1", {"summed with": {5, 1}}),
+        ("12-1", {"groups": [{13, 12}, {9, 11, 13, 15}, [13, 5]], "crosses": "PP"}),
+    ],
+)
+def test_entries_that_a_careful_learner_types(ex, entry):
+    exercise = registry.find(ex)
+    verdict = exercise.judge([{**exercise.wanted, **entry}], 0)
+    assert verdict.ok, verdict.message
+
+
+def test_ranks_without_an_order_are_named_without_their_place():
+    exercise = registry.find("10-1")
+    for ranks in ({1, 3}, [3, 1]):
+        message = exercise.judge([{**exercise.wanted, "summed with": ranks}], 0).message
+        assert message.endswith("is not right: look at 3")
+
+
+@pytest.mark.parametrize(
     ("entry", "words"),
     [
         ({"sum": None}, "'sum' is not filled in yet"),
@@ -97,6 +182,10 @@ def test_entries_that_are_the_same(value, wanted, equal):
         ({"share": 0.3}, "'share': 0.3 is not right"),
         ({"turns": [1]}, "'turns': [1] is not right: expected 2 values, got 1 value"),
         ({"turns": 3}, "'turns': 3 is not right; expected 2 values"),
+        ({"sum": "10"}, "'sum': expected a number, not the text '10'"),
+        ({"turns": ["1", "2"]}, "'turns': expected a number, not the text '1'"),
+        ({"turns": {1, 2}}, "'turns': expected a list, because the order counts, not the set"),
+        ({"row": 7}, "'row': expected a text, not the number 7"),
     ],
 )
 def test_the_verdict_names_the_entry_and_never_what_is_right(entry, words):

@@ -166,6 +166,100 @@ def test_split_copied_and_moved_answers_and_edited_checks(hand_in):
     assert counts(hand_in(mine)) == {"00-1": 4, "00-2": 4}
 
 
+def stripped(content, *, ids: bool):
+    """The notebook as a tool leaves it that removes metadata, and ids too unless ``ids``."""
+    data = json.loads(nbformat.writes(content))
+    data |= {"metadata": {}, "nbformat_minor": 5 if ids else 4}
+    for each in data["cells"]:
+        found = each.pop("metadata").get("course", {})
+        each["source"] = "".join(each["source"])
+        each |= {"metadata": {}, "id": f"{found['ex']}-{found['role']}" if found else each["id"]}
+        if not ids:
+            del each["id"]
+    return data
+
+
+def answer_cells(root, tmp_path, data) -> dict[str, list[str]]:
+    """Return the answers that a grade would run, by exercise; the file's name says nothing."""
+    path = tmp_path / "mine.ipynb"
+    path.write_text(json.dumps(data))
+    merged = merge(root, path, seed=1)
+    assert not merged.problems
+    found: dict[str, list[str]] = {}
+    for each in merged.notebook.cells:
+        if each.metadata.get("course", {}).get("role") == "answer":
+            found.setdefault(each.metadata.course.ex, []).append(each.source)
+    return found
+
+
+ANSWERED = {"00-1": [COORDINATES], "00-2": [GROUPS]}
+
+
+@pytest.mark.parametrize("ids", [True, False])
+def test_answers_without_metadata_are_found(root, tmp_path, ids):
+    data = stripped(notebook(SOLVED), ids=ids)
+    data["cells"][1]["source"] = ""
+    assert answer_cells(root, tmp_path, data) == ANSWERED
+
+
+def test_an_answer_without_metadata_has_full_marks(hand_in):
+    assert hand_in(json.dumps(stripped(notebook(SOLVED), ids=True)), name="mine.ipynb").ok
+    assert hand_in(json.dumps(stripped(notebook(SOLVED), ids=False)), name="mine.ipynb").ok
+
+
+def test_cells_between_two_checks_are_one_answer(root, tmp_path):
+    data = stripped(notebook(SOLVED), ids=False)
+    first, check = data["cells"][2:4]
+    data["cells"][2:4] = [first | {"source": "step = divmod"}, first, check]
+    data["cells"][1]["source"] = check["source"].replace("00-1", "03-1")  # of another notebook
+    wanted = {"00-1": [f"step = divmod\n\n{COORDINATES}"], "00-2": [GROUPS]}
+    assert answer_cells(root, tmp_path, data) == wanted
+
+
+def test_an_answer_and_its_check_may_be_one_cell(root, tmp_path):
+    data = stripped(notebook(SOLVED), ids=False)
+    data["cells"][1]["source"] = ""
+    check = data["cells"].pop(3)
+    data["cells"][2]["source"] = f"{COORDINATES}\n\n{check['source']}"
+    found = answer_cells(root, tmp_path, data)
+    assert found == {"00-1": [data["cells"][2]["source"]], "00-2": [GROUPS]}
+
+
+def test_metadata_counts_more_than_ids_and_checks(root, tmp_path):
+    mine = notebook(SOLVED)
+    mine.cells.insert(2, new_code_cell("raise SystemError('a draft')", id="00-1-answer"))
+    mine.cells[1].source = "raise SystemError('a cell of my own')"
+    assert answer_cells(root, tmp_path, json.loads(nbformat.writes(mine))) == ANSWERED
+
+
+def test_one_cell_without_metadata_is_found_beside_others(root, tmp_path):
+    mine = notebook(SOLVED)
+    mine.cells[1].source = ""
+    for ids in (True, False):
+        mine.cells[2] = new_code_cell(COORDINATES, **({"id": "00-1-answer"} if ids else {}))
+        assert answer_cells(root, tmp_path, json.loads(nbformat.writes(mine))) == ANSWERED
+
+
+@pytest.mark.parametrize("magic", ["%%time", "\n%%time\n", "%%capture out"])
+def test_a_part_of_an_answer_may_be_timed(hand_in, magic):
+    lines = COORDINATES.replace("divmod(rank, sizes[axis])", "step(rank, sizes[axis])")
+    mine = notebook({"00-2": GROUPS})
+    mine.cells += [
+        cell("00-1", "answer", "step = divmod"),
+        cell("00-1", "answer", f"{magic}\n{lines}"),
+    ]
+    assert counts(hand_in(mine)) == {"00-1": 4, "00-2": 4}
+
+
+def test_another_magic_in_a_part_of_an_answer_is_named(hand_in):
+    mine = notebook(SOLVED)
+    mine.cells += [cell("00-1", "answer", "%%bash\nls")]
+    result = hand_in(mine)
+    assert counts(result) == {"00-1": 0, "00-2": 4}
+    message = "the answer has several cells, and one begins with %%bash: remove the line"
+    assert result.scores["00-1"].message == message
+
+
 def test_a_syntax_error_costs_one_exercise(hand_in):
     result = hand_in(notebook({**SOLVED, "00-1": "def coordinates(rank:\n  return"}))
     assert counts(result) == {"00-1": 0, "00-2": 4}

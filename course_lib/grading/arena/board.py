@@ -6,7 +6,8 @@ import json
 from pathlib import Path
 from typing import Any
 
-from course_lib.grading.arena.judge import HEAD, Attempt, line, read
+from course_lib.grading.answers import shown
+from course_lib.grading.arena.judge import HEAD, Attempt, checked, line, read
 from course_lib.grading.arena.levels import LEVELS, Level, level
 from course_lib.grading.progress import in_work
 from course_lib.schedule import Schedule, Simulation, simulate, write_csv
@@ -15,7 +16,7 @@ from course_lib.view.trade import trade_plot
 
 ROOT = Path(__file__).resolve().parents[3]
 SHOWN = 5  # attempts per name and level
-WRITTEN = {"level", "name", "rows"}
+KINDS = {"level": int, "name": str, "rows": str}  # the fields of an entry
 
 
 def own() -> Path | None:
@@ -44,7 +45,8 @@ def note(attempt: Attempt, board: Path | None) -> None:
 def leaderboard(number: int, board: Path | None = None) -> str:
     """Return attempts and the library's schedules in one table, shortest step first.
 
-    Equal steps are sorted by the span of the longest rank, then by memory.
+    Equal steps are sorted by the span of the longest rank, then by memory. The last line gives the
+    reason if entries of the file are left out.
     """
     which = level(number)
     lines = []
@@ -53,7 +55,8 @@ def leaderboard(number: int, board: Path | None = None) -> str:
     for name, rival in which.rivals.items():
         lines.append((_key(rival), line(f"[{name}]", rival, _rules(which, rival.schedule))))
     head = f"Level {which.number}, {which.title}: par {which.par:g}, bound {which.bound:g}"
-    return "\n".join([head, HEAD, *(said for _, said in sorted(lines, key=lambda one: one[0]))])
+    said = [text for _, text in sorted(lines, key=lambda one: one[0])]
+    return "\n".join([head, HEAD, *said, *_left_out(board)])
 
 
 def picture(number: int, board: Path | None = None) -> Picture:
@@ -82,18 +85,46 @@ def stars(board: Path | None = None) -> dict[int, int]:
     }
 
 
-def _entries(board: Path) -> list[dict[str, Any]]:
-    """Return the saved attempts; a file that cannot be read is renamed."""
+def _entries(board: Path) -> list[Any]:
+    """Return the saved attempts, valid or not; a file that cannot be read is renamed."""
     if not board.exists():
         return []
     try:
-        found = list(json.loads(board.read_text(encoding="utf-8"))["attempts"])
-        if not all(set(entry) >= WRITTEN for entry in found):
-            raise ValueError("an entry without its rows")
+        found = json.loads(board.read_text(encoding="utf-8"))["attempts"]
+        if not isinstance(found, list):
+            raise TypeError("the attempts are no list")
         return found
-    except (ValueError, KeyError, TypeError):
+    except (ValueError, KeyError, TypeError, RecursionError):
         board.replace(board.with_suffix(".unreadable.json"))
         return []
+
+
+def _fault(entry: Any) -> str:
+    """Return why an entry of the file cannot be shown, "" if it can."""
+    fields = ", ".join(f"{name} ({kind.__name__})" for name, kind in KINDS.items())
+    if not isinstance(entry, dict):
+        return f"expected an object with {fields}, got {shown(entry, 60)}; delete the entry"
+    for name, kind in KINDS.items():
+        if type(entry.get(name)) is not kind:
+            got = shown(entry.get(name), 60)
+            return f"expected {fields}, got {got} as {name}; delete the entry"
+    try:
+        checked(entry["name"])
+    except ValueError as error:
+        return str(error)
+    return ""
+
+
+def _left_out(board: Path | None) -> list[str]:
+    """Return one sentence about the entries that are not shown; none if all are."""
+    board = own() if board is None else board
+    faults = [_fault(entry) for entry in (_entries(board) if board else [])]
+    bad = [(place, fault) for place, fault in enumerate(faults, 1) if fault]
+    if not bad or board is None:
+        return []
+    (place, fault), *others = bad
+    more = f" (and {len(others)} more)" if others else ""
+    return [f"entry {place} of {board.name} is left out{more}: {fault}"]
 
 
 def _attempts(which: Level, board: Path | None) -> list[tuple[str, Simulation]]:
@@ -102,15 +133,16 @@ def _attempts(which: Level, board: Path | None) -> list[tuple[str, Simulation]]:
     Each is simulated again, so that an edit of the file cannot change its result.
     """
     board = own() if board is None else board
-    entries = [] if board is None else _entries(board)
+    entries = [entry for entry in (_entries(board) if board else []) if not _fault(entry)]
     found: dict[str, list[tuple[str, Simulation]]] = {}
     for entry in entries:
         if entry["level"] != which.number:
             continue
-        mine = found.setdefault(str(entry["name"]), [])
-        schedule, _ = read(which, str(entry["rows"]))
+        name = checked(entry["name"])
+        mine = found.setdefault(name, [])
+        schedule, _ = read(which, entry["rows"])
         if schedule is not None:  # None: edited by hand, and not legal any more
-            mine.append((f"{entry['name']} #{len(mine) + 1}", simulate(schedule, which.costs)))
+            mine.append((f"{name} #{len(mine) + 1}", simulate(schedule, which.costs)))
     best = [sorted(mine, key=lambda one: _key(one[1]))[:SHOWN] for mine in found.values()]
     return [one for mine in best for one in mine]
 

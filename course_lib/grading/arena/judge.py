@@ -6,13 +6,15 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from course_lib.grading.arena.levels import CLOSE, Level, level
+from course_lib.grading.answers import shown
+from course_lib.grading.arena.levels import CLOSE, RIVALS, Level, level
 from course_lib.schedule import Action, Schedule, ScheduleError, Simulation, simulate
 from course_lib.schedule.data import as_rows
 from course_lib.schedule.simulate import Costs
 from course_lib.schedule.validate import before, reasons, settled
 
 TOLD = 12  # reasons that are printed
+LONGEST = 40  # characters of a name
 OFF = 1e-5  # gradient difference of float32 sums in another order; a mistake is much larger
 HEAD = f"  {'':26}{'step':>8}{'bubble of total':>17}{'longest rank':>14}{'in flight':>11}"
 
@@ -156,6 +158,27 @@ def _cells(row: object) -> list[str]:
     return [str(cell) for cell in row] if isinstance(row, list | tuple) else [str(row)]
 
 
+def checked(name: object) -> str:
+    """Return ``name`` without spaces around it.
+
+    Raises ValueError for a name that cannot be a label in tables and pictures: not a text, empty,
+    too long, with control characters or line breaks, in brackets, or the name of a schedule of the
+    library.
+    """
+    plain = name.strip() if isinstance(name, str) and name.isprintable() else ""
+    if not 0 < len(plain) <= LONGEST:
+        raise ValueError(
+            f"expected a name of 1 to {LONGEST} printable characters, got {shown(name, 60)}; "
+            'choose one such as "Ada"'
+        )
+    if plain[0] == "[" or plain.lower() in (*RIVALS, "searched"):
+        raise ValueError(
+            "expected a name without a bracket in front that is no schedule of the library, got "
+            f'{plain!r}; choose one such as "Ada"'
+        )
+    return plain
+
+
 def play(
     number: int,
     rows: str | Sequence[object] | Schedule,
@@ -165,15 +188,15 @@ def play(
     unit: float = 0.0,
     board: Path | None = None,
 ) -> Attempt:
-    """Judge ``rows`` in a level.
+    """Judge ``rows`` in a level; ``name`` is the learner's on the board.
 
     With ``unit``, the ranks pad compute by sleep to ``unit`` seconds per cost of 1. A valid
     attempt is saved to ``board``. The default is the learner's board for a notebook in work/; for
-    other notebooks, nothing is saved.
+    other notebooks, nothing is saved. Raises ValueError for a wrong level or name.
     """
     from course_lib.grading.arena import board as boards
 
-    which = level(number)
+    which, name = level(number), checked(name)
     schedule, problems = read(which, rows)
     if schedule is None:
         return Attempt(which, name, problems)

@@ -7,6 +7,8 @@ from collections.abc import Callable
 from numbers import Real
 from typing import Any
 
+from torch import Tensor
+
 from course_lib.grading.answers import NotRight, shown
 from course_lib.grading.exercise import Case, Function, Instance, Wrong
 
@@ -40,9 +42,11 @@ def _draw(width: int, per_parameter: int, *sizes: int) -> Callable[[random.Rando
 
 
 def _as_tokens(value: Any) -> float:
+    if isinstance(value, Tensor) and value.dim() == 0:
+        value = value.item()
     if not isinstance(value, Real) or isinstance(value, bool):
-        raise NotRight(f"a number of tokens is wanted, not {shown(value)}")
-    return float(f"{float(value):.6g}")
+        raise NotRight(f"expected a number of tokens, got {shown(value)}")
+    return float(value)
 
 
 def _times(factor: Callable[[int, int, int], float]) -> Callable[..., float]:
@@ -101,7 +105,9 @@ TOKENS = Function(
             _times(lambda n, width, per: 1e9),
             "gbits counts 1e9 bits a second each.",
         ),
-        Wrong(lambda n, width, per_parameter, flops, gbits: None, words="a number of tokens"),
+        Wrong(
+            lambda n, width, per_parameter, flops, gbits: None, words="expected a number of tokens"
+        ),
         Wrong(
             lambda n, width, per_parameter, flops, gbits: gbits["beta"], words="raised TypeError"
         ),

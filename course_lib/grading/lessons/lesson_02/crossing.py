@@ -36,7 +36,7 @@ def _as_bytes(value: Any) -> float:
         raise NotRight("S is wanted as the division gives it, not cut off to whole bytes")
     if not isinstance(value, Real) or isinstance(value, bool):
         raise NotRight(f"a number of bytes is wanted, not {shown(value)}")
-    return float(f"{float(value):.6g}")
+    return float(value)
 
 
 def _size(link: Link, more: float, fewer: float) -> float:

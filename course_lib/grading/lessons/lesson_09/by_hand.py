@@ -119,4 +119,5 @@ BY_HAND = Worked(
     ),
     stub=dict.fromkeys(WANTED),
     wanted=WANTED,
+    unordered=frozenset({"contiguous", "zig-zag"}),
 )

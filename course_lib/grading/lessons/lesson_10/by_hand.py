@@ -149,4 +149,5 @@ BY_HAND = Worked(
     ),
     stub=dict.fromkeys(WANTED),
     wanted=WANTED,
+    unordered=frozenset({"summed with"}),
 )

@@ -14,7 +14,6 @@ from course_lib.grading.answers import NotRight, shown
 from course_lib.grading.exercise import Case, Function, Instance, Wrong
 
 Routes = list[dict[int, float]]
-DIGITS = 6
 
 
 def _softmax(logits: list[float]) -> list[float]:
@@ -69,7 +68,7 @@ def _normal(value: Any) -> Routes:
         raise NotRight(f"a list of dicts is wanted, one for each token, not {shown(value)}")
     try:
         return [
-            {int(expert): round(float(weight), DIGITS) for expert, weight in sorted(each.items())}
+            {int(expert): float(weight) for expert, weight in sorted(each.items())}
             for each in value
         ]
     except (TypeError, ValueError):
@@ -169,6 +168,7 @@ ROUTING = Function(
     stub=lambda logits, choices, room: None,
     reference=_by_library,
     normal=_normal,
+    relative=1e-5,  # softmax in float32
     drawn=(
         Case("two choices, room for all", _draw(2, 0.0, 5.0)),
         Case("one choice", _draw(1, 0.0, 5.0)),
