@@ -56,11 +56,11 @@ def check_experts(model: nn.Module, planned: Experts | None) -> None:
     """Raise ValueError unless the model has the experts that the plan says."""
     layers = [module for module in model.modules() if isinstance(module, ep.MoE)]
     for layer in layers:
-        there = (len(layer.experts), layer.top_k, layer.capacity, layer.shared is not None)
-        said = planned and (planned.number, planned.top_k, planned.capacity, planned.shared)
+        there = (len(layer.experts), layer.top_k, layer.capacity_factor, layer.shared is not None)
+        said = planned and (planned.number, planned.top_k, planned.capacity_factor, planned.shared)
         if there != said:
             raise ValueError(
-                "(number, top_k, capacity, shared) of the model's experts are "
+                "(number, top_k, capacity_factor, shared) of the model's experts are "
                 f"{there}, and {said} in the plan: give Plan(experts=Experts(...)) what "
                 "ep.add_experts was given"
             )

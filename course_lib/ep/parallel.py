@@ -74,7 +74,7 @@ class ExpertParallelMoE(MoE):
         own = len(names) // ep.size
         mine = names[ep.rank * own : (ep.rank + 1) * own]
         experts = {name: moe.experts[name] for name in mine}
-        super().__init__(moe.router, experts, moe.top_k, moe.capacity, moe.shared)
+        super().__init__(moe.router, experts, moe.top_k, moe.capacity_factor, moe.shared)
         self.ep, self.data, self.rows = ep, data, rows
         for parameter in self.experts.parameters() if ep.size > 1 else ():
             comm.set_shard_spec(parameter, comm.ShardSpec(ep))

@@ -36,7 +36,7 @@ def build(config: ModelConfig, experts: Experts | None = None) -> Decoder:
             model,
             experts.number,
             experts.top_k,
-            capacity=experts.capacity,
+            capacity_factor=experts.capacity_factor,
             shared=experts.shared,
             seed=4,
         )
