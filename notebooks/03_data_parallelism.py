@@ -181,7 +181,7 @@ def train(way, micro_batches=1):
     mesh = make_mesh()
     model = build_model(CONFIG, seed=0)
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
-    dp.start_equal(model, mesh.dp)  # rank 0's weights for all
+    dp.broadcast_parameters(model, mesh.dp)  # rank 0's weights for all
     sync = SYNCS[way](model, mesh.dp)
     losses = []
     for step in range(STEPS):

@@ -277,7 +277,7 @@ def test_start_equal_makes_replicas_of_rank_0(worlds):
         mesh = make_mesh()
         model = build_model(F64, seed=mesh.rank)
         before = weights(model)
-        dp.start_equal(model, mesh.dp)
+        dp.broadcast_parameters(model, mesh.dp)
         return before, weights(model)
 
     results = worlds(3).run(rank)
