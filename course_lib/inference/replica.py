@@ -62,7 +62,7 @@ class Served:
 
 
 class Replica:
-    """A model with its cache. ``choose`` left out is greedy; the model must have both its ends."""
+    """A full model, not a stage, with its cache. ``choose`` left out is greedy."""
 
     cuts_sequences = False
 

@@ -6,10 +6,10 @@ from fractions import Fraction
 
 import torch
 
+from course_lib import recompute
 from course_lib.ledger import wire
 from course_lib.model import ModelConfig
 from course_lib.recompute import ID_BYTES, saved_by_block
-from course_lib.recompute import saved_at_ends as saved_at_serial_ends
 from course_lib.tp.layers import padded_rows
 
 
@@ -78,10 +78,10 @@ def saved_per_block(config: ModelConfig, sequences: int, seq_len: int, n: int) -
     return replicated + saved.inside // n + keys_values
 
 
-def saved_at_ends(config: ModelConfig, sequences: int, seq_len: int, n: int) -> int:
+def saved_outside_blocks(config: ModelConfig, sequences: int, seq_len: int, n: int) -> int:
     """Return the bytes that a rank saves for embedding and LM head: a shard of the vocabulary's."""
-    ends = saved_at_serial_ends(config, sequences, seq_len)
-    replicated = ends.positions + ends.mask + ends.norm + ends.entered
+    saved = recompute.saved_outside_blocks(config, sequences, seq_len)
+    replicated = saved.positions + saved.mask + saved.norm + saved.entered
     return replicated + saved_by_vocabulary(config, sequences * seq_len, n)
 
 

@@ -114,8 +114,8 @@ GPT: Mapping[str, Entry] = {
 def plan_for(model: Decoder) -> Mapping[str, Entry]:
     """Return the plan of the model's family, without what a pipeline stage does not have."""
     plan = LLAMA if model.config.family == "llama" else GPT
-    ends = {"embedding": model.embedding, "head": model.head}
-    absent = tuple(name for name, module in ends.items() if module is None)
+    optional = {"embedding": model.embedding, "head": model.head}
+    absent = tuple(name for name, module in optional.items() if module is None)
     return {key: entry for key, entry in plan.items() if not key.startswith(absent)}
 
 

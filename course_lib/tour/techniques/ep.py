@@ -13,7 +13,7 @@ from torch import Tensor
 from course_lib import dp, ep
 from course_lib.mesh import make_mesh
 from course_lib.model import Decoder, parameter_sizes
-from course_lib.recompute import ID_BYTES, saved_at_ends
+from course_lib.recompute import ID_BYTES, saved_outside_blocks
 from course_lib.tour.technique import COUNT_BYTES, COUNTER_BYTES, Job, Report, Technique, adam
 from course_lib.trace.memory import SavedActivations, state_bytes
 
@@ -163,9 +163,9 @@ def saved_beside_experts(job: Job, replicas: int) -> int:
     """Return the saved bytes outside the experts, of one of ``replicas`` that share the batch."""
     config, sequences = exact(job).config, job.sequences // replicas
     blocks = config.layers * ep.saved_beside_experts(config, sequences, job.seq_len)
-    ends = saved_at_ends(config, sequences, job.seq_len)
+    outside = saved_outside_blocks(config, sequences, job.seq_len)
     ids = 2 * ID_BYTES * sequences * job.seq_len
-    return blocks + ends.first + ends.last + ids + COUNT_BYTES
+    return blocks + outside.total + ids + COUNT_BYTES
 
 
 def expert_parallel(name: str, sentence: str, ep_size: int) -> Technique:
