@@ -5,9 +5,9 @@ token; a maximum needs two: every rank offers its largest logit and whose it is,
 best pair. Drawing is made a maximum too (Gumbel-max): with one number e of an exponential
 distribution for each token of the vocabulary, ``argmax(z / temperature - log e)`` is distributed as
 the softmax. The noise follows from (seed, request, position) and covers the whole vocabulary; each
-rank draws all of it and uses its own part, so that the token is the serial model's for any
-number of ranks, any batching, and any restart. (One seed a rank would be drawn from V/t tokens
-each with no regard to t: right in distribution, and another text on every t.)
+rank draws all of it and uses its own part, so that the token is that of the single-process
+reference for any number of ranks, any batching, and any restart. (With one seed per rank, the
+distribution would be right, but the text would depend on t.)
 
 Where every rank instead gathered all logits and drew by a random state of its own, ranks would
 take different tokens, and from then on attend to different pasts: nothing fails, the text is

@@ -29,7 +29,7 @@ MOE = Experts(number=4, top_k=2, coefficient=0.05)
 
 
 def build(config: ModelConfig, experts: Experts | None = None) -> Decoder:
-    """The serial model; biases and norms are not left at 0 and 1, where mistakes do not show."""
+    """Return the single-process model; biases are not 0 and norms not 1, so that mistakes show."""
     model = build_model(config, seed=3)
     if experts is not None:
         ep.add_experts(
