@@ -32,6 +32,7 @@ from torch.autograd.function import once_differentiable
 
 from course_lib import comm, recompute
 from course_lib.comm import Held
+from course_lib.comm.collectives import check_equal_shards
 from course_lib.comm.operators import Region
 from course_lib.ledger import wire
 from course_lib.mesh import Axis
@@ -48,12 +49,8 @@ def enter(x_BScD: Tensor, axis: Axis) -> Tensor:
 
 def leave(x_BSD: Tensor, axis: Axis) -> Tensor:
     """Reduce-scatter of partial sums; backward gathers."""
-    if x_BSD.shape[S] % axis.size:
-        raise ValueError(
-            f"a sequence of {x_BSD.shape[S]} positions cannot be cut into {axis.size} equal shards "
-            f"for the ranks of axis {axis.name}: pad or shorten the sequence, or choose another "
-            "number of ranks"
-        )
+    positions = x_BSD.shape[S]
+    check_equal_shards(f"a sequence of {positions} positions", positions, "leave", axis)
     return comm.reduce_scatter_to(x_BSD, axis, S)
 
 

@@ -252,10 +252,10 @@ def parallelize(
 ) -> Trainer:
     """Partition the single-process ``model`` for this rank of ``mesh`` and return its trainer.
 
-    ``model`` is changed: use the trainer instead. All ranks start from equal weights. ``make_optimizer(parameters)`` is called for each group of
-    parameters that is summed over other ranks, under ZeRO for their shards. Call it on every rank.
-    Raises ValueError with every reason where this cannot be done, and warns (on rank 0) of what
-    can be and should not.
+    ``model`` is changed: use the trainer instead. Call it on every rank, with equal weights.
+    ``make_optimizer(parameters)`` is called for each group of parameters that is summed over other
+    ranks, under ZeRO for their shards. Raises ValueError with every reason where this cannot be
+    done, and warns (on rank 0) of what can be and should not.
     """
     sizes = {**mesh.layout.sizes, "ep": mesh.layout.ep}
     refuse(refusals(model.config, sizes, plan))

@@ -28,6 +28,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
+from course_lib.model import accumulation_dtype
+
 NOWHERE = -1  # the expert of a pair that exceeds the capacity
 Counts = tuple[tuple[int, ...], ...]
 
@@ -142,7 +144,7 @@ class MoE(nn.Module):
 
     def route(self, x_TD: Tensor) -> Routes:
         """Return the experts of this rank's tokens; the router computes in float32 at least."""
-        wide = torch.promote_types(x_TD.dtype, torch.float32)
+        wide = accumulation_dtype(x_TD.dtype)
         logits_TE = nn.functional.linear(x_TD.to(wide), self.router.weight.to(wide))
         capacity = None
         if self.capacity_factor is not None:

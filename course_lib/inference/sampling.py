@@ -32,7 +32,7 @@ from course_lib import comm
 from course_lib.inference.scheduler import Work
 from course_lib.ledger import wire
 from course_lib.mesh import Axis
-from course_lib.model import Decoder, ModelConfig
+from course_lib.model import Decoder, ModelConfig, accumulation_dtype
 from course_lib.tp import VocabHead
 from course_lib.tp.layers import padded_rows
 
@@ -92,7 +92,7 @@ def choose(
 
     The columns are tokens ``first`` and up of ``vocab``. Of equal logits the lowest token wins.
     """
-    z_BVt = logits_BVt.to(torch.promote_types(logits_BVt.dtype, torch.float32))
+    z_BVt = logits_BVt.to(accumulation_dtype(logits_BVt.dtype))
     if sampling is not None:
         z_BVt = z_BVt / sampling.temperature
         if sampling.cuts:
@@ -140,5 +140,5 @@ def sampling_bytes(
     if sampling is not None and sampling.cuts:
         rows = padded_rows(config.vocab, n)
         numbers += min(sampling.top_k or rows, rows)
-    itemsize = torch.promote_types(config.dtype, torch.float32).itemsize
+    itemsize = accumulation_dtype(config.dtype).itemsize
     return wire("all_gather", chosen * numbers * itemsize, n)

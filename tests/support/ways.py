@@ -1,8 +1,8 @@
 """Ways to hold a model on ranks, what each rank then holds, and a training that goes through it.
 
 What a rank *should* hold is made without the code under test: the single-process model is given
-the values (of the weights, or of a moment), and is cut. Cutting is linear: what becomes of a weight becomes of
-its moments. Functions with a mesh run on ranks.
+the values (of the weights, or of a moment), and is cut. Cutting is linear: what becomes of a weight
+becomes of its moments. Functions with a mesh run on ranks.
 """
 
 from __future__ import annotations
