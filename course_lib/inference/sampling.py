@@ -103,7 +103,7 @@ def choose(
     best_B, token_B = z_BVt.max(1)
     if axis is None or axis.size == 1:
         return token_B
-    # The token travels as a number like the logits: float32 tells 16 million tokens apart.
+    # The token is sent in the dtype of the logits: float32 represents 16 million tokens exactly.
     pair_B2 = torch.stack([best_B, (token_B + first).to(best_B)], 1)
     pair_nB2 = comm.all_gather(pair_B2[None], axis)
     winner_1B1 = pair_nB2[..., :1].argmax(0, keepdim=True)
