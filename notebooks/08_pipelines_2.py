@@ -41,7 +41,7 @@ vote_2 = None
 #   rank 3            F0 B0 ...                          - what no rank waits for fills the gap: the other half
 # ```
 #
-# For which half of a backward does no rank wait?
+# For which part of a backward does no rank wait?
 
 # %% [markdown]
 # ## Predict
@@ -88,7 +88,7 @@ predicted_best = None  # the shortest step that any order can reach, one stage p
 # Give each rank v thin stages (*chunks*), here two of half the size: rank 0 the stages 0 and 4, rank 1 the stages 1 and 5. The
 # first micro-batch is through a thin stage in half the time, so the next rank begins sooner, and gradients come back sooner.
 #
-# All costs are for the same model: a stage of half the size costs half. (I and W in the code are the two halves of a
+# All costs are for the same model: a stage of half the size costs half. (I and W in the code are the two parts of a
 # split backward; the next section explains them.)
 
 # %%
@@ -140,7 +140,7 @@ print(f"your predictions: step {predicted_interleaved}, messages {predicted_hops
 # Each is one matrix product of the same size, so for a linear I and W take as long as F each. A full stage has less
 # W: attention's scores have no weights. For a 1.5B model Qi et al. measured 18.5, 18.1 and 9.3 ms for F, I and W.
 # Here all three are paced to equal times unless said otherwise. (Papers differ in words: Zero Bubble calls our I "B";
-# for DeepSeek B is the whole backward.)
+# for DeepSeek B is the full backward.)
 #
 # Live, on two ranks: rank 1 does I, sends, and then does W. `pp.DeferredWeightGradients` wraps forward and I; its
 # `run` is W.

@@ -22,7 +22,7 @@
 #
 # Vote first: write `"true"`, `"false"` or `"only if ..."`. The claims are settled at the end.
 #
-# 1. *A sequence cut into n parts gives every rank 1/n of the attention work.*
+# 1. *A sequence split into n shards gives every rank 1/n of the attention work.*
 # 2. *Ulysses (all-to-all) sends less than a ring.*
 
 # %%
@@ -149,7 +149,7 @@ show_source(blockwise.attend, cp.ring.RingAttention.forward)
 # ```
 #  rank 2, turn     0          1            2              3
 #  block in hand    kv2        kv1          kv0            kv3
-#  its share of     dkv2       dkv1         dkv0           dkv3
+#  its term of      dkv2       dkv1         dkv0           dkv3
 #  adds what came   (stays)    -            dkv0 from 1    dkv3 from 1     then dkv2 comes home from 1
 # ```
 
@@ -245,7 +245,7 @@ assert sent == 3 * forward
 #
 # ```
 #  contiguous   0 0 1 1 2 2 3 3
-#  zig-zag      0 1 2 3 3 2 1 0      whose chunk
+#  zig-zag      0 1 2 3 3 2 1 0      rank of the chunk
 # ```
 #
 # We count score entries (pairs of a query and a key) in the run, as passed to the kernel, by turn.

@@ -13,7 +13,7 @@
 # ---
 
 # %% [markdown]
-# # 11 Groups in anger: who may send, when, and in which order
+# # 11 Groups in anger: which rank may send, when, and in which order
 #
 # *50 minutes to read and run, 60 to build.* Every rank of a large run is in several groups at once. Here they disturb
 # each other: on one queue, on one link, and in an order in which no rank can continue. You measure all three, let
@@ -193,7 +193,7 @@ timeline(
 # A 51 ms bucket that was started first delays a call for which all ranks wait, although no rank waits for the bucket.
 #
 # ## TP before PP before DP
-# Two remedies, known from P3 and ByteScheduler: *hold* the bucket back until the link has a gap, and *cut* it into
+# Two remedies, known from P3 and ByteScheduler: *hold* the bucket back until the link has a gap, and *split* it into
 # pieces that fit into a gap. `Priorities` does both. The heart of it:
 
 # %%
@@ -237,7 +237,7 @@ print(f"{path.name}: {path.stat().st_size / 1000:.0f} kB")
 
 # %% [markdown]
 # Same sums, same bytes, more calls. The formula for *at once*: every half takes B and a small call; each layer but
-# the first waits for the part of a bucket that B did not hide, and the last bucket is exposed. *Held and cut*: eight
+# the first waits for the part of a bucket that B did not hide, and the last bucket is exposed. *Held and split*: eight
 # pieces, and one is sent in each gap after the first bucket's start. Five of these gaps have computing in them and
 # hide a piece; three pieces are exposed.
 
@@ -839,7 +839,7 @@ check("11-5", make_groups)
 # **1.** TP and DP have groups of their own, and each DP bucket still delays the next TP call. How?
 #
 # <details><summary>Answer</summary>
-# They share a link. A group separates queues, not wires. Hold the buckets back and cut them, or give DP another link.
+# They share a link. A group separates queues, not wires. Hold the buckets back and split them, or give DP another link.
 # </details>
 #
 # **2.** Why does `Priorities` count the calls for which the program has waited, instead of checking whether the link

@@ -289,7 +289,7 @@ for name, result in runs.items():
 # ## In which order a gradient is reduced
 # A gradient is fully reduced when every rank that used the weight has added its partial gradient:
 #
-# | what is missing | sum over | whose gradients |
+# | what is missing | sum over | gradients of |
 # |---|---|---|
 # | other tokens | dp and cp; experts: edp | all |
 # | other rows | tp, where rows are sharded (sequence parallelism) | replicated weights: norms |
