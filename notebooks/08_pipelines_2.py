@@ -971,7 +971,7 @@ check("08-4", rows_of_zb_h1)
 
 
 # %% course={"ex": "08-5", "role": "answer"}
-def backward_split(x, y, parameters, dy):
+def backward_in_halves(x, y, parameters, dy):
     """Leaves the gradients in ``parameters``; returns nothing.
 
     x           this stage's input; wants a gradient, but on rank 0
@@ -1004,7 +1004,7 @@ def backward_split(x, y, parameters, dy):
 # %% course={"ex": "08-5", "role": "check"}
 from course_lib.grading import check
 
-check("08-5", backward_split)
+check("08-5", backward_in_halves)
 
 # %% [markdown]
 # ## Exit questions
