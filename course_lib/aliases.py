@@ -22,6 +22,7 @@ RENAMED: Mapping[str, Mapping[str, str]] = {
         "swap_rows": "all_to_all_v",
         "all_to_all_uneven": "all_to_all_v",
     },
+    "course_lib.dp": {"start_equal": "broadcast_parameters"},
 }
 PARAMETER_DIM = "tp_dim"  # the dim of a ShardSpec, as answers to 06-3 read it from a parameter
 

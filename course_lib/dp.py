@@ -22,14 +22,18 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from fractions import Fraction
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from torch import Tensor, nn
 
 from course_lib import comm
+from course_lib.aliases import aliases
 from course_lib.ledger import wire
 from course_lib.mesh import Axis
+
+if not TYPE_CHECKING:  # mypy would take every name for an alias
+    __getattr__ = aliases(__name__)
 
 BUCKET_BYTES = 12 * 2**20  # `course bench dp` times smaller and larger ones beside it
 Batch = tuple[Tensor, Tensor]  # tokens (B, S) and targets (B, S)
@@ -52,7 +56,7 @@ def trainable(parameters: Iterable[nn.Parameter]) -> list[nn.Parameter]:
     return found
 
 
-def start_equal(model: nn.Module, axis: Axis) -> None:
+def broadcast_parameters(model: nn.Module, axis: Axis) -> None:
     """Copy the parameters and buffers of coordinate 0 to every rank."""
     with torch.no_grad():
         for tensor in [*model.parameters(), *model.buffers()]:

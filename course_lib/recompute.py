@@ -152,7 +152,7 @@ def _saved_by_norm(config: ModelConfig, rows: int) -> int:
 
 
 @dataclass(frozen=True)
-class SavedAtEnds:
+class SavedOutsideBlocks:
     """Bytes that autograd saves for embedding, final norm and LM head.
 
     ``positions``: numbers of the rows that the embedding looked up (gpt). ``mask``: its dropout's.
@@ -170,20 +170,25 @@ class SavedAtEnds:
     log_probabilities: int
 
     @property
-    def first(self) -> int:
-        """With the embedding."""
+    def embedding(self) -> int:
+        """On the stage with the embedding."""
         return self.positions + self.mask
 
     @property
-    def last(self) -> int:
-        """With final norm, head and loss."""
+    def head(self) -> int:
+        """On the stage with final norm, LM head and loss."""
         return self.norm + self.entered + self.log_probabilities
+
+    @property
+    def total(self) -> int:
+        """On one process."""
+        return self.embedding + self.head
 
 
 ID_BYTES = 8
 
 
-def saved_at_ends(config: ModelConfig, sequences: int, seq_len: int) -> SavedAtEnds:
+def saved_outside_blocks(config: ModelConfig, sequences: int, seq_len: int) -> SavedOutsideBlocks:
     """Return the bytes saved for embedding, final norm, head and loss of one process.
 
     For each token, b and w as in :func:`saved_by_block`: llama w (2 D + 1 + V) + b D,
@@ -191,7 +196,7 @@ def saved_at_ends(config: ModelConfig, sequences: int, seq_len: int) -> SavedAtE
     """
     rows, width = sequences * seq_len, config.dtype.itemsize
     x_bytes = rows * config.hidden * width
-    return SavedAtEnds(
+    return SavedOutsideBlocks(
         positions=seq_len * ID_BYTES if config.family == "gpt" else 0,
         mask=x_bytes if config.dropout else 0,
         norm=_saved_by_norm(config, rows),
@@ -205,9 +210,9 @@ def saved_by_stage(
 ) -> int:
     """Return the bytes that one forward saves of the model or of its slice ``first``..``end - 1``.
 
-    Tokens and targets are not counted: :class:`SavedAtEnds` says why.
+    Tokens and targets are not counted: :class:`SavedOutsideBlocks` says why.
     """
     end = config.layers if end is None else end
-    ends = saved_at_ends(config, sequences, seq_len)
+    outside = saved_outside_blocks(config, sequences, seq_len)
     blocks = (end - first) * saved_by_block(config, sequences, seq_len).total
-    return blocks + (first == 0) * ends.first + (end == config.layers) * ends.last
+    return blocks + (first == 0) * outside.embedding + (end == config.layers) * outside.head

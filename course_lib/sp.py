@@ -30,13 +30,13 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from course_lib import comm
+from course_lib import comm, recompute
 from course_lib.comm import Held
+from course_lib.comm.collectives import check_equal_shards
 from course_lib.comm.operators import Region
 from course_lib.ledger import wire
 from course_lib.mesh import Axis
 from course_lib.model import ModelConfig
-from course_lib.recompute import saved_at_ends as saved_at_serial_ends
 from course_lib.recompute import saved_by_block
 
 S = 1  # the dim of x_BSD that the ranks divide
@@ -49,12 +49,8 @@ def enter(x_BScD: Tensor, axis: Axis) -> Tensor:
 
 def leave(x_BSD: Tensor, axis: Axis) -> Tensor:
     """Reduce-scatter of partial sums; backward gathers."""
-    if x_BSD.shape[S] % axis.size:
-        raise ValueError(
-            f"a sequence of {x_BSD.shape[S]} positions cannot be cut into {axis.size} equal shards "
-            f"for the ranks of axis {axis.name}: pad or shorten the sequence, or choose another "
-            "number of ranks"
-        )
+    positions = x_BSD.shape[S]
+    check_equal_shards(f"a sequence of {positions} positions", positions, "leave", axis)
     return comm.reduce_scatter_to(x_BSD, axis, S)
 
 
@@ -202,7 +198,7 @@ def saved_per_block(
     return divided // n + entered + keys_values + saved.rope_cache
 
 
-def saved_at_ends(
+def saved_outside_blocks(
     config: ModelConfig, sequences: int, seq_len: int, n: int, *, again: bool = False
 ) -> int:
     """Return the bytes that a rank saves for embedding and LM head, without the vocabulary's.
@@ -210,6 +206,6 @@ def saved_at_ends(
     1/n of the rows, and the gathered input of the head; with ``again`` 1/n of that too.
     ``tp.formulas.saved_by_vocabulary`` counts the rest.
     """
-    ends = saved_at_serial_ends(config, sequences, seq_len)
-    divided = ends.positions + ends.norm + ends.mask // config.dtype.itemsize
-    return divided // n + (ends.entered // n if again else ends.entered)
+    saved = recompute.saved_outside_blocks(config, sequences, seq_len)
+    divided = saved.positions + saved.norm + saved.mask // config.dtype.itemsize
+    return divided // n + (saved.entered // n if again else saved.entered)

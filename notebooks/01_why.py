@@ -126,7 +126,7 @@ from torch import nn
 
 from course_lib.data import batch
 from course_lib.model import build_model, parameter_count, tiny_config
-from course_lib.recompute import saved_at_ends, saved_by_block, saved_by_stage
+from course_lib.recompute import saved_by_block, saved_by_stage, saved_outside_blocks
 from course_lib.trace import SavedActivations, state_bytes
 from course_lib.view import show_source
 
@@ -288,8 +288,8 @@ for name, model in MODELS.items():
     c = model.config
     tokens = c.max_seq_len
     whole = saved_by_stage(c, 1, tokens)
-    ends = saved_at_ends(c, 1, tokens)
-    inputs = 2 * c.layers * tokens * c.hidden + ends.first + ends.last
+    outside = saved_outside_blocks(c, 1, tokens)
+    inputs = 2 * c.layers * tokens * c.hidden + outside.total
     inputs += saved_by_block(c, 1, tokens).total
     cache = cache_bytes(c, 1, tokens)
     print(

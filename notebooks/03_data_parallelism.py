@@ -181,7 +181,7 @@ def train(way, micro_batches=1):
     mesh = make_mesh()
     model = build_model(CONFIG, seed=0)
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
-    dp.start_equal(model, mesh.dp)  # rank 0's weights for all
+    dp.broadcast_parameters(model, mesh.dp)  # rank 0's weights for all
     sync = SYNCS[way](model, mesh.dp)
     losses = []
     for step in range(STEPS):
@@ -209,8 +209,8 @@ def one_process():
     return report(model, optimizer, losses, saved)
 
 
-serial = run(one_process, n=1)[0]
-print("loss of one process:", *(f"{loss:.3f}" for loss in serial["losses"]))
+reference = run(one_process, n=1)[0]
+print("loss of one process:", *(f"{loss:.3f}" for loss in reference["losses"]))
 
 # %%
 runs = {way: run(train, way, n=RANKS) for way in SYNCS}
@@ -220,8 +220,8 @@ formula = dp.wire_bytes(4 * P, RANKS)
 def apart(result):
     """Largest difference from one process: of any loss, of any weight, on any rank."""
     theirs = torch.tensor([rank["losses"] for rank in result])
-    losses = (theirs - torch.tensor(serial["losses"])).abs().max().item()
-    weights = max((rank["weights"] - serial["weights"]).abs().max().item() for rank in result)
+    losses = (theirs - torch.tensor(reference["losses"])).abs().max().item()
+    weights = max((rank["weights"] - reference["weights"]).abs().max().item() for rank in result)
     return losses, weights
 
 
@@ -289,7 +289,7 @@ def picture(way, title):
 picture("bucketed", "Bucketed: every rank waits for the gradients")
 
 # %%
-picture("overlapped", "Overlapped: buckets travel while backward goes on")
+picture("overlapped", "Overlapped: buckets are sent while backward continues")
 
 # %% [markdown]
 # For a closer look open `overlapped.json`, which is in your folder for temporary files, in
@@ -658,7 +658,7 @@ code = {
 }
 heads = f"{'state':>11}{'activations':>13}{'bytes sent':>12}{'exposed':>10}{'code':>6}"
 print(f"{'a rank, one step':20}{heads}")
-print(f"{'one process':20}{serial['state']:11,}{serial['activations']:13,}{0:12,}{0:7} ms")
+print(f"{'one process':20}{reference['state']:11,}{reference['activations']:13,}{0:12,}{0:7} ms")
 for way, result in runs.items():
     state, activations = result[0]["state"], result[0]["activations"]
     sent, wait = int(result.ledgers[0].wire_bytes()), 1e3 * exposed[way]

@@ -444,7 +444,7 @@ print("exposed:", ", ".join(f"{way} {1e3 * seconds:.0f} ms" for way, seconds in 
 # %%
 timeline(
     paced["zero 3"].traces,
-    title="Stage 3: the next block travels while this one computes",
+    title="Stage 3: the next block is gathered while this one computes",
     conditions=Conditions(PACE, NETWORK),
 )
 
@@ -776,7 +776,7 @@ def cheat_sheet(billions, n, micro_batches):
     elements = [billions * 10**9]
     print(f"{billions} billion parameters, bfloat16, {n} ranks, {micro_batches} micro-batch(es)")
     print("gradients are reduced in float32, as ZeRO does it here, DP's too; GB\n")
-    print(f"{'':9}{'state kept':>11}{'sent a step':>13}{'of DP':>7}   cut            travels")
+    print(f"{'':9}{'state':>11}{'sent per step':>15}{'of DP':>7}   sharded        sent")
     words = {
         0: ("nothing", "gradients: all-reduce, once"),
         1: ("optimizer", "gradients: reduce-scatter, once; weights: all-gather, once"),
@@ -784,17 +784,17 @@ def cheat_sheet(billions, n, micro_batches):
         3: ("+ weights", "gather, gather, reduce-scatter in every micro-batch"),
     }
     plain = dp.wire_bytes(4 * elements[0], n)
-    for stage, (what, travels) in words.items():
+    for stage, (what, messages) in words.items():
         sent, state = plain, 14 * elements[0]
         if stage:
             state = zero.state_bytes(stage, elements, n, **bf16)
             sent = zero.wire_bytes(stage, elements, n, micro_batches=micro_batches, **bf16)
         name = f"stage {stage}" if stage else "DP"
         print(
-            f"{name:9}{state / 1e9:11.1f}{float(sent) / 1e9:13.1f}{float(sent / plain):7.2f}",
+            f"{name:9}{state / 1e9:11.1f}{float(sent) / 1e9:15.1f}{float(sent / plain):7.2f}",
             end="",
         )
-        print(f"   {what:13}  {travels}")
+        print(f"   {what:13}  {messages}")
 
 
 cheat_sheet(billions=7, n=64, micro_batches=1)

@@ -13,7 +13,7 @@
 # ---
 
 # %% [markdown]
-# # 05 Tensor parallelism: one layer, cut over ranks
+# # 05 Tensor parallelism: one layer, sharded over ranks
 #
 # *50 minutes to read and run, 60 to build.* Until now every rank computed full layers. Here a single matrix is
 # sharded: each rank multiplies with its shard, and one sum gives the full result. You derive the pair of operators
@@ -62,8 +62,8 @@ print(f"{CONFIG.layers} blocks, hidden {CONFIG.hidden}; x has {X_BYTES:,} bytes"
 # %%
 predicted_calls = None  # all-reduces of one block, forward and backward together
 predicted_bytes = None  # bytes that a rank sends for all blocks in a step
-predicted_kept = None  # activations that a rank keeps of a block, as a share of one process's
-predicted_hidden = None  # share of the communication that hides behind computation, 0 to 1
+predicted_saved = None  # activations that a rank saves of a block, as a fraction of one process's
+predicted_hidden = None  # fraction of the communication that hides behind computation, 0 to 1
 predicted_serving = None  # all-reduces of all blocks for one token served
 
 # %% [markdown]
@@ -98,12 +98,12 @@ def by_hand():
     y = comm.all_reduce(h @ row, axis)
     own_dx = dy @ row.T @ column.T
     dx = comm.all_reduce(own_dx, axis)
-    told = {"h": h, "part": h @ row, "y": y, "own dx": own_dx, "dx": dx}
-    return {name: tensor.flatten().tolist() for name, tensor in told.items()}
+    values = {"h": h, "partial": h @ row, "y": y, "own dx": own_dx, "dx": dx}
+    return {name: tensor.flatten().tolist() for name, tensor in values.items()}
 
 
-for rank, told in enumerate(run(by_hand, n=2)):
-    print(f"rank {rank}: {told}")
+for rank, values in enumerate(run(by_hand, n=2)):
+    print(f"rank {rank}: {values}")
 
 # %% [markdown]
 # ## The pair of operators, f and g
@@ -180,14 +180,14 @@ show_source(tp.ColumnLinear.forward, tp.RowLinear.forward)
 from course_lib.model.layers import MLP
 
 torch.manual_seed(0)
-serial_mlp = MLP(CONFIG)
+reference_mlp = MLP(CONFIG)
 x_BSD, dy_BSD = torch.randn(2, BATCH, SEQ, CONFIG.hidden)
 
 
 def mlp_on_ranks():
     mesh = make_mesh(tp=RANKS)
-    up = tp.ColumnLinear(serial_mlp.fc_in, mesh.tp, enter=comm.copy_to)
-    down = tp.RowLinear(serial_mlp.fc_out, mesh.tp)
+    up = tp.ColumnLinear(reference_mlp.fc_in, mesh.tp, enter=comm.copy_to)
+    down = tp.RowLinear(reference_mlp.fc_out, mesh.tp)
     x = x_BSD.clone().requires_grad_()
     y = down(F.gelu(up(x)))
     forward = mesh.ledger.calls()
@@ -202,7 +202,7 @@ def mlp_on_ranks():
 
 
 x = x_BSD.clone().requires_grad_()
-y = serial_mlp(x)
+y = reference_mlp(x)
 y.backward(dy_BSD)
 result = run(mlp_on_ranks, n=RANKS)
 for one in result:
@@ -210,10 +210,10 @@ for one in result:
     torch.testing.assert_close(one["dx"], x.grad, atol=1e-4, rtol=1e-4)
 columns = torch.cat([one["columns"] for one in result], dim=0)
 rows_of_b = torch.cat([one["rows"] for one in result], dim=1)
-torch.testing.assert_close(columns, serial_mlp.fc_in.weight.grad, atol=1e-3, rtol=1e-4)
-torch.testing.assert_close(rows_of_b, serial_mlp.fc_out.weight.grad, atol=1e-3, rtol=1e-4)
+torch.testing.assert_close(columns, reference_mlp.fc_in.weight.grad, atol=1e-3, rtol=1e-4)
+torch.testing.assert_close(rows_of_b, reference_mlp.fc_out.weight.grad, atol=1e-3, rtol=1e-4)
 print("output and all gradients equal; calls forward, backward:", result[0]["calls"])
-print("shares of rank 0:", [list(result[0][name].shape) for name in ("columns", "rows")])
+print("shards of rank 0:", [list(result[0][name].shape) for name in ("columns", "rows")])
 
 # %% [markdown]
 # ## Attention by heads
@@ -248,7 +248,7 @@ except RankError as error:
     print(str(error).splitlines()[0])
 
 # %% [markdown]
-# ## Measure: train with cut blocks
+# ## Measure: train with sharded blocks
 # `BLOCKS` replicates embedding and LM head; lesson 06 shards the vocabulary. All ranks of a tensor-parallel group
 # read the *same* rows: the batch is not divided. Four steps, in one process and on ranks:
 
@@ -275,51 +275,51 @@ def train(n, steps=STEPS):
         optimizer.step()
         losses.append((total / count).item())
     specs = {name: comm.shard_spec(p) for name, p in model.named_parameters()}
-    cut = {name: spec.dim if spec else None for name, spec in specs.items()}
+    dims = {name: spec.dim if spec else None for name, spec in specs.items()}
     return {
         "losses": losses,
         "calls": (forward, mesh.ledger.calls() - forward),
-        "weights": {name: (p.detach(), cut[name]) for name, p in model.named_parameters()},
+        "weights": {name: (p.detach(), dims[name]) for name, p in model.named_parameters()},
         "state": state_bytes(model, optimizer),
         "activations": saved.peak,
     }
 
 
-def whole(result):
-    """The shares of all ranks put together; what is not cut must be equal on all ranks."""
+def full_weights(result):
+    """Concatenate the shards of all ranks; replicated weights must be equal on all ranks."""
     weights = {}
     for name, (mine, dim) in result[0]["weights"].items():
-        shares = [one["weights"][name][0] for one in result]
-        assert dim is not None or all((share - mine).abs().max() < 1e-4 for share in shares), name
-        weights[name] = mine if dim is None else torch.cat(shares, dim)
+        shards = [one["weights"][name][0] for one in result]
+        assert dim is not None or all((shard - mine).abs().max() < 1e-4 for shard in shards), name
+        weights[name] = mine if dim is None else torch.cat(shards, dim)
     return weights
 
 
 def blocks_bytes(n):
-    """8 L (n-1)/n B s h b: four all-reduces of x a layer, each of which sends 2(n-1)/n of it."""
+    """8 L (n-1)/n B s h b: four all-reduces of x per layer, each of which sends 2(n-1)/n of it."""
     return 8 * CONFIG.layers * Fraction(n - 1, n) * X_BYTES
 
 
 runs = {n: run(train, n, n=n) for n in (1, 2, 4)}
-truth = whole(runs[1])
+truth = full_weights(runs[1])
 print(
-    f"{'ranks':5}{'last loss':>11}{'calls':>10}{'bytes a rank':>14}{'formula':>12}{'weights off by':>16}"
+    f"{'ranks':5}{'last loss':>11}{'calls':>10}{'bytes per rank':>16}{'formula':>12}{'weights off by':>16}"
 )
 for n, result in runs.items():
     own, one = result.ledgers[0], result[0]
-    ours = whole(result)
+    ours = full_weights(result)
     apart = max((ours[name] - weight).abs().max().item() for name, weight in truth.items())
     calls = "{} + {}".format(*one["calls"])
     sent = int(own.wire_bytes())
     print(
-        f"{n:5}{one['losses'][-1]:11.4f}{calls:>10}{sent:14,}{int(blocks_bytes(n)):12,}{apart:16.1e}"
+        f"{n:5}{one['losses'][-1]:11.4f}{calls:>10}{sent:16,}{int(blocks_bytes(n)):12,}{apart:16.1e}"
     )
     assert own.wire_bytes() == blocks_bytes(n)
     assert abs(one["losses"][-1] - runs[1][0]["losses"][-1]) < 1e-4
     assert apart < 1e-3
-a_block = sum(runs[4][0]["calls"]) // CONFIG.layers
+per_block = sum(runs[4][0]["calls"]) // CONFIG.layers
 print(
-    f"\n{a_block} all-reduces a block; your predictions: {predicted_calls} calls, {predicted_bytes} bytes"
+    f"\n{per_block} all-reduces per block; your predictions: {predicted_calls} calls, {predicted_bytes} bytes"
 )
 
 # %% [markdown]
@@ -329,7 +329,7 @@ print(
 # A study note gives TP's volume per layer as "4 × B × S × H". That is the *payload* in elements; a rank sends
 # 2(n-1)/n times that.
 #
-# ## What is cut and what stays whole
+# ## What is sharded and what is replicated
 # Inside a region a rank saves its shard of the activations for backward. Outside, between g and the next f, every
 # rank has all of x, and saves in full what norms and column linears need.
 
@@ -338,7 +338,7 @@ from course_lib.recompute import saved_by_block
 from course_lib.tp import formulas
 
 
-def kept_of_a_block(n):
+def saved_by_one_block(n):
     mesh = make_mesh(tp=n)
     model = tp.parallelize(build_model(CONFIG), mesh.tp, plan=BLOCKS)
     x = x_BSD.clone().requires_grad_()
@@ -348,20 +348,22 @@ def kept_of_a_block(n):
     return saved.peak
 
 
-kept = saved_by_block(CONFIG, BATCH, SEQ)
+reference = saved_by_block(CONFIG, BATCH, SEQ)
 print("one process, bytes of a block:")
 print(
-    f"  whole on every rank: norms and residuals {kept.outside:,}, inputs of columns {kept.entered:,}"
+    f"  in full on every rank: norms and residuals {reference.outside:,}, inputs of columns {reference.entered:,}"
 )
-print(f"  cut by n:            inside {kept.inside:,}, keys and values {kept.keys_values:,}\n")
-print(f"{'ranks':5}{'measured':>12}{'formula':>12}{'share':>8}")
+print(
+    f"  divided by n:          inside {reference.inside:,}, keys and values {reference.keys_values:,}\n"
+)
+print(f"{'ranks':5}{'measured':>12}{'formula':>12}{'fraction':>10}")
 for n in (1, 2, 4):
-    measured = run(kept_of_a_block, n, n=n)[0]
+    measured = run(saved_by_one_block, n, n=n)[0]
     formula = formulas.saved_per_block(CONFIG, BATCH, SEQ, n)
-    print(f"{n:5}{measured:12,}{formula:12,}{measured / kept.total:8.2f}")
+    print(f"{n:5}{measured:12,}{formula:12,}{measured / reference.total:10.2f}")
     assert measured == formula
-limit = (kept.outside + kept.entered) / kept.total
-print(f"however many ranks: more than {limit:.2f}; your prediction for 4: {predicted_kept}")
+limit = (reference.outside + reference.entered) / reference.total
+print(f"however many ranks: more than {limit:.2f}; your prediction for 4: {predicted_saved}")
 
 # %%
 from course_lib.view import memory_plot
@@ -369,7 +371,7 @@ from course_lib.view import memory_plot
 memory_plot(
     {f"{n} rank" + "s" * (n > 1): result[0]["state"] for n, result in runs.items()},
     activations={f"{n} rank" + "s" * (n > 1): one[0]["activations"] for n, one in runs.items()},
-    title="What a rank keeps: weights are cut by n, activations only in part",
+    title="What a rank stores: weights are divided by n, activations only in part",
 )
 
 # %% [markdown]
@@ -401,7 +403,7 @@ def one_block(tokens, by_tensor):
         dp.Bucketed(model.blocks.parameters(), mesh.dp, 10**9).finish()
 
 
-print(f"h = {LONG.hidden}, 3h = {3 * LONG.hidden}; bytes a rank sends for one block")
+print(f"h = {LONG.hidden}, 3h = {3 * LONG.hidden}; bytes that a rank sends for one block")
 print(f"{'tokens':>7}{'TP':>10}{'DP':>10}")
 for tokens in (64, 128, 192, 256):
     sent = [run(one_block, tokens, kind, n=RANKS).ledgers[0].wire_bytes() for kind in (True, False)]
@@ -435,8 +437,8 @@ SHOWN = tiny_config(
 
 
 def timed_region(mesh):
-    """f and g, with a compute span from where x enters to where the parts leave, and back."""
-    halves, running = cycle(["attn", "mlp"]), []
+    """f and g, with a compute span from where x enters to where the partial sums leave, and back."""
+    names, running = cycle(["attn", "mlp"]), []
 
     def begin(op, half):
         span = mesh.compute(op, label=half)
@@ -451,12 +453,12 @@ def timed_region(mesh):
     def enter(x, axis):
         x = comm.copy_to(x, axis)
         x.register_hook(lambda gradient: end() and None)  # before f's all-reduce
-        begin("F", next(halves))
+        begin("F", next(names))
         return x
 
-    def leave(part, axis):
+    def leave(partial, axis):
         half = end()
-        y = comm.reduce_from(part, axis)
+        y = comm.reduce_from(partial, axis)
         y.register_hook(lambda gradient: begin("B", half))
         return y
 
@@ -510,7 +512,7 @@ print(f"{path.name}: {path.stat().st_size / 1000:.0f} kB")
 # %%
 from course_lib.trace.blocks import MeasuredBlocks
 
-BLOCK_PACE = {op: 2 * seconds for op, seconds in PACE.items()}  # a block has two halves
+BLOCK_PACE = {op: 2 * seconds for op, seconds in PACE.items()}  # attention and MLP
 
 
 def data_parallel_step():
@@ -529,7 +531,7 @@ def data_parallel_step():
 
 
 def expected(link):
-    """Four all-reduces a block, each 2(n-1) alphas and 2(n-1)/n of x."""
+    """Four all-reduces per block, each 2(n-1) alphas and 2(n-1)/n of x."""
     each = 2 * (RANKS - 1) * link.alpha + 2 * (RANKS - 1) / RANKS * X_BYTES / link.beta
     return 4 * SHOWN.layers * each
 
@@ -541,7 +543,7 @@ def measured(traces):
 slow = {"pace": BLOCK_PACE, "links": NODES["two nodes"]}
 tries = [run(data_parallel_step, n=RANKS, **slow).traces for _ in range(3)]
 best = min(tries, key=lambda traces: measured(traces).exposed)
-print(f"{'ms':16}{'formula':>9}{'communication':>15}{'hidden':>8}{'share':>7}")
+print(f"{'ms':16}{'formula':>9}{'communication':>15}{'hidden':>8}{'fraction':>10}")
 lines = {"TP, one node": FAST, "TP, two nodes": SLOW, "DP, two nodes": None}
 exposed = {}
 for name, link in lines.items():
@@ -549,15 +551,15 @@ for name, link in lines.items():
     formula = f"{1e3 * expected(link):9.0f}" if link else f"{'':9}"
     hidden = seen.comm - seen.exposed
     exposed[name] = seen.exposed
-    print(f"{name:16}{formula}{1e3 * seen.comm:15.0f}{1e3 * hidden:8.0f}{hidden / seen.comm:7.2f}")
+    print(f"{name:16}{formula}{1e3 * seen.comm:15.0f}{1e3 * hidden:8.0f}{hidden / seen.comm:10.2f}")
 print(f"your prediction: {predicted_hidden} of TP's hides")
 
 # %% [markdown]
 # The measured times are longer than the formula because gloo adds its own time and every rank waits for the slowest
-# one. Look at `share`: TP hides none of its messages, and DP hides all messages that it sends before backward ends.
+# one. Look at `fraction`: TP hides none of its messages, and DP hides all messages that it sends before backward ends.
 # So TP stays inside a node, where links are fast, and DP, which can wait, crosses nodes.
 #
-# ## Second step: cut the product, and it can hide
+# ## Second step: split the product, and it can hide
 # The all-reduce waits for the full product. Split x into blocks of rows, and the sum of one block can be sent while
 # the next block is multiplied. The library does this where activations are sharded by rows between the regions
 # (`sp.REGION`, lesson 06): there g is a reduce-scatter and f an all-gather, and both become rings between matrix
@@ -585,7 +587,7 @@ for name, plan in {"collectives": BLOCKS, "rings": tp.overlapped(BLOCKS)}.items(
     found[name] = result = run(forward_only, plan, n=RANKS)
     ops = [record.op for record in result.ledgers[0].select("tp")]
     counted = ", ".join(f"{ops.count(op)} {op}" for op in sorted(set(ops)))
-    print(f"{name:12} {int(result.ledgers[0].wire_bytes()):,} bytes a rank: {counted}")
+    print(f"{name:12} {int(result.ledgers[0].wire_bytes()):,} bytes per rank: {counted}")
 off = max((a - b).abs().max().item() for a, b in zip(*found.values(), strict=True))
 assert off < 1e-4
 print(f"outputs differ by {off:.0e}; plain TP forward sends {int(blocks_bytes(RANKS) / 2):,}")
@@ -675,7 +677,7 @@ def in_pytorch(enters_once):
     return weights, len(counter.calls), sent
 
 
-ours = whole(runs[4])
+ours = full_weights(runs[4])
 for enters_once in (False, True):
     weights, calls, sent = run(in_pytorch, enters_once, n=RANKS, init=False)[0]
     apart = max((weights[name] - ours[name]).abs().max().item() for name in ours)
@@ -832,7 +834,7 @@ from course_lib.view import code_lines
 
 code = code_lines(tp.ColumnLinear, tp.RowLinear, tp.parallelize, tp.plan.enters, comm.take_shard)
 print(
-    f"{'a rank, one step':18}{'state':>11}{'activations':>13}{'bytes sent':>12}{'exposed':>10}{'code':>6}"
+    f"{'per rank and step':18}{'state':>11}{'activations':>13}{'bytes sent':>12}{'exposed':>10}{'code':>6}"
 )
 for n, result in runs.items():
     one, sent = result[0], int(result.ledgers[0].wire_bytes())
@@ -851,14 +853,14 @@ for n, result in runs.items():
 
 # %%
 hidden = {name: run_.traces for name, run_ in paced.items()}
-shares = [
+fractions = [
     1 - summarize(read(traces)[0]).exposed / summarize(read(traces)[0]).comm
     for traces in hidden.values()
 ]
 print(
-    f"a rank keeps {runs[4][0]['activations'] / runs[1][0]['activations']:.2f} of the activations on 4 ranks; your vote: {vote_1}"
+    f"a rank saves {runs[4][0]['activations'] / runs[1][0]['activations']:.2f} of the activations on 4 ranks; your vote: {vote_1}"
 )
-print(f"hidden of TP's communication: {max(shares):.2f}; your vote: {vote_2}")
+print(f"hidden of TP's communication: {max(fractions):.2f}; your vote: {vote_2}")
 
 # %% [markdown]
 # ## Cheat-sheet
@@ -874,17 +876,17 @@ def cheat_sheet():
     shape = config, 1, 2048
     print("f enter: identity | all-reduce      columns: W[F/n, D], bias[F/n]   q, k, v, fc_in")
     print("g leave: all-reduce | identity      rows:    W[D, F/n], bias[D]     o, fc_out")
-    print("a layer: 2 all-reduces forward, 2 backward, of B s h numbers; serving: 2 a token\n")
+    print("per layer: 2 all-reduces forward, 2 backward, of B s h elements; serving: 2 per token\n")
     print(
-        f"{'ranks':5}{'parameters, GB':>16}{'kept a block, MB':>18}{'of one':>8}{'sent a step, GB':>17}"
+        f"{'ranks':5}{'parameters, GB':>16}{'saved per block, MB':>21}{'of one':>8}{'sent per step, GB':>19}"
     )
     one = formulas.saved_per_block(*shape, 1)
     for n in (1, 2, 4, 8):
         held = 2 * formulas.parameters_per_rank(config, n) / 1e9
-        kept = formulas.saved_per_block(*shape, n)
+        saved = formulas.saved_per_block(*shape, n)
         sent = float(formulas.wire_bytes(*shape, n)) / 1e9
-        print(f"{n:5}{held:16.1f}{kept / 1e6:18.0f}{kept / one:8.2f}{sent:17.1f}")
-    print(f"\nDP sends more below about 3h = {3 * config.hidden:,} tokens a replica, less above")
+        print(f"{n:5}{held:16.1f}{saved / 1e6:21.0f}{saved / one:8.2f}{sent:19.1f}")
+    print(f"\nDP sends more below about 3h = {3 * config.hidden:,} tokens per replica, less above")
 
 
 cheat_sheet()

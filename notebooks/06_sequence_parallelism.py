@@ -61,7 +61,7 @@ print(f"{CONFIG.layers} blocks, hidden {CONFIG.hidden}; x has {X_BYTES:,} bytes"
 
 # %%
 predicted_bytes = None  # that a rank sends for all blocks in a step
-predicted_kept = None  # share of a block's activations that it keeps then
+predicted_saved = None  # fraction of a block's activations that it keeps then
 predicted_loss = None  # bytes a rank sends for the loss of 512 tokens, 258 words
 predicted_selective = None  # share of a block's activations that selective recomputation spares
 
@@ -198,7 +198,7 @@ for n in (2, 4):
         print(f"{kept:14,}{memory_formula:10,}{kept / one_block:7.2f}")
         assert sent == bytes_formula
         assert kept == memory_formula
-print(f"your predictions: {predicted_bytes} bytes, share {predicted_kept}")
+print(f"your predictions: {predicted_bytes} bytes, fraction {predicted_saved}")
 
 # %% [markdown]
 # Look at four ranks: *rows, kept* sends the same bytes and stores less; *rows, again* sends a quarter more and stores
@@ -290,12 +290,12 @@ def step_bytes(way, n, forwards=1):
     return rows + formulas.loss_bytes(CONFIG, BATCH * SEQ, n)
 
 
-serial = run(train, 1, "tensor", n=1)[0]
+one_process = run(train, 1, "tensor", n=1)[0]
 runs = {way: run(train, RANKS, way, n=RANKS) for way in WAYS}
 print(
     f"{'':13}{'last loss':>10}{'bytes a rank':>14}{'formula':>12}{'activations':>13}{'norms apart':>13}"
 )
-print(f"{'one process':13}{serial['losses'][-1]:10.5f}{'':26}{serial['activations']:13,}")
+print(f"{'one process':13}{one_process['losses'][-1]:10.5f}{'':26}{one_process['activations']:13,}")
 for way, result in runs.items():
     one, sent = result[0], result.ledgers[0].wire_bytes()
     apart = max((each["norms"][-1] - one["norms"][-1]).abs().max().item() for each in result)
@@ -304,13 +304,13 @@ for way, result in runs.items():
     )
     print(f"{one['activations']:13,}{apart:13.0e}")
     assert sent == step_bytes(way, RANKS)
-    assert abs(one["losses"][-1] - serial["losses"][-1]) < 1e-3
+    assert abs(one["losses"][-1] - one_process["losses"][-1]) < 1e-3
     assert apart < 1e-4
 
 # %%
 from course_lib.view import memory_plot
 
-bars = {"one process": serial} | {way: result[0] for way, result in runs.items()}
+bars = {"one process": one_process} | {way: result[0] for way, result in runs.items()}
 memory_plot(
     {name: one["state"] for name, one in bars.items()},
     activations={name: one["activations"] for name, one in bars.items()},
@@ -800,7 +800,7 @@ rows_code = code_lines(sp.enter, sp.leave, sp.own_rows, sp.sum_gradients)
 again_code = code_lines(sp._Again, sp._EnterAgain, sp._GatheringLinear, sp.GatherAgain)
 code = {"tensor": 0, "rows, kept": rows_code, "rows, again": rows_code + again_code}
 print(f"{'a rank, one step':18}{'state':>11}{'activations':>13}{'bytes sent':>12}{'code':>6}")
-print(f"{'one process':18}{serial['state'].total:11,}{serial['activations']:13,}{0:12}")
+print(f"{'one process':18}{one_process['state'].total:11,}{one_process['activations']:13,}{0:12}")
 for way, result in runs.items():
     one, sent = result[0], int(result.ledgers[0].wire_bytes())
     print(f"{way:18}{one['state'].total:11,}{one['activations']:13,}{sent:12,}{code[way]:6}")

@@ -78,13 +78,13 @@ F, B = 0.020, 0.040  # seconds
 CONFIG = tiny_config(max_seq_len=SEQ)
 TOKENS, TARGETS = batch(0, seed=0, batch_size=M, seq_len=SEQ)  # a micro-batch is one sequence
 print(f"a micro-batch is 1 sequence of {SEQ} tokens; between two stages")
-print(f"its activations are 1 x {SEQ} x {CONFIG.hidden} numbers of 4 bytes")
+print(f"its activations are 1 x {SEQ} x {CONFIG.hidden} elements of 4 bytes")
 
 # %%
 predicted_naive_ms = None  # a step, when one micro-batch after the other goes all the way
 predicted_gpipe_ms = None  # a step, when all forwards come first, then all backwards
-predicted_bubble_of_total = None  # GPipe: the share of that time in which a rank waits, 0 to 1
-predicted_peak_gpipe = None  # micro-batches whose activations rank 0 keeps at once
+predicted_bubble_of_total = None  # GPipe: the fraction of that time in which a rank waits, 0 to 1
+predicted_peak_gpipe = None  # micro-batches whose activations rank 0 saves at once
 predicted_peak_1f1b = None  # the same, when backwards begin as early as they can
 predicted_bytes = None  # what all four ranks together send in a step
 predicted_messages = None  # messages between ranks to serve one token
@@ -126,16 +126,16 @@ def two_stages():
     return torch.cat([p.grad.flatten() for p in stage.parameters()])
 
 
-halves = run(two_stages, n=2, pace=PACE)
-whole = build_model(CONFIG, seed=0)
-total, count = whole.loss_sum(TOKENS[:1], TARGETS[:1])
+results = run(two_stages, n=2, pace=PACE)
+reference = build_model(CONFIG, seed=0)
+total, count = reference.loss_sum(TOKENS[:1], TARGETS[:1])
 (total / count).backward()
-one_process = torch.cat([p.grad.flatten() for p in whole.parameters()])
+one_process = torch.cat([p.grad.flatten() for p in reference.parameters()])
 print(
-    f"largest difference from one process: {(torch.cat(list(halves)) - one_process).abs().max():.1e}"
+    f"largest difference from one process: {(torch.cat(list(results)) - one_process).abs().max():.1e}"
 )
-print(ledger.table(halves.ledgers))  # of both ranks
-timeline(halves.traces, conditions=Conditions(PACE), title="One micro-batch through two stages")
+print(ledger.table(results.ledgers))  # of both ranks
+timeline(results.traces, conditions=Conditions(PACE), title="One micro-batch through two stages")
 
 # %% [markdown]
 # Read the wide `recv` boxes: rank 1 waits for the forward of rank 0, rank 0 for forward *and* backward of rank 1. Only
@@ -302,14 +302,14 @@ show_source(Engine._do, Engine._forward, Engine._backward)
 # received gradient, `x.grad` is sent back. (`get_gradient_edge` keeps the graph of an output without the output; I,
 # W, `deferred` and `_deferring` are lesson 08's: skip them.) `self.saved` holds the activations in flight.
 #
-# Each micro-batch's loss must be its *share* of the step's loss: the sum over its tokens, divided by the tokens of the
+# Each micro-batch's loss must be scaled to its part of the step's loss: the sum over its tokens, divided by the tokens of the
 # whole batch. Then gradients simply add up.
 
 # %%
 MICRO_BATCHES = list(zip(TOKENS.chunk(M), TARGETS.chunk(M), strict=True))
 
 
-def share(logits, targets):
+def scaled_loss(logits, targets):
     return loss_sum(logits, targets)[0] / TARGETS.numel()
 
 
@@ -323,7 +323,7 @@ def train(name):
     stages = pp.make_stages(build_model(CONFIG, seed=0), schedule, mesh.pp.rank)
     optimizer = torch.optim.AdamW(pp.parameters(stages))
     with SavedActivations(*stages.values(), [TOKENS, TARGETS]) as saved:
-        outcome = pp.run(schedule, stages, mesh, MICRO_BATCHES, share)
+        outcome = pp.run(schedule, stages, mesh, MICRO_BATCHES, scaled_loss)
     gradients = flat(pp.parameters(stages))
     optimizer.step()
     return {
@@ -337,18 +337,18 @@ def train(name):
 
 model = build_model(CONFIG, seed=0)
 with SavedActivations(model, [TOKENS, TARGETS]) as saved:
-    loss = share(model(TOKENS), TARGETS)
+    loss = scaled_loss(model(TOKENS), TARGETS)
 loss.backward()
-serial = flat(model.parameters())
+reference = flat(model.parameters())
 
 runs = {name: run(train, name, n=P) for name in schedules}
 print(f"{'':10}{'loss':>10}{'|gradient|':>12}{'largest difference':>20}")
-print(f"{'serial':10}{loss:10.6f}{serial.norm():12.6f}")
+print(f"{'reference':10}{loss:10.6f}{reference.norm():12.6f}")
 for name, results in runs.items():
     gradients = torch.cat(
         [rank["gradients"] for rank in results]
     )  # stage after stage, as in the model
-    difference = (gradients - serial).abs().max().item()
+    difference = (gradients - reference).abs().max().item()
     assert difference < 1e-5
     print(f"{name:10}{results[-1]['loss']:10.6f}{gradients.norm():12.6f}{difference:20.1e}")
 
@@ -372,7 +372,7 @@ for name, results in runs.items():
     )
 
 # %% [markdown]
-# ## What was kept
+# ## What was saved for backward
 # How many micro-batches were in flight, and the bytes that autograd had saved for backward at the fullest moment:
 
 # %%
@@ -415,7 +415,7 @@ def paced_step(name):
     for one in (make("gpipe", P, M), schedule):  # the first step warms up
         comm.barrier(mesh.pp)
         mesh.trace.clear()
-        pp.run(one, stages, mesh, MICRO_BATCHES, share)
+        pp.run(one, stages, mesh, MICRO_BATCHES, scaled_loss)
 
 
 STEP = {"naive": M * P * (F + B), "gpipe": (M + P - 1) * (F + B), "1f1b": (M + P - 1) * (F + B)}
@@ -600,45 +600,47 @@ def trained(lab_run):
     mesh = make_mesh(pp=P)
     rank, schedule = mesh.pp.rank, make("1f1b", P, M)
     stages = pp.make_stages(build_model(TIED, seed=0), schedule, rank)
-    cut = list(zip(RAGGED.chunk(M), RAGGED_TARGETS.chunk(M), strict=True))
+    micro_batches = list(zip(RAGGED.chunk(M), RAGGED_TARGETS.chunk(M), strict=True))
     if lab_run.has("lost", rank):
         loses(stages[rank], lab_run.pick(range(M)))
 
     def loss(y, t):
-        own, whole = (t >= 0).sum(), lab_run.has("forgotten")
-        by_own = whole or lab_run.has("mean of means")
-        return loss_sum(y, t)[0] / (own * (1 if whole else M) if by_own else COUNT)
+        own, forgotten = (t >= 0).sum(), lab_run.has("forgotten")
+        by_own = forgotten or lab_run.has("mean of means")
+        return loss_sum(y, t)[0] / (own * (1 if forgotten else M) if by_own else COUNT)
 
-    outcome = pp.run(schedule, stages, mesh, cut, loss, sum_tied=not lab_run.has("tied"))
-    return outcome.loss.item(), flat(pp.parameters(stages)), table(stages[rank])
+    outcome = pp.run(schedule, stages, mesh, micro_batches, loss, sum_tied=not lab_run.has("tied"))
+    return outcome.loss.item(), flat(pp.parameters(stages)), embedding_gradient(stages[rank])
 
 
-def table(stage):
-    """The gradient of the copy at the end of the pipeline where this stage is; else None."""
-    end = stage.head if stage.embedding is None else stage.embedding.token
-    return None if end is None else end.weight.grad
+def embedding_gradient(stage):
+    """The gradient of this stage's copy of the tied embedding; None without a copy."""
+    module = stage.head if stage.embedding is None else stage.embedding.token
+    return None if module is None else module.weight.grad
 
 
 model = build_model(TIED, seed=0)
 total, count = model.loss_sum(RAGGED, RAGGED_TARGETS)
 (total / count).backward()
 right = [flat(pp.parameters(pp.make_stages(model, make("1f1b", P, M), rank))) for rank in range(P)]
-whole_right = torch.cat(right).double()
+full_right = torch.cat(right).double()
 print(
-    f"{'':8}{'loss':>9}{'|gradient| / serial':>21}{'angle':>9}{'off, by rank':>22}{'ends apart':>26}"
+    f"{'':10}{'loss':>9}{'|gradient|, relative':>21}{'angle':>9}{'off, by rank':>22}{'copies apart':>26}"
 )
-print(f"{'serial':8}{total / count:9.4f}{1:21.4f}{0:8.1f}°")
+print(f"{'reference':10}{total / count:9.4f}{1:21.4f}{0:8.1f}°")
 for lab_run in lab:
     results = run(trained, lab_run, n=P)
     gradient = torch.cat([one for _, one, _ in results]).double()
-    length = gradient.norm() / whole_right.norm()
-    cosine = torch.dot(gradient, whole_right) / gradient.norm() / whole_right.norm()
+    length = gradient.norm() / full_right.norm()
+    cosine = torch.dot(gradient, full_right) / gradient.norm() / full_right.norm()
     angle = torch.rad2deg(torch.acos(cosine.clamp(-1, 1)))
     pairs = zip((one for _, one, _ in results), right, strict=True)
     off = "".join(f"{(one - wanted).norm() / wanted.norm():9.0e}" for one, wanted in pairs)
     first, last = results[0][2], results[-1][2]
-    ends = ((first - last).norm() / last.norm()).item()
-    print(f"{lab_run.letter:8}{results[-1][0]:9.4f}{length:21.4f}{angle:8.1f}°   {off}{ends:13.0e}")
+    copies_apart = ((first - last).norm() / last.norm()).item()
+    print(
+        f"{lab_run.letter:10}{results[-1][0]:9.4f}{length:21.4f}{angle:8.1f}°   {off}{copies_apart:13.0e}"
+    )
 
 # %% [markdown]
 # <details><summary>How to read it</summary>
@@ -726,11 +728,11 @@ from course_lib.schedule import gpipe, naive, one_f_one_b
 
 model = build_model(CONFIG, seed=0)
 optimizer = torch.optim.AdamW(model.parameters())
-share(model(TOKENS), TARGETS).backward()
+scaled_loss(model(TOKENS), TARGETS).backward()
 optimizer.step()
 state = state_bytes(model, optimizer)
 with SavedActivations(model, [TOKENS, TARGETS]) as quarter:
-    share(model(TOKENS[: M // P]), TARGETS[: M // P])
+    scaled_loss(model(TOKENS[: M // P]), TARGETS[: M // P])
 all_reduced = ledger.wire("all_reduce", state.gradients, P)
 
 ENGINE = (Engine, pp.run, P2PExchange, pp.messages)
@@ -771,9 +773,9 @@ print(
     f"when a transfer takes 1, p = {P}, m = {M}: GPipe {slow['gpipe']:.0f}, 1F1B {slow['1f1b']:.0f}"
 )
 
-keeps = max(schedules["1f1b"].peak_in_flight())
-small, large = predicted_bubble("gpipe", P, keeps), predicted_bubble("1f1b", P, 4 * M)
-print(f"room for {keeps} micro-batches: GPipe runs m = {keeps}, bubble {small:.1%};")
+fits = max(schedules["1f1b"].peak_in_flight())
+small, large = predicted_bubble("gpipe", P, fits), predicted_bubble("1f1b", P, 4 * M)
+print(f"memory for {fits} micro-batches: GPipe runs m = {fits}, bubble {small:.1%};")
 print(f"1F1B may run any m, say {4 * M}, bubble {large:.1%}")
 
 # %% [markdown]
@@ -853,7 +855,9 @@ one_less = make("1f1b", P - 1, M).rows + schedules["1f1b"].rows[-1:]
 variants = {"p-2-r": one_less, "p-1-r": schedules["1f1b"].rows, "p-r": one_more}
 for first, rows in variants.items():
     schedule = from_rows([[str(action) for action in row] for row in rows])
-    free, slow = (simulate(schedule, Costs.make(f=1, b=2, comm=hop)).makespan for hop in (0, 1))
+    free, slow = (
+        simulate(schedule, Costs.make(f=1, b=2, comm=transfer)).makespan for transfer in (0, 1)
+    )
     print(
         f"{first:6} forwards at first: step {free:.0f}, {slow:.0f} when a transfer takes 1; "
         f"in flight {schedule.peak_in_flight()}"
@@ -877,9 +881,9 @@ def cheat_sheet(p, m):
         f"(p-1)/(m+p-1) = {(p - 1) / (m + p - 1):.1%} of total, (p-1)/m = {(p - 1) / m:.1%} of ideal"
     )
     print(
-        f"sent, all ranks: 2(p-1) = {2 * (p - 1)} times batch x sequence x hidden numbers, whatever m"
+        f"sent, all ranks: 2(p-1) = {2 * (p - 1)} times batch x sequence x hidden elements, whatever m"
     )
-    print("each loss is its share: the sum over its tokens / the tokens of the batch\n")
+    print("loss of a micro-batch: the sum over its tokens / the tokens of the batch\n")
 
 
 cheat_sheet(4, 8)

@@ -41,7 +41,7 @@ vote_2 = None
 #   rank 3            F0 B0 ...                          - what no rank waits for fills the gap: the other half
 # ```
 #
-# For which half of a backward does no rank wait?
+# For which part of a backward does no rank wait?
 
 # %% [markdown]
 # ## Predict
@@ -80,15 +80,15 @@ MICRO_BATCHES = list(zip(TOKENS.chunk(M), TARGETS.chunk(M), strict=True))
 predicted_interleaved = None  # the step with two stages of half the size on each rank (1F1B: 33)
 predicted_hops = None  # how many times as many messages it sends
 predicted_zb_h1 = None  # the step when only the gradient of the input is waited for
-predicted_kept = None  # share of a block's saved activations that wait for the other half
-predicted_best = None  # the shortest step that any order can reach, one stage a rank
+predicted_saved = None  # fraction of a block's saved activations that wait for W
+predicted_best = None  # the shortest step that any order can reach, one stage per rank
 
 # %% [markdown]
 # ## Interleaved: thinner stages
 # Give each rank v thin stages (*chunks*), here two of half the size: rank 0 the stages 0 and 4, rank 1 the stages 1 and 5. The
 # first micro-batch is through a thin stage in half the time, so the next rank begins sooner, and gradients come back sooner.
 #
-# All costs are for the same model: a stage of half the size costs half. (I and W in the code are the two halves of a
+# All costs are for the same model: a stage of half the size costs half. (I and W in the code are the two parts of a
 # split backward; the next section explains them.)
 
 # %%
@@ -98,8 +98,8 @@ schedules = {name: make(name, P, M) for name in NAMES}
 
 def costs_of(schedule, unit=1.0, **more):
     """F = I = W = ``unit`` for all stages of a rank together, whatever their number."""
-    part = unit / (schedule.stages // schedule.ranks)
-    return Costs(part, part, part, **more)
+    per_stage = unit / (schedule.stages // schedule.ranks)
+    return Costs(per_stage, per_stage, per_stage, **more)
 
 
 simulated = {name: simulate(each, costs_of(each)) for name, each in schedules.items()}
@@ -131,7 +131,7 @@ for chunks in (1, 2, 4):
 print(f"your predictions: step {predicted_interleaved}, messages {predicted_hops} times as many")
 
 # %% [markdown]
-# ## A backward has two halves
+# ## A backward in two operations: I and W
 # A linear y = x Wᵀ receives dy and computes two gradients:
 #
 # - **I**, the input gradient (dgrad): dx = dy W. The previous stage waits for it.
@@ -140,7 +140,7 @@ print(f"your predictions: step {predicted_interleaved}, messages {predicted_hops
 # Each is one matrix product of the same size, so for a linear I and W take as long as F each. A full stage has less
 # W: attention's scores have no weights. For a 1.5B model Qi et al. measured 18.5, 18.1 and 9.3 ms for F, I and W.
 # Here all three are paced to equal times unless said otherwise. (Papers differ in words: Zero Bubble calls our I "B";
-# for DeepSeek B is the whole backward.)
+# for DeepSeek B is the full backward.)
 #
 # Live, on two ranks: rank 1 does I, sends, and then does W. `pp.DeferredWeightGradients` wraps forward and I; its
 # `run` is W.
@@ -151,14 +151,14 @@ from contextlib import nullcontext
 PACE = {"F": 0.03, "B": 0.06, "I": 0.03, "W": 0.03}
 
 
-def two_stages(in_halves):
+def two_stages(split):
     mesh = make_mesh(pp=2)
     rank, stage = mesh.pp.rank, build_model(CONFIG, seed=0).stage(*((0, 4), (4, 8))[mesh.pp.rank])
     like = torch.zeros(1, SEQ, CONFIG.hidden)
     stage(TOKENS[:1] if rank == 0 else like)  # warms up
     comm.barrier(mesh.pp)
     mesh.trace.clear()
-    later = pp.DeferredWeightGradients() if in_halves else nullcontext()
+    later = pp.DeferredWeightGradients() if split else nullcontext()
     x = TOKENS[:1] if rank == 0 else comm.recv(like, mesh.pp, source=0).requires_grad_()
     with mesh.compute("F", stage=rank, mb=0), later:
         y = stage(x)
@@ -167,30 +167,30 @@ def two_stages(in_halves):
     if rank == 0:
         comm.send(y, mesh.pp, to=1)
     dy = comm.recv(like, mesh.pp, source=1) if rank == 0 else None
-    with mesh.compute("I" if in_halves else "B", stage=rank, mb=0), later:
+    with mesh.compute("I" if split else "B", stage=rank, mb=0), later:
         y.backward(dy)
     if rank == 1:
         comm.send(x.grad, mesh.pp, to=0)
-    if in_halves:
+    if split:
         with mesh.compute("W", stage=rank, mb=0):
             later.run()
     return torch.cat([p.grad.flatten() for p in stage.parameters()])
 
 
-whole, halves = (run(two_stages, split, n=2, pace=PACE) for split in (False, True))
-for name, results in (("whole", whole), ("in halves", halves)):
+full, separate = (run(two_stages, split, n=2, pace=PACE) for split in (False, True))
+for name, results in (("full B", full), ("I, then W", separate)):
     rows = pp.measured_rows(results.traces)
     back = next(span.start for span in rows[0] if span.op in "BI")
     print(f"{name:10} rank 0 goes on after {1e3 * back:4.0f} ms, all done after", end="")
     print(f"{1e3 * makespan(rows):5.0f} ms")
-assert all(torch.equal(a, b) for a, b in zip(whole, halves, strict=True))
+assert all(torch.equal(a, b) for a, b in zip(full, separate, strict=True))
 print("gradients equal to the last bit")
-timeline(halves.traces, conditions=Conditions(PACE), title="I leaves; W is done beside it")
+timeline(separate.traces, conditions=Conditions(PACE), title="I leaves; W is done beside it")
 
 # %% [markdown]
 # Look at W of rank 1 and I of rank 0: they overlap. With an unsplit backward, rank 0 would have waited for both.
 #
-# ## What W keeps
+# ## What is saved for W
 # Between I and W a linear must store x and dy. All other saved activations (softmax, norms, activation functions) are
 # freed after I. One block, in bytes; the second line is torch's own split, which runs twice through one graph:
 
@@ -202,17 +202,17 @@ generator = torch.Generator().manual_seed(0)
 x, dy = (torch.randn(1, SEQ, CONFIG.hidden, generator=generator) for _ in range(2))
 x.requires_grad_()
 
-with SavedActivations(block) as kept:
+with SavedActivations(block) as saved:
     later = pp.DeferredWeightGradients()
     with later:
         y = block(x)
-    before = kept.now
+    before = saved.now
     with later:
         y.backward(dy)
     del y
-    between = kept.now
+    between = saved.now
     later.run()
-    after = kept.now
+    after = saved.now
 
 with SavedActivations(block) as theirs:
     y = block(x)
@@ -225,8 +225,8 @@ formula = pp.saved_for_wgrad(CONFIG, 1, SEQ, 2, 3)
 print(
     f"after forward {before:,}; between I and W {between:,}, formula {formula:,}; after W {after}"
 )
-print(f"torch's own split keeps {between_torch:,} between the halves")
-print(f"share {between / before:.2f}; your prediction {predicted_kept}")
+print(f"torch's own split saves {between_torch:,} between I and W")
+print(f"fraction {between / before:.2f}; your prediction {predicted_saved}")
 assert between == formula
 assert after == 0
 
@@ -264,7 +264,7 @@ for name in ("1f1b", "zb-h1", "zb-h2"):
         assert abs(predicted_bubble(name, P, M) - waits) < 1e-9
 least = lower_bound(looped(P), M, Costs())
 print(
-    f"\nno order of one stage a rank takes less than {least:.0f}; your prediction {predicted_best}"
+    f"\nno order of one stage per rank takes less than {least:.0f}; your prediction {predicted_best}"
 )
 print(f"your prediction for ZB-H1: {predicted_zb_h1}")
 
@@ -318,7 +318,7 @@ schedule_picture(simulated["zb-v"], title="ZB-V: no gap either, with 1F1B's memo
 # %%
 schedule_picture(
     simulated["dualpipe-v"],
-    title="DualPipe-V: forwards and whole backwards in pairs, with some gaps",
+    title="DualPipe-V: forwards and full backwards in pairs, with some gaps",
 )
 
 # %% [markdown]
@@ -354,7 +354,7 @@ def floor(placement):
 
 points = {name: point(make(name, P, M)) for name in ("gpipe", *NAMES)}
 lines = {
-    "best found, one stage a rank": [point(searched(looped(P), M, limit=k)) for k in range(2, 9)],
+    "best found, one stage per rank": [point(searched(looped(P), M, limit=k)) for k in range(2, 9)],
     "best found, two in a V": [point(searched(v_shape(P), M, limit=k)) for k in range(4, 17, 2)],
 }
 floors = {"bound, one stage": floor(looped(P)), "bound, V": floor(v_shape(P))}
@@ -397,7 +397,7 @@ show_source(fill)
 UNIT = 0.030
 
 
-def share(logits, targets):
+def scaled_loss(logits, targets):
     return loss_sum(logits, targets)[0] / TARGETS.numel()
 
 
@@ -411,13 +411,13 @@ def paced_step(schedule):
     model = build_model(CONFIG, seed=0)
     stages = pp.make_stages(model, schedule, mesh.pp.rank)
     optimizer = torch.optim.AdamW(pp.parameters(stages))
-    pp.run(schedule, stages, mesh, MICRO_BATCHES, share)  # warms up
+    pp.run(schedule, stages, mesh, MICRO_BATCHES, scaled_loss)  # warms up
     optimizer.zero_grad()
     comm.barrier(mesh.pp)
     mesh.trace.clear()
     mesh.ledger.clear()
     with SavedActivations(*stages.values(), [TOKENS, TARGETS]) as saved:
-        outcome = pp.run(schedule, stages, mesh, MICRO_BATCHES, share)
+        outcome = pp.run(schedule, stages, mesh, MICRO_BATCHES, scaled_loss)
     gradients = {name: p.grad.clone() for name, p in named(model, stages).items()}
     optimizer.step()
     return {
@@ -436,8 +436,8 @@ runs = {name: paced(each, costs_of(each, UNIT)) for name, each in schedules.item
 
 # %%
 model = build_model(CONFIG, seed=0)
-share(model(TOKENS), TARGETS).backward()
-serial = {name: p.grad for name, p in model.named_parameters()}
+scaled_loss(model(TOKENS), TARGETS).backward()
+reference = {name: p.grad for name, p in model.named_parameters()}
 measured = {name: pp.measured_rows(results.traces) for name, results in runs.items()}
 
 print(
@@ -449,7 +449,7 @@ activation = TOKENS.numel() * CONFIG.hidden * 4
 for name, results in runs.items():
     schedule, found = schedules[name], simulated[name]
     off = max(
-        (gradient - serial[key]).abs().max().item()
+        (gradient - reference[key]).abs().max().item()
         for rank in results
         for key, gradient in rank["gradients"].items()
     )
@@ -561,12 +561,12 @@ def in_pytorch(name):
     dist.init_process_group("gloo")
     model, schedule = build_model(CONFIG, seed=0), make(name, P, M)
     modules = pp.make_stages(model, schedule, dist.get_rank())  # number of the stage -> its module
-    parts = [
+    pipeline_stages = [
         PipelineStage(module, stage, schedule.stages, torch.device("cpu"))
         for stage, module in modules.items()
     ]
     first, last = 0 in modules, schedule.stages - 1 in modules
-    KINDS[name](parts, n_microbatches=M, loss_fn=mean_loss).step(
+    KINDS[name](pipeline_stages, n_microbatches=M, loss_fn=mean_loss).step(
         *([TOKENS] if first else []), target=TARGETS if last else None
     )
     gradients = {key: p.grad for key, p in named(model, modules).items()}
@@ -640,9 +640,10 @@ def examined(lab_run, schedule):
         Engine._weights = weights
 
 
-def beside_serial(gradients):
+def beside_reference(gradients):
     inner = {
-        key: ((g * serial[key]).sum(), serial[key].square().sum()) for key, g in gradients.items()
+        key: ((g * reference[key]).sum(), reference[key].square().sum())
+        for key, g in gradients.items()
     }
     return (sum(gs for gs, _ in inner.values()) / sum(ss for _, ss in inner.values())).item()
 
@@ -653,10 +654,10 @@ for lab_run in lab:
     pace = pp.pace_of(costs_of(schedule, 0.020), schedule)
     results = run(examined, lab_run, schedule, n=P, pace=pace)
     rows = pp.measured_rows(results.traces)
-    shares = [beside_serial(rank["gradients"]) for rank in results]
+    ratios = [beside_reference(rank["gradients"]) for rank in results]
     first = [next(span.start for span in row if span.op in "BI") for row in rows]
     print(f"{lab_run.letter:3}{1e3 * makespan(rows):5.0f} ms  ", end="")
-    print("".join(f"{x:6.3f}" for x in shares) + "   ", end="")
+    print("".join(f"{x:6.3f}" for x in ratios) + "   ", end="")
     print("".join(f"{1e3 * x:5.0f}" for x in first), end="    ")
     print([rank["in flight"] for rank in results])
 
@@ -693,12 +694,12 @@ lab.grade(diagnosis)
 
 # %%
 print(f"{'P2P takes':12}" + "".join(f"{name:>13}" for name in NAMES))
-for hop in (0, 0.1, 0.25, 0.5):
+for transfer in (0, 0.1, 0.25, 0.5):
     steps = []
     for name in NAMES:
-        costs = costs_of(schedules[name], comm=hop)
+        costs = costs_of(schedules[name], comm=transfer)
         steps.append(simulate(make(name, P, M, costs=costs), costs).makespan)
-    print(f"{hop:<12}" + "".join(f"{step:13.2f}" for step in steps))
+    print(f"{transfer:<12}" + "".join(f"{step:13.2f}" for step in steps))
 
 # %% [markdown]
 # ZB-H2, with most forwards ahead, hardly changes: its extra memory hides the transfers. Thin stages lose about as
@@ -733,8 +734,8 @@ print(
 )
 for name, results in runs.items():
     sent = max(int(each.wire_bytes()) for each in results.ledgers)
-    state, kept = (max(rank[key] for rank in results) for key in ("state", "activations"))
-    print(f"{name:14}{state:11,}{kept:13,}{sent:12,}{bubble(measured[name])[0]:17.1%}", end="")
+    state, saved = (max(rank[key] for rank in results) for key in ("state", "activations"))
+    print(f"{name:14}{state:11,}{saved:13,}{sent:12,}{bubble(measured[name])[0]:17.1%}", end="")
     print(f"{code_lines(*code[name]):6}")
 
 # %% [markdown]
@@ -782,7 +783,7 @@ def cheat_sheet(p, m):
         "zb-h1": "(p-1)(F+I-W)",
         "zb-h2": "(p-1)(F+I-2W), not below 0",
         "zb-v": "0 at F = I = W",
-        "dualpipe-v": "whole backwards overlap with forwards",
+        "dualpipe-v": "full backwards overlap with forwards",
     }
     for name, formula in words.items():
         schedule = make(name, p, m)

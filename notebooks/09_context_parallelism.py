@@ -22,7 +22,7 @@
 #
 # Vote first: write `"true"`, `"false"` or `"only if ..."`. The claims are settled at the end.
 #
-# 1. *A sequence cut into n parts gives every rank 1/n of the attention work.*
+# 1. *A sequence split into n shards gives every rank 1/n of the attention work.*
 # 2. *Ulysses (all-to-all) sends less than a ring.*
 
 # %%
@@ -49,7 +49,7 @@ from course_lib.model import build_model, tiny_config
 
 RANKS, BATCH, SEQ, STEPS = 4, 4, 64, 4
 CONFIG = tiny_config(layers=2, hidden=64, heads=8, kv_heads=2, max_seq_len=SEQ)
-ROWS = SEQ // RANKS  # positions of a rank
+ROWS = SEQ // RANKS  # positions per rank
 KV_BYTES = 2 * BATCH * SEQ * CONFIG.kv_heads * CONFIG.head_dim * 4  # of all ranks, one layer
 
 print(f"{SEQ} positions on {RANKS} ranks; K and V of a layer have {KV_BYTES:,} bytes in all")
@@ -149,7 +149,7 @@ show_source(blockwise.attend, cp.ring.RingAttention.forward)
 # ```
 #  rank 2, turn     0          1            2              3
 #  block in hand    kv2        kv1          kv0            kv3
-#  its share of     dkv2       dkv1         dkv0           dkv3
+#  its term of      dkv2       dkv1         dkv0           dkv3
 #  adds what came   (stays)    -            dkv0 from 1    dkv3 from 1     then dkv2 comes home from 1
 # ```
 
@@ -183,13 +183,13 @@ def on_axis(way, axis):
 
 
 def draw(config):
-    """q, k, v and the gradient of the output, of whole sequences."""
+    """q, k, v and the gradient of the output, of full sequences."""
     generator = torch.Generator().manual_seed(0)
     heads = (config.heads, config.kv_heads, config.kv_heads, config.heads)
     return [torch.randn(BATCH, SEQ, h, config.head_dim, generator=generator) for h in heads]
 
 
-def serial(config):
+def reference(config):
     *qkv, dout = draw(config)
     qkv = [x.requires_grad_() for x in qkv]
     out = causal_attention(*qkv)
@@ -204,12 +204,12 @@ def on_ranks(way, config):
     qkv = [x.requires_grad_() for x in qkv]
     with SavedActivations() as saved:
         out = attention(*qkv, axis=mesh.cp, layout=layout)
-    kept, forward = saved.peak, mesh.ledger.wire_bytes()
+    peak, forward = saved.peak, mesh.ledger.wire_bytes()
     gradients = torch.autograd.grad(out, qkv, dout)
     return {
         "positions": mine,
         "found": [out.detach(), *gradients],
-        "kept": kept,
+        "saved": peak,
         "forward": int(forward),
         "sent": mesh.ledger.wire_bytes(),
     }
@@ -218,9 +218,9 @@ def on_ranks(way, config):
 def apart(result, config):
     """The largest difference to one process, over ranks, output and gradients."""
     return max(
-        (found - whole[:, one["positions"]]).abs().max().item()
+        (found - full[:, one["positions"]]).abs().max().item()
         for one in result
-        for found, whole in zip(one["found"], serial(config), strict=True)
+        for found, full in zip(one["found"], reference(config), strict=True)
     )
 
 
@@ -238,14 +238,14 @@ assert sent == 3 * forward
 # (n-1)/n forward; in backward as much for K and V and as much for their gradients. In bfloat16 gradients are sent in
 # float32, and that third counts double.
 #
-# ## Who works how much?
+# ## How much each rank computes
 # A query at position p has p + 1 keys. With neighboring positions on each rank, as a study note draws it, the first
 # rank has little to do and the last one nearly twice the mean. **Zig-zag** makes 2n chunks and gives each rank an
 # early and a late one.
 #
 # ```
 #  contiguous   0 0 1 1 2 2 3 3
-#  zig-zag      0 1 2 3 3 2 1 0      whose chunk
+#  zig-zag      0 1 2 3 3 2 1 0      rank of the chunk
 # ```
 #
 # We count score entries (pairs of a query and a key) in the run, as passed to the kernel, by turn.
@@ -344,7 +344,7 @@ def paced_picture(name, what):
 paced_picture("contiguous", "all wait for rank 3, which has most to do")
 
 # %%
-paced_picture("zig-zag", "equal work, and K and V travel beside it")
+paced_picture("zig-zag", "equal work, and K and V are sent meanwhile")
 
 # %%
 ratio = step["contiguous"].makespan / step["zig-zag"].makespan
@@ -377,8 +377,8 @@ print(f"{path.name}: {path.stat().st_size / 1000:.0f} kB")
 
 # %% [markdown]
 # ## Move it
-# A simulation of a forward: a full block of 16 × 16 entries takes 10 ms, a P2P transfer of the ring `hop_ms`. Below
-# the picture the same with sliders (in Jupyter). From which `hop_ms` on does the link show, in either layout? What do
+# A simulation of a forward: a full block of 16 × 16 entries takes 10 ms, a P2P transfer of the ring `transfer_ms`. Below
+# the picture the same with sliders (in Jupyter). From which `transfer_ms` on does the link show, in either layout? What do
 # more ranks change?
 
 # %%
@@ -386,31 +386,31 @@ from course_lib.cp.layout import visible
 from course_lib.schedule import Span
 
 
-def ring_steps(ranks, layout, hop_ms):
-    chosen, rows, hop = LAYOUTS[layout], 16, hop_ms / 1e3
+def ring_steps(ranks, layout, transfer_ms):
+    chosen, rows, transfer = LAYOUTS[layout], 16, transfer_ms / 1e3
     spans, begun, done = [], {}, {}
     for turn in range(ranks):
         for rank in range(ranks):
             whose, start = (rank - turn) % ranks, 0.0
-            if turn:  # a hop begins when both sides have begun the turn before
+            if turn:  # a transfer begins when both sides have begun the turn before
                 posted = max(begun[rank, turn - 1], begun[(rank - 1) % ranks, turn - 1])
-                if hop:
-                    spans.append(Span(rank, "recv", posted, posted + hop, axis="cp"))
-                start = max(done[rank, turn - 1], posted + hop)
-            part = visible(chosen, ranks, rank, whose, rows)
-            took = 0.010 * (part.pairs if part else 0) / rows**2
+                if transfer:
+                    spans.append(Span(rank, "recv", posted, posted + transfer, axis="cp"))
+                start = max(done[rank, turn - 1], posted + transfer)
+            tile = visible(chosen, ranks, rank, whose, rows)
+            took = 0.010 * (tile.pairs if tile else 0) / rows**2
             begun[rank, turn], done[rank, turn] = start, start + took
             if took:
                 spans.append(Span(rank, "F", start, start + took, label=f"k{whose}"))
     return timeline(
         spans,
-        title=f"Ring forward on {ranks} ranks, {layout}, a transfer takes {hop_ms} ms",
+        title=f"Ring forward on {ranks} ranks, {layout}, a transfer takes {transfer_ms} ms",
         kind="simulated",
         note="kN: the block of rank N.",
     )
 
 
-ring_steps(ranks=4, layout="zig-zag", hop_ms=4)
+ring_steps(ranks=4, layout="zig-zag", transfer_ms=4)
 
 # %%
 from course_lib.view.moved import picture_sliders
@@ -419,7 +419,7 @@ picture_sliders(
     ring_steps,
     ranks=[4, 2, 3, 6, 8],
     layout=["zig-zag", "contiguous"],
-    hop_ms=[4, 0, 1, 2, 6, 8, 12],
+    transfer_ms=[4, 0, 1, 2, 6, 8, 12],
 )
 
 # %% [markdown]
@@ -427,7 +427,7 @@ picture_sliders(
 #
 # Zig-zag: up to 4 ms nothing changes, from 6 on every turn waits for the link, since it has half a block to compute,
 # 5 ms. Contiguous: only the first turn waits until a transfer takes more than 10 ms, but it is slower at any
-# `hop_ms`. With more ranks its time approaches twice that of zig-zag.
+# `transfer_ms`. With more ranks its time approaches twice that of zig-zag.
 # </details>
 #
 # ## Second way: gather K and V
@@ -457,7 +457,7 @@ show_source(cp.gather.GatherAttention.forward)
 show_source(cp.ulysses_attention)
 
 # %% [markdown]
-# ## Both: Ulysses x ring
+# ## USP: Ulysses x ring
 # For more ranks than heads, combine both. This is called USP or two-dimensional context parallelism: neighboring
 # ranks exchange heads (all-to-all needs the fast links), and a ring of such groups sends K and V of these heads on.
 # The layout is the ring's, sharded once more.
@@ -489,7 +489,7 @@ def sent_formula(way, config, n=RANKS, batch=BATCH, seq=SEQ):
     return formula(config, batch, seq, n)
 
 
-def kept_formula(way, config, n=RANKS, batch=BATCH, seq=SEQ):
+def saved_formula(way, config, n=RANKS, batch=BATCH, seq=SEQ):
     if way == "ulysses x ring":
         return cp.ulysses_ring_saved_bytes(config, batch, seq, 2, n // 2)
     formula = {
@@ -504,7 +504,7 @@ measured = {}
 for kv_heads in (8, 2):
     config = replace(CONFIG, kv_heads=kv_heads, layers=1)
     print(f"{kv_heads} heads of K and V")
-    print(f"  {'':16}{'sent':>9}{'formula':>9}{'calls':>7}{'kept':>9}{'formula':>9}{'off by':>9}")
+    print(f"  {'':16}{'sent':>9}{'formula':>9}{'calls':>7}{'saved':>9}{'formula':>9}{'off by':>9}")
     for way in WAYS:
         result = measured[kv_heads, way] = run(on_ranks, way, config, n=RANKS)
         one, calls = result[0], result.ledgers[0].calls()
@@ -512,11 +512,11 @@ for kv_heads in (8, 2):
         print(
             f"  {way:16}{int(one['sent']):9,}{int(sent_formula(way, config)):9,}{calls:7}", end=""
         )
-        print(f"{one['kept']:9,}{kept_formula(way, config):9,}{off:9.0e}")
+        print(f"{one['saved']:9,}{saved_formula(way, config):9,}{off:9.0e}")
         assert one["sent"] == sent_formula(way, config)
-        assert one["kept"] == kept_formula(way, config)
+        assert one["saved"] == saved_formula(way, config)
         assert off < 1e-4
-print(f"your prediction of who sends least with 2: {predicted_least}")
+print(f"your prediction of the way that sends least with 2: {predicted_least}")
 
 # %% [markdown]
 # The ranking flips. A ring and a gather send only K and V, which grouped queries shrink. Ulysses also sends queries
@@ -605,8 +605,8 @@ def train(way, steps=STEPS):
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
     losses, own = [], []
     for step in range(steps):
-        whole = batch(step, seed=0, batch_size=BATCH, seq_len=SEQ, shortest=8)
-        tokens, targets, positions = cp.shard(*whole, mesh.cp, layout)
+        full = batch(step, seed=0, batch_size=BATCH, seq_len=SEQ, shortest=8)
+        tokens, targets, positions = cp.shard(*full, mesh.cp, layout)
         count = dp.global_tokens([targets], mesh.dp_cp)
         optimizer.zero_grad()
         mesh.ledger.clear()
@@ -624,7 +624,7 @@ def train(way, steps=STEPS):
         "weights": {name: p.detach() for name, p in model.named_parameters()},
         "sent": mesh.ledger.wire_bytes() - gradients,
         "gradients": gradients,
-        "kept": saved.peak,
+        "saved": saved.peak,
         "state": state_bytes(model, optimizer).total,
     }
 
@@ -662,7 +662,7 @@ print(
 # %% [markdown]
 # A mean over ranks gives the last rank's few tokens the largest weight.
 #
-# ## What a rank keeps
+# ## What a rank stores
 # In each way the saved activations of a layer are divided by n, except for the gather's K and V. A ring saves as much
 # as one process saves for a sequence n times shorter.
 
@@ -671,8 +671,8 @@ from course_lib.view import memory_plot
 
 memory_plot(
     {way: state_bytes(list(result[0]["weights"].values())) for way, result in runs.items()},
-    activations={way: result[0]["kept"] for way, result in runs.items()},
-    title="Weights stay whole on every rank, activations are cut by four",
+    activations={way: result[0]["saved"] for way, result in runs.items()},
+    title="Weights are replicated, activations are divided by four",
 )
 
 # %% [markdown]
@@ -705,8 +705,8 @@ def raw_ring():
     return (outs * lses.softmax(0)[..., None]).sum(0)
 
 
-whole = torch.cat(list(run(raw_ring, n=RANKS, init=False)), 1)
-off = (whole - serial(CONFIG)[0]).abs().max().item()
+output = torch.cat(list(run(raw_ring, n=RANKS, init=False)), 1)
+off = (output - reference(CONFIG)[0]).abs().max().item()
 assert off < 1e-4
 print(f"raw ring: output differs from one process by {off:.0e}")
 
@@ -793,8 +793,8 @@ def trained(fault, faulty_rank):
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     losses = []
     for step in range(STEPS):
-        whole = batch(step, seed=0, batch_size=BATCH, seq_len=SEQ, shortest=40)
-        tokens, targets, positions = cp.shard(*whole, mesh.cp, cp.ZIGZAG)
+        full = batch(step, seed=0, batch_size=BATCH, seq_len=SEQ, shortest=40)
+        tokens, targets, positions = cp.shard(*full, mesh.cp, cp.ZIGZAG)
         if fault == "positions":
             positions = cp.positions(SEQ, mesh.cp, cp.CONTIGUOUS)
         if fault == "labels" and faulty:
@@ -880,14 +880,14 @@ code = {
     ),
 }
 print(
-    f"{'a rank, one step':18}{'state':>11}{'activations':>13}{'bytes sent':>12}{'exposed':>10}{'code':>6}"
+    f"{'per rank and step':18}{'state':>11}{'activations':>13}{'bytes sent':>12}{'exposed':>10}{'code':>6}"
 )
 for way, result in runs.items():
     one = result[0]
     sent = int(one["sent"] + one["gradients"])
     wait = f"{1e3 * step['zig-zag'].exposed:7.0f} ms" if way == "ring" else f"{'':10}"
     lines = f"{code[way]:6}" if way in code else ""
-    print(f"{way:18}{one['state']:11,}{one['kept']:13,}{sent:12,}{wait}{lines}")
+    print(f"{way:18}{one['state']:11,}{one['saved']:13,}{sent:12,}{wait}{lines}")
 
 # %% [markdown]
 # ## The claims settled
@@ -919,22 +919,22 @@ def cheat_sheet(n):
         max_seq_len=seq, vocab=128256, dtype=torch.bfloat16,
     )  # fmt: skip
     print(f"{n} ranks of context parallelism, no tensor parallelism beside it")
-    print(f"{'':16}{'sent a step, GB':>16}{'attention keeps a layer, MB':>29}   travels")
+    print(f"{'':16}{'sent per step, GB':>19}{'attention saves per layer, MB':>31}   sent")
     words = {
         "ring": "K, V n-1 turns; again, with dK, dV behind",
         "gather": "all-gather of K, V; reduce-scatter of dK, dV",
         "ulysses": "all-to-all of q, k, v and out; the same back",
         "ulysses x ring": "USP, groups of 2",
     }
-    for way, travels in words.items():
+    for way, messages in words.items():
         sent = float(sent_formula(way, config, n, 1, seq)) / 1e9
-        kept = kept_formula(way, config, n, 1, seq) / 1e6
-        print(f"{way:16}{sent:16.1f}{kept:29.0f}   {travels}")
+        saved = saved_formula(way, config, n, 1, seq) / 1e6
+        print(f"{way:16}{sent:19.1f}{saved:31.0f}   {messages}")
     for name, layout in LAYOUTS.items():
         print(f"work, busiest over mean, {name}: {float(cp.imbalance(layout, seq, n)):.3f}")
     hidden = 989e12 / 50e9
     print(
-        f"a ring hides from c = F/B = {hidden:,.0f} positions a rank (an H100's 989 TFLOP/s, 50 GB/s of network)"
+        f"a ring hides from c = F/B = {hidden:,.0f} positions per rank (an H100's 989 TFLOP/s, 50 GB/s of network)"
     )
 
 
@@ -1085,13 +1085,13 @@ def ring_attention(q_BsHK, k_BsGK, v_BsGK, axis, attend):
     lse = q_BsHK.new_full(q_BsHK.shape[:-1], float("-inf"))
     block = torch.stack((k_BsGK, v_BsGK))  # one message for both
     for turn in range(axis.size):
-        travelling = None
+        in_flight = None
         if turn + 1 < axis.size:
-            travelling = comm.start_exchange(axis, [(block, axis.next)], [(block, axis.previous)])
+            in_flight = comm.start_exchange(axis, [(block, axis.next)], [(block, axis.previous)])
         if turn <= axis.rank:  # the block of rank - turn, which is not below 0
             merge_into(out, lse, *attend(q_BsHK, block[0], block[1], turn == 0))
-        if travelling is not None:
-            block = travelling.wait()[0]
+        if in_flight is not None:
+            block = in_flight.wait()[0]
     return out
     # END SOLUTION
 

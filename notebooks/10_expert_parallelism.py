@@ -32,7 +32,7 @@ vote_2 = None
 # %% [markdown]
 # ## The question
 # An MLP holds about two thirds of a block's parameters, and uses all of them for every token. With E experts of which
-# a token uses C (the router's top_k), parameters grow E times and arithmetic only C times. But E MLPs do not fit
+# a token uses K (the router's top_k), parameters grow E times and arithmetic only K times. But E MLPs do not fit
 # where one did.
 #
 # The ranks of data parallelism hold equal copies of all parameters. Let each store only E/n of the experts instead,
@@ -60,7 +60,7 @@ from course_lib import ep
 from course_lib.model import build_model, tiny_config
 
 RANKS, BATCH, SEQ, STEPS = 4, 8, 32, 4
-EXPERTS, CHOICES, COEFFICIENT = 8, 2, 0.01
+EXPERTS, TOP_K, COEFFICIENT = 8, 2, 0.01
 TOKENS = BATCH * SEQ // RANKS  # of a rank
 CONFIG = tiny_config(
     layers=2, hidden=32, heads=4, kv_heads=4, ffn=64, max_seq_len=SEQ, dtype=torch.float64
@@ -69,10 +69,10 @@ ROW = CONFIG.hidden * 8  # bytes of a token's row in float64
 
 
 def experts_model(**options):
-    return ep.add_experts(build_model(CONFIG, seed=0), EXPERTS, CHOICES, seed=0, **options)
+    return ep.add_experts(build_model(CONFIG, seed=0), EXPERTS, TOP_K, seed=0, **options)
 
 
-print(f"{CHOICES * TOKENS} pairs of a token and a choice on each rank; a row has {ROW} bytes")
+print(f"{TOP_K * TOKENS} pairs of a token and a choice on each rank; a row has {ROW} bytes")
 
 # %%
 predicted_elsewhere = None  # share of the pairs whose expert is on another rank, 4 ranks share 8
@@ -88,7 +88,7 @@ predicted_factor = (
 # process.)
 #
 # ## A router by hand
-# The router is a small linear layer, one logit for each expert. Softmax over *all* experts; the C largest are chosen, and
+# The router is a small linear layer, one logit for each expert. Softmax over *all* experts; the K largest are chosen, and
 # their probabilities divided by their sum:
 
 # %%
@@ -104,7 +104,7 @@ print("pairs by expert:", routes.chosen_E.tolist())
 # *Which* experts are chosen has no gradient; the weights have one, and through them the router learns. With top_k = 1
 # the weight is p itself: p divided by p would always be 1, and the router would learn nothing.
 #
-# In one process the layer is a loop over experts. Letters after a name are its dimensions: T tokens of this rank, C
+# In one process the layer is a loop over experts. Letters after a name are its dimensions: T tokens of this rank, K
 # experts per token (top_k), E experts, D elements of a token, P pairs, A rows that arrived.
 
 # %%
@@ -297,7 +297,7 @@ for ep_size, result in runs.items():
     sent = [int(result[0]["sent"][axis]) for axis in ("ep", "edp", "dp")]
     columns = "".join(f"{each:11,}" for each in sent)
     print(f"{f'ep = {ep_size}':12}{result[0]['losses'][-1]:10.4f}{apart:13.0e}{columns}")
-even = int(CONFIG.layers * ep.even_wire_bytes(TOKENS, CHOICES, ROW, RANKS))
+even = int(CONFIG.layers * ep.even_wire_bytes(TOKENS, TOP_K, ROW, RANKS))
 print(
     f"\nif routing were even, ep = 4 would send {even:,} bytes; your prediction {predicted_bytes}"
 )
@@ -416,7 +416,7 @@ SMALL = tiny_config(layers=2, hidden=32, heads=4, kv_heads=4, ffn=64, max_seq_le
 
 def balanced(coefficient, steps=60):
     """Imbalance of the experts, layers averaged, and loss of the text alone, every 20 steps."""
-    model = ep.add_experts(build_model(SMALL, seed=0), EXPERTS, CHOICES, seed=0)
+    model = ep.add_experts(build_model(SMALL, seed=0), EXPERTS, TOP_K, seed=0)
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
     found = {}
     for step in range(steps):
@@ -443,9 +443,9 @@ for coefficient in (0.0, 0.01, 0.1):
 # Here 0.01 halves the imbalance and leaves the loss unchanged; ten times as much gains nothing more, and increases
 # the loss.
 #
-# The second remedy is **capacity**: of a rank's T tokens an expert takes at most T C / E pairs (an even load) times a
-# factor, in the order of the tokens, first choices before second ones. The other pairs are dropped: the token passes
-# by on the residual. Then no rank can be overloaded and shapes can be fixed; but whether a token is dropped depends
+# The second remedy is a **capacity**. Of a rank's T tokens, an expert takes at most T K / E pairs (an even load) times
+# the *capacity factor*, in the order of the tokens, first choices before second ones. The other pairs are dropped: the
+# token passes by on the residual. Then no rank can be overloaded and shapes can be fixed; but whether a token is dropped depends
 # on the other tokens of the batch. *Dropless* (no capacity) is exact, and needs the uneven all-to-all.
 #
 # Below the picture the same with sliders (in Jupyter). At skew 3, which factor drops nothing, and how much does the
@@ -453,38 +453,41 @@ for coefficient in (0.0, 0.01, 0.1):
 
 
 # %%
-def routed(skew, capacity, top_k):
+def routed(skew, capacity_factor, top_k):
     """Four ranks of 64 tokens with random logits; the lower its number, the more wanted an expert."""
     generator = torch.Generator().manual_seed(0)
-    room = None
-    if capacity != "none":
-        room = -int(-capacity * top_k * TOKENS // EXPERTS)
+    capacity = None
+    if capacity_factor != "none":
+        capacity = -int(-capacity_factor * top_k * TOKENS // EXPERTS)
     chosen, kept = [], []
     for _ in range(RANKS):
         logits = torch.randn(TOKENS, EXPERTS, generator=generator)
-        routes = ep.route(logits + skew * torch.linspace(1, 0, EXPERTS), top_k, room)
+        routes = ep.route(logits + skew * torch.linspace(1, 0, EXPERTS), top_k, capacity)
         served = routes.experts_KT[routes.experts_KT >= 0]
         chosen.append(tuple(routes.chosen_E.tolist()))
         kept.append(tuple(served.bincount(minlength=EXPERTS).tolist()))
     return ep.Load(tuple(chosen), tuple(kept))
 
 
-def moved(skew, capacity, top_k):
-    load = routed(skew, capacity, top_k)
-    title = f"Skew {skew}, capacity {capacity}, top_k {top_k}: "
+def moved(skew, capacity_factor, top_k):
+    load = routed(skew, capacity_factor, top_k)
+    title = f"Skew {skew}, capacity factor {capacity_factor}, top_k {top_k}: "
     title += f"{load.dropped:.0%} dropped, busiest {ep.imbalance(load.by_rank):.1f} times the mean"
     return load_plot(load, title=title)
 
 
-tight = routed(0, 1.0, CHOICES)
+tight = routed(0, 1.0, TOP_K)
 print(f"no skew, room for an even load: {tight.dropped:.3f} dropped; you: {predicted_dropped}")
-moved(skew=2, capacity=1.25, top_k=2)
+moved(skew=2, capacity_factor=1.25, top_k=2)
 
 # %%
 from course_lib.view.moved import picture_sliders
 
 picture_sliders(
-    moved, skew=[2, 0, 1, 3, 4], capacity=[1.25, "none", 0.5, 1.0, 1.5, 2.0, 4.0], top_k=[2, 1, 4]
+    moved,
+    skew=[2, 0, 1, 3, 4],
+    capacity_factor=[1.25, "none", 0.5, 1.0, 1.5, 2.0, 4.0],
+    top_k=[2, 1, 4],
 )
 
 # %% [markdown]
@@ -550,19 +553,19 @@ def in_pytorch():
     mine = [moe.experts[str(number)] for number in range(rank * own, (rank + 1) * own)]
     x, dy = inputs(rank)
     x.requires_grad_()
-    weights, chosen = moe.router(x).softmax(-1).topk(CHOICES)
+    weights, chosen = moe.router(x).softmax(-1).topk(TOP_K)
     weights = weights / weights.sum(-1, keepdim=True)
-    order = chosen.flatten().argsort(stable=True)  # pairs token by token: pair p is of token p // C
+    order = chosen.flatten().argsort(stable=True)  # pairs token by token: pair p is of token p // K
     counts = chosen.flatten().bincount(minlength=EXPERTS)
     incoming = torch.empty_like(counts)
     dist.all_to_all_single(incoming, counts)
     sends, receives = (each.view(n, own).sum(1).tolist() for each in (counts, incoming))
-    parts = list(AllToAll.apply(x[order // CHOICES], sends, receives).split(incoming.tolist()))
+    parts = list(AllToAll.apply(x[order // TOP_K], sends, receives).split(incoming.tolist()))
     for place, part in enumerate(parts):
         parts[place] = mine[place % own](part)
     returned = AllToAll.apply(torch.cat(parts), receives, sends)
     pairs = torch.empty_like(returned).index_copy(0, order, returned)
-    y = (pairs.unflatten(0, (-1, CHOICES)) * weights[..., None]).sum(1)
+    y = (pairs.unflatten(0, (-1, TOP_K)) * weights[..., None]).sum(1)
     y.backward(dy)
     found = [y.detach(), x.grad, moe.router.weight.grad]
     found += [p.grad for expert in mine for p in expert.parameters()]
@@ -737,7 +740,7 @@ lab.grade(diagnosis)
 # - **All experts fit.** Replicate them: gradients are sent once per step and hide behind backward; tokens are sent
 #   four times per layer, and the next computation waits for them.
 # - **Slow links inside the ep group.** All-to-all loads every link at once. Keep ep inside a node, or route in two steps.
-# - **Few tokens.** Every expert's product becomes thin: n C T / E rows from n ranks. A GPU needs hundreds.
+# - **Few tokens.** Every expert's product becomes thin: n K T / E rows from n ranks. A GPU needs hundreds.
 # - **The load stays skewed.** Then n ranks work at the speed of one.
 #
 # ## The table that grows
@@ -1067,7 +1070,7 @@ check("10-5", through_experts)
 #
 # <details><summary>Answer</summary>
 # Both partition MLPs. TP shards each matrix and sends every token's activations to all ranks; EP keeps full experts,
-# with larger products, and sends a token to at most C ranks. If it fits: EP.
+# with larger products, and sends a token to at most K ranks. If it fits: EP.
 # </details>
 #
 # ## Sources and what next

@@ -13,7 +13,7 @@
 # ---
 
 # %% [markdown]
-# # 11 Groups in anger: who may send, when, and in which order
+# # 11 Groups in anger: which rank may send, when, and in which order
 #
 # *50 minutes to read and run, 60 to build.* Every rank of a large run is in several groups at once. Here they disturb
 # each other: on one queue, on one link, and in an order in which no rank can continue. You measure all three, let
@@ -171,7 +171,7 @@ APART, SHARED = Links(LINK, LINK), Links(LINK, LINK, shared=True)
 steps = {"links apart": run(backward, n=4, pace=PACE, links=APART)}
 timeline(
     steps["links apart"].traces,
-    title="Two axes at once: tp's calls pass while a bucket of dp travels",
+    title="Two axes at once: tp's calls pass while a bucket of dp is in flight",
     conditions=Conditions(PACE, APART),
 )
 
@@ -193,7 +193,7 @@ timeline(
 # A 51 ms bucket that was started first delays a call for which all ranks wait, although no rank waits for the bucket.
 #
 # ## TP before PP before DP
-# Two remedies, known from P3 and ByteScheduler: *hold* the bucket back until the link has a gap, and *cut* it into
+# Two remedies, known from P3 and ByteScheduler: *hold* the bucket back until the link has a gap, and *split* it into
 # pieces that fit into a gap. `Priorities` does both. The heart of it:
 
 # %%
@@ -214,10 +214,10 @@ GAP = PACE["B"]
 fits = (GAP / 2 - LINK.alpha) * 2 * LINK.beta  # 2(n-1) alpha + 2(n-1)/n bytes/beta = GAP, n = 2
 PIECE = 10_000
 print(f"up to {fits:,.0f} bytes fit into a gap; we take {PIECE:,}, half a bucket")
-steps["one link, held and cut"] = run(backward, PIECE, n=4, pace=PACE, links=SHARED)
+steps["one link, held and split"] = run(backward, PIECE, n=4, pace=PACE, links=SHARED)
 timeline(
-    steps["one link, held and cut"].traces[:2],
-    title="One link, buckets held and cut: pieces travel behind compute",
+    steps["one link, held and split"].traces[:2],
+    title="One link, buckets held and split: pieces are sent behind compute",
     conditions=Conditions(PACE, SHARED),
 )
 
@@ -232,12 +232,12 @@ from pathlib import Path
 from course_lib.view import perfetto
 
 path = Path(tempfile.gettempdir()) / "held_and_cut.json"
-perfetto(steps["one link, held and cut"].traces, path, title="one link, held and cut")
+perfetto(steps["one link, held and split"].traces, path, title="one link, held and split")
 print(f"{path.name}: {path.stat().st_size / 1000:.0f} kB")
 
 # %% [markdown]
 # Same sums, same bytes, more calls. The formula for *at once*: every half takes B and a small call; each layer but
-# the first waits for the part of a bucket that B did not hide, and the last bucket is exposed. *Held and cut*: eight
+# the first waits for the part of a bucket that B did not hide, and the last bucket is exposed. *Held and split*: eight
 # pieces, and one is sent in each gap after the first bucket's start. Five of these gaps have computing in them and
 # hide a piece; three pieces are exposed.
 
@@ -245,21 +245,21 @@ print(f"{path.name}: {path.stat().st_size / 1000:.0f} kB")
 from course_lib.view.summary import read, summarize
 
 b, s, big = PACE["B"], small_ms / 1e3, bucket_ms / 1e3
-halves = 2 * LAYERS * (b + s)
+compute = 2 * LAYERS * (b + s)
 expected = {
-    "links apart": halves + big,
-    "one link, at once": halves + (LAYERS - 1) * (big - b) + big,
-    "one link, held and cut": halves + 3 * ring_seconds(PIECE, 2, LINK),
+    "links apart": compute + big,
+    "one link, at once": compute + (LAYERS - 1) * (big - b) + big,
+    "one link, held and split": compute + 3 * ring_seconds(PIECE, 2, LINK),
 }
 print(
-    f"{'a step':24}{'formula':>10}{'measured':>10}{'exposed':>10}{'calls':>7}{'bytes a rank':>14}"
+    f"{'per step':24}{'formula':>10}{'measured':>10}{'exposed':>10}{'calls':>7}{'bytes per rank':>16}"
 )
 for name, result in steps.items():
     seen, ledger = summarize(read(result.traces)[0]), result.ledgers[0]
     calls, sent = (ledger.calls(axis) for axis in ("tp", "dp")), int(ledger.wire_bytes())
     print(f"{name:24}{1e3 * expected[name]:7.0f} ms{1e3 * seen.makespan:7.0f} ms", end="")
-    print(f"{1e3 * seen.exposed:7.0f} ms{sum(calls):7}{sent:14,}")
-assert list(steps["one link, at once"]) == list(steps["one link, held and cut"])
+    print(f"{1e3 * seen.exposed:7.0f} ms{sum(calls):7}{sent:16,}")
+assert list(steps["one link, at once"]) == list(steps["one link, held and split"])
 
 # %% [markdown]
 # (`course bench groups` times it on a model that trains.) Three axes: with tied embeddings the gradient of the
@@ -446,9 +446,9 @@ def in_pytorch():
         dist.all_reduce(x, group=group)
         sums[name] = x.item()
     devices = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
-    grid = {name: dist.get_process_group_ranks(devices.get_group(name)) for name in GROUPS}
+    groups = {name: dist.get_process_group_ranks(devices.get_group(name)) for name in GROUPS}
     dist.destroy_process_group()
-    return sums, grid
+    return sums, groups
 
 
 def with_mesh():
@@ -461,8 +461,8 @@ def with_mesh():
 
 theirs, ours = run(in_pytorch, n=4, init=False), run(with_mesh, n=4)
 assert list(theirs) == list(ours)
-for rank, (sums, grid) in enumerate(theirs):
-    print(f"rank {rank}: {grid}, sums {sums}, as ours")
+for rank, (sums, groups) in enumerate(theirs):
+    print(f"rank {rank}: {groups}, sums {sums}, as ours")
 
 # %% [markdown]
 # ## Break it and diagnose
@@ -518,7 +518,7 @@ def observed(lab_run):
 
     first = comm.start_all_reduce(x, pair["acts"])
     second = comm.start_all_reduce(100 * x, pair["norms"])
-    told = [first.wait().item(), second.wait().item()]
+    values = [first.wait().item(), second.wait().item()]
     calls = [on_tp, on_dp]
     if lab_run.has("order") and mesh.rank in (lab_run.rank, 3 - lab_run.rank):
         calls = [on_dp, on_tp]
@@ -526,15 +526,15 @@ def observed(lab_run):
         calls = [on_dp, on_dp]
     if lab_run.has("skipped", mesh.rank):
         calls = [on_tp]
-    return told + [call() for call in calls]
+    return values + [call() for call in calls]
 
 
 for lab_run in lab:
     print(f"--- {lab_run.letter}")
     try:
         result = run(observed, lab_run, n=4, timeout=2, checked=CHECKED)
-        for rank, told in enumerate(result):
-            print(f"rank {rank}: {told}")
+        for rank, values in enumerate(result):
+            print(f"rank {rank}: {values}")
     except RankError as error:
         print(error.exception or error)
 
@@ -572,8 +572,10 @@ lab.grade(diagnosis)  # lab.reveal() shows what they have
 # %%
 from course_lib.view import code_lines
 
-code = {"one link, held and cut": code_lines(comm.Priorities)}
-print(f"{'a rank, one step':24}{'calls':>7}{'bytes sent':>12}{'step':>9}{'exposed':>10}{'code':>6}")
+code = {"one link, held and split": code_lines(comm.Priorities)}
+print(
+    f"{'per rank and step':24}{'calls':>7}{'bytes sent':>12}{'step':>9}{'exposed':>10}{'code':>6}"
+)
 for name, result in steps.items():
     seen, ledger = summarize(read(result.traces)[0]), result.ledgers[0]
     calls = ledger.calls("tp") + ledger.calls("dp")
@@ -608,7 +610,9 @@ def cheat_sheet():
         "make    all groups, on all ranks, in one order; one group an axis, even of the same ranks"
     )
     print("call    overlapping groups in one order on all ranks, started calls too")
-    print("send    what ranks wait for first: tp, pp, dp; hold the rest, cut it, never by a clock")
+    print(
+        "send    what ranks wait for first: tp, pp, dp; hold the rest, split it, never by a clock"
+    )
     print(
         "find    hang: who waits for whom, back to a ring or to one that returned; checked=True\n"
     )
@@ -835,7 +839,7 @@ check("11-5", make_groups)
 # **1.** TP and DP have groups of their own, and each DP bucket still delays the next TP call. How?
 #
 # <details><summary>Answer</summary>
-# They share a link. A group separates queues, not wires. Hold the buckets back and cut them, or give DP another link.
+# They share a link. A group separates queues, not wires. Hold the buckets back and split them, or give DP another link.
 # </details>
 #
 # **2.** Why does `Priorities` count the calls for which the program has waited, instead of checking whether the link

@@ -57,7 +57,7 @@ predicted_tokens = None  # tokens of a replica from which tp=4 sends more than d
 predicted_speedup = None  # of tp on 4 ranks across slow links
 
 # %% [markdown]
-# ## Whose groups a rank is in
+# ## The groups of a rank
 # Sixteen ranks on two nodes, tp=2, dp=2, pp=4: a study note's layout. Its order is tp-dp-pp.
 
 # %%
@@ -175,7 +175,7 @@ PLANS = {
 
 
 def fresh(plan):
-    """The serial model, the same in every process."""
+    """The single-process model, the same in every process."""
     model = build_model(CONFIG, seed=3)
     if plan.experts:
         ep.add_experts(model, plan.experts.number, plan.experts.top_k, seed=4)
@@ -187,8 +187,8 @@ def adam(parameters):
 
 
 def rows(step, rank=0, size=1):
-    share = {"dp_rank": rank, "dp_size": size}
-    return batch(step, seed=7, batch_size=BATCH, seq_len=SEQ, shortest=5, **share)
+    place = {"dp_rank": rank, "dp_size": size}
+    return batch(step, seed=7, batch_size=BATCH, seq_len=SEQ, shortest=5, **place)
 
 
 # %% [markdown]
@@ -197,7 +197,7 @@ def rows(step, rank=0, size=1):
 
 
 # %%
-def serial(plan, steps=range(STEPS), model=None, replicas=2):
+def reference(plan, steps=range(STEPS), model=None, replicas=2):
     """(losses, norms) of one process that trains like ``plan``."""
     model = model or fresh(plan)
     optimizer = adam(model.parameters())
@@ -205,13 +205,13 @@ def serial(plan, steps=range(STEPS), model=None, replicas=2):
     for step in steps:
         optimizer.zero_grad()
         count = (rows(step)[1] != -100).sum()
-        shares = [
+        by_replica = [
             [x.tensor_split(plan.micro_batches) for x in rows(step, r, replicas)]
             for r in range(replicas)
         ]
         losses.append(0.0)
         for k in range(plan.micro_batches):
-            tokens, targets = (torch.cat([share[i][k] for share in shares]) for i in (0, 1))
+            tokens, targets = (torch.cat([one[i][k] for one in by_replica]) for i in (0, 1))
             total, _ = model.loss_sum(tokens, targets)
             if plan.experts:
                 total = total + plan.experts.coefficient * ep.auxiliary_loss(model)
@@ -222,7 +222,7 @@ def serial(plan, steps=range(STEPS), model=None, replicas=2):
     return losses, norms
 
 
-def kept(trainer):
+def stored(trainer):
     """Bytes of this rank's weights and of its optimizer's state."""
     weights = sum(p.nbytes for stage in trainer.stages.values() for p in stage.parameters())
     inner = [getattr(o, "optimizer", o) for o in trainer.optimizers]  # ZeRO has one inside
@@ -248,7 +248,7 @@ def train(sizes, plan, path=None):
     return {
         "losses": [float(step.loss) for step in done],
         "norms": [float(step.norm) for step in done],
-        "kept": kept(trainer),
+        "stored": stored(trainer),
         "groups": groups_of(mesh),
     }
 
@@ -270,7 +270,7 @@ runs, references = {}, {}
 for name, sizes in MESHES.items():
     path = SAVED if name == "4D" else None
     runs[name] = run(train, sizes, PLANS[name], path, n=ranks_of(sizes), timeout=120)
-    references[name] = run(serial, PLANS[name], n=1)[0]
+    references[name] = run(reference, PLANS[name], n=1)[0]
 
 print(f"{'':4}{'ranks':>6}{'last loss':>12}{'loss off':>11}{'norm off':>11}{'ranks agree':>13}")
 for name, result in runs.items():
@@ -286,10 +286,10 @@ for name, result in runs.items():
 # Sixteen ranks, five axes, and the loss of one process to ten digits and more. `ranks agree` is exact: every rank has
 # the same loss, so all ranks decide alike.
 #
-# ## In which order a gradient becomes complete
+# ## In which order a gradient is reduced
 # A gradient is fully reduced when every rank that used the weight has added its partial gradient:
 #
-# | what is missing | sum over | whose gradients |
+# | what is missing | sum over | gradients of |
 # |---|---|---|
 # | other tokens | dp and cp; experts: edp | all |
 # | other rows | tp, where rows are sharded (sequence parallelism) | replicated weights: norms |
@@ -493,9 +493,9 @@ def sent_by_model(layers, sizes):
     trainer = compose.parallelize(build_model(config), mesh, Plan(), adam)
     found = {}
     for tokens in TOKENS:
-        share = {"dp_rank": mesh.dp.rank, "dp_size": mesh.dp.size}
+        place = {"dp_rank": mesh.dp.rank, "dp_size": mesh.dp.size}
         mesh.ledger.clear()
-        trainer.step(*batch(0, seed=0, batch_size=mesh.dp.size, seq_len=tokens, **share))
+        trainer.step(*batch(0, seed=0, batch_size=mesh.dp.size, seq_len=tokens, **place))
         for axis in ("tp", "dp"):
             found[tokens, axis] = mesh.ledger.wire_bytes(axis)
     return found
@@ -512,7 +512,7 @@ with World(4) as world:
 
 print(f"h = {WIDE.hidden}: 3h = {3 * WIDE.hidden} tokens; in the 2 x 2 mesh {3 * WIDE.hidden // 2}")
 print(f"{'':8}{'as alternatives':^24}{'together, 2 x 2':^24}")
-print(f"{'tokens':8}{'tp=4':>12}{'dp=4':>12}{'tp':>12}{'dp':>12}   bytes a rank, one layer")
+print(f"{'tokens':8}{'tp=4':>12}{'dp=4':>12}{'tp':>12}{'dp':>12}   bytes per rank, one layer")
 for tokens in TOKENS:
     cells = [alone["tp"][tokens, "tp"], alone["dp"][tokens, "dp"]]
     cells += [mesh_2x2[tokens, "tp"], mesh_2x2[tokens, "dp"]]
@@ -546,11 +546,11 @@ TP_CALLS = 4 * SPEED.layers * TP_MICRO
 INSIDE, ACROSS = Link(alpha=0.0001, beta=500e6), Link(alpha=0.0005, beta=25e6)
 X_BYTES = 128 * SPEED.hidden * 4  # of one sequence
 P_BYTES = sum(p.nbytes for p in build_model(SPEED).parameters())
-SERIAL = ROWS * (F_MODEL + B_MODEL)
+ONE_PROCESS = ROWS * (F_MODEL + B_MODEL)
 
 
 def step_seconds(way, n, link):
-    work = SERIAL / n
+    work = ONE_PROCESS / n
     if n == 1:
         return work
     if way == "dp":
@@ -561,7 +561,7 @@ def step_seconds(way, n, link):
     return simulate(make("1f1b", n, ROWS), costs).makespan
 
 
-WAYS = {  # name: axis, link, how far it can be cut
+WAYS = {  # name: axis, link, on how many ranks
     "DP, across nodes": ("dp", ACROSS, (1, 2, 4, 8)),
     "TP, inside a node": ("tp", INSIDE, (1, 2, 4, 8)),
     "TP, across nodes": ("tp", ACROSS, (1, 2, 4, 8)),
@@ -582,7 +582,7 @@ seconds = {
 
 # %%
 def slept_tp(sequences, micro):
-    """Two halves a layer, forward and backward, an all-reduce after each."""
+    """Attention and MLP of each layer, forward and backward, an all-reduce after each."""
     mesh = make_mesh(tp=torch.distributed.get_world_size())
     x = torch.zeros(X_BYTES // 4 * sequences // micro)
     comm.all_reduce(x, mesh.tp)
@@ -602,8 +602,8 @@ def trained(axis):
     mesh = make_mesh(**{axis: n})
     plan = Plan(micro_batches=ROWS // n if axis == "dp" else ROWS)
     trainer = compose.parallelize(build_model(SPEED), mesh, plan, adam)
-    share = {"dp_rank": mesh.dp.rank, "dp_size": mesh.dp.size}
-    given = batch(0, seed=0, batch_size=ROWS, seq_len=128, **share)
+    place = {"dp_rank": mesh.dp.rank, "dp_size": mesh.dp.size}
+    given = batch(0, seed=0, batch_size=ROWS, seq_len=128, **place)
     comm.barrier(mesh.world)
     start = time.perf_counter()
     trainer.step(*given)
@@ -621,8 +621,8 @@ def measured_seconds(way, n, link):
     links = Links(inside=link, between=link)
     if way == "tp":
         return slept_seconds(n, ROWS, TP_MICRO, links)
-    parts = 1 if way == "dp" else n
-    pace = {"F": F_MODEL / parts, "B": B_MODEL / parts}
+    divided_by = 1 if way == "dp" else n
+    pace = {"F": F_MODEL / divided_by, "B": B_MODEL / divided_by}
     return max(run(trained, way, n=n, pace=pace, links=links))
 
 
@@ -630,7 +630,7 @@ COUNTS = (2, 4)
 ONE = F_MODEL + B_MODEL  # seconds of one sequence
 own = {n: (slept_seconds(n, 1, 1) - ONE / n) / (4 * SPEED.layers) for n in COUNTS}
 measured = {
-    name: {n: SERIAL / measured_seconds(way, n, link) for n in COUNTS}
+    name: {n: ONE_PROCESS / measured_seconds(way, n, link) for n in COUNTS}
     for name, (way, link, _) in WAYS.items()
 }
 print("a call costs gloo", ", ".join(f"{1e3 * own[n]:.1f} ms on {n} ranks" for n in COUNTS), "here")
@@ -640,8 +640,8 @@ for name, (way, *_) in WAYS.items():
     line = f"{name:18}"
     for n in COUNTS:
         took = seconds[name][n]
-        gloo = f"{SERIAL / (took + TP_CALLS * own[n]):.2f}" if way == "tp" else "-"
-        line += f"{SERIAL / took:9.2f}{gloo:>10}{measured[name][n]:10.2f} "
+        gloo = f"{ONE_PROCESS / (took + TP_CALLS * own[n]):.2f}" if way == "tp" else "-"
+        line += f"{ONE_PROCESS / took:9.2f}{gloo:>10}{measured[name][n]:10.2f} "
     print(line)
 print(f"your prediction for TP across nodes on 4: {predicted_speedup}")
 
@@ -649,7 +649,7 @@ print(f"your prediction for TP across nodes on 4: {predicted_speedup}")
 from course_lib.view.curves import curves
 
 curves(
-    {name: {n: SERIAL / took for n, took in by_n.items()} for name, by_n in seconds.items()},
+    {name: {n: ONE_PROCESS / took for n, took in by_n.items()} for name, by_n in seconds.items()},
     measured,
     across="ranks",
     up="times as fast as one rank",
@@ -706,7 +706,7 @@ def goes_on(path):
 
 
 again = run(goes_on, SAVED, n=1)[0]
-never_stopped = run(serial, PLANS["4D"], range(STEPS + 1), n=1)[0][0][-1]
+never_stopped = run(reference, PLANS["4D"], range(STEPS + 1), n=1)[0][0][-1]
 print(f"saved by 16 ranks, loaded by 1: loss {again:.10f}")
 print(f"one process all along:               {never_stopped:.10f}")
 assert abs(again - never_stopped) < 1e-8
@@ -725,7 +725,7 @@ from torch.distributed.device_mesh import init_device_mesh
 def in_pytorch():
     devices = init_device_mesh("cpu", (2, 2, 2), mesh_dim_names=("pp", "dp", "tp"))
     mesh = make_mesh("tp-dp-pp", tp=2, dp=2, pp=2)
-    told = {}
+    groups = {}
     for name in ("tp", "dp", "pp"):
         group, axis = devices.get_group(name), getattr(mesh, name)
         assert dist.get_process_group_ranks(group) == list(axis.ranks)
@@ -733,13 +733,13 @@ def in_pytorch():
         x = torch.tensor([float(mesh.rank)])
         dist.all_reduce(x, group=group)
         assert torch.equal(x, comm.all_reduce(torch.tensor([float(mesh.rank)]), axis))
-        told[name] = list(axis.ranks)
-    return told
+        groups[name] = list(axis.ranks)
+    return groups
 
 
-for rank, told in enumerate(run(in_pytorch, n=8)):
+for rank, groups in enumerate(run(in_pytorch, n=8)):
     print(
-        f"rank {rank}: {told}; theirs are equal"
+        f"rank {rank}: {groups}; theirs are equal"
         + (f"; you said {predicted_group}" if rank == 5 else "")
     )
 
@@ -844,7 +844,7 @@ def observed(lab_run=None):
         "apart": {
             "replicas": spread(trainer, "rest", mesh.dp),
             "experts": spread(trainer, "experts", mesh.edp),
-            "two ends": spread(trainer, "embedding", mesh.pp),
+            "tied copies": spread(trainer, "embedding", mesh.pp),
         },
     }
 
@@ -906,7 +906,7 @@ one = sum(p.nbytes for p in fresh(PLANS["3D"]).parameters())
 print(f"{'':14}{'weights':>11}{'optimizer':>11}{'bytes sent':>13}{'code':>6}")
 print(f"{'one process':14}{one:11,}{2 * one:11,}{0:13}")
 for name, result in runs.items():
-    weights, state = (max(one["kept"][at] for one in result) for at in (0, 1))
+    weights, state = (max(one["stored"][at] for one in result) for at in (0, 1))
     sent = float(sum(wire_bytes_by_axis(result.ledgers).values()))
     print(f"{f'{name}, {len(result)} ranks':14}{weights:11,}{state:11,}{sent:13,.0f}{code:6}")
 
@@ -938,14 +938,14 @@ def cheat_sheet(name, config, sizes, sequences, seq_len, micro_batches):
     world = ranks_of(sizes)
     replica = sequences // sizes["dp"]
     assert not compose.refusals(config, sizes, plan, sequences=replica, seq_len=seq_len)
-    print(f"{name}: {world:,} GPUs, {sequences * seq_len / 2**20:.0f} M tokens a step")
-    print(f"{'axis':>8}{'GB a GPU':>11}{'ms':>9}   link")
+    print(f"{name}: {world:,} GPUs, {sequences * seq_len / 2**20:.0f} M tokens per step")
+    print(f"{'axis':>8}{'GB per GPU':>12}{'ms':>9}   link")
     sent = compose.wire_bytes(config, sizes, plan, replica, seq_len)
     for axis, total in sent.items():
         inside = axis.startswith("tp")
         own = float(total / world)
         beta = 450e9 if inside else 50e9
-        print(f"{axis:>8}{own / 1e9:11.2f}{1e3 * own / beta:9.0f}   {'in' if inside else 'out'}")
+        print(f"{axis:>8}{own / 1e9:12.2f}{1e3 * own / beta:9.0f}   {'in' if inside else 'out'}")
     tokens = replica * seq_len
     equal = tokens * float(sent.get("dp", sent.get("dp_cp")) / sent["tp"])
     print(f"a replica reads {tokens:,} tokens; tp sends more than dp from about {equal:,.0f}\n")
@@ -974,8 +974,8 @@ cheat_sheet("GPT-3, note's 512", GPT3, {"tp": 8, "pp": 8, "dp": 8}, 512, 2048, 6
 # %%
 activation = 2048 * GPT3.hidden * 2  # one sequence in bfloat16
 layer = 2 * ring_seconds(activation, 8, Link(0.0, 600e9))
-print(f"TP, two all-reduces forward at 600 GB/s: {1e3 * layer:.2f} ms a layer")
-print(f"PP, one activation at 25 GB/s: {1e3 * activation / 25e9:.1f} ms a micro-batch")
+print(f"TP, two all-reduces forward at 600 GB/s: {1e3 * layer:.2f} ms per layer")
+print(f"PP, one activation at 25 GB/s: {1e3 * activation / 25e9:.1f} ms per micro-batch")
 
 # %% [markdown]
 # ## Your turn

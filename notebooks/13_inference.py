@@ -111,16 +111,16 @@ def recompute(request):
     return text[len(request.prompt) :]
 
 
-SERIAL = {request.number: recompute(request) for request in REQUESTS}
+REFERENCE = {request.number: recompute(request) for request in REQUESTS}
 replica = Replica(model, make_mesh(), slots=4)
 served = serve(replica, Scheduler(REQUESTS, slots=4))
-assert served.tokens == SERIAL
+assert served.tokens == REFERENCE
 
 without = sum(len(r.prompt) + i for r in REQUESTS for i in range(r.max_new_tokens))
 TOKENS, CHOSEN = inference.counts(REQUESTS)
 print(f"the same tokens: {without:,} rows without a cache, {TOKENS} with it;", end=" ")
 print(f"share {TOKENS / without:.2f}, your prediction {predicted_rows}")
-print(repr(PROMPTS[1] + decode(torch.tensor(SERIAL[1]))))
+print(repr(PROMPTS[1] + decode(torch.tensor(REFERENCE[1]))))
 
 # %% [markdown]
 # A request's last token is never fed back: S + m - 1 rows. A cache layer replaces plain attention:
@@ -211,7 +211,7 @@ def together(result):
 
 runs = {"one process": run(on_ranks, {}, n=1), "dp on 4": run(on_ranks, {"dp": 4}, n=4)}
 result = runs["dp on 4"]
-assert together(result) == SERIAL
+assert together(result) == REFERENCE
 for rank, one in enumerate(result):
     ledger = result.ledgers[rank]
     print(
@@ -261,7 +261,7 @@ print(
 )
 for n in (2, 4):
     result = runs[f"tp on {n}"] = run(on_ranks, {"tp": n}, n=n)
-    assert together(result) == SERIAL
+    assert together(result) == REFERENCE
     own, one = result.ledgers[0], result[0]
     formula = inference.tensor_bytes(CONFIG, TOKENS, CHOSEN, n)
     assert own.wire_bytes() == formula
@@ -353,7 +353,7 @@ print(f"{path.name}: {path.stat().st_size / 1000:.0f} kB")
 
 # %%
 result = runs["pp on 4"] = run(on_ranks, {"pp": RANKS}, 4, 4, n=RANKS)
-assert together(result) == SERIAL
+assert together(result) == REFERENCE
 sent = sum(ledger.wire_bytes("pp") for ledger in result.ledgers)
 formula = inference.pipeline_bytes(CONFIG, TOKENS, CHOSEN, RANKS)
 print(f"all ranks together {int(sent):,} bytes, formula {int(formula):,}")
@@ -373,7 +373,7 @@ from course_lib.inference import context
 
 show_source(context.join_parts)
 result = runs["cp on 4"] = run(on_ranks, {"cp": RANKS}, n=RANKS)
-assert together(result) == SERIAL
+assert together(result) == REFERENCE
 prefill = sum(inference.prefill_bytes(CONFIG, len(r.prompt), RANKS) for r in REQUESTS)
 decoding = inference.decode_bytes(CONFIG, CHOSEN - len(REQUESTS), RANKS)
 own = result.ledgers[0].wire_bytes("cp")
@@ -667,7 +667,7 @@ for number in (1, 4):
 # - **lost rows**: one rank does not store the keys and values of decoded tokens
 #
 # For each, name the cause, the collective (`"all_gather"` if its content is wrong, else None) and the rank (a number,
-# or `"all"`; None if correct). "agree" is between ranks, "serial" against one process with the same seed; "choice"
+# or `"all"`; None if correct). "agree" is between ranks, "reference" against one process with the same seed; "choice"
 # are the bytes that a rank hands to the all-gather for one token. Another SEED draws other runs.
 
 # %%
@@ -735,20 +735,20 @@ def examined(lab_run):
     return {"tokens": tokens, "rows": rows, "choice": given // sum(map(len, tokens.values()))}
 
 
-serial = serve(
+reference = serve(
     Replica(model, make_mesh(), 2, inference.chooser(model, DRAWING)), Scheduler(LONG, 2)
 ).tokens
 print(
-    f"{'':3}{'choice':>6}{'agree':>7}{'serial':>8}{'largest token':>15}   rows in slot 0, by rank"
+    f"{'':3}{'choice':>6}{'agree':>7}{'reference':>11}{'largest token':>15}   rows in slot 0, by rank"
 )
 for lab_run in lab:
     result = run(examined, lab_run, n=RANKS)
     texts = [one["tokens"] for one in result]
     agree = "yes" if all(text == texts[0] for text in texts) else "no"
-    same = "yes" if texts[0] == serial else "no"
+    same = "yes" if texts[0] == reference else "no"
     largest = max(token for text in texts for own in text.values() for token in own)
     rows = [one["rows"] for one in result]
-    print(f"{lab_run.letter:3}{result[0]['choice']:6}{agree:>7}{same:>8}{largest:15}   {rows}")
+    print(f"{lab_run.letter:3}{result[0]['choice']:6}{agree:>7}{same:>11}{largest:15}   {rows}")
 
 # %% [markdown]
 # <details><summary>How to read it</summary>

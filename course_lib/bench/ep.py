@@ -104,7 +104,7 @@ def _step(layer: ep.MoE, mesh: Mesh) -> Callable[[int], None]:
     return step
 
 
-def _serial() -> ep.MoE:
+def _reference() -> ep.MoE:
     model = ep.add_experts(build_model(CONFIG), EXPERTS, CHOICES)
     return ep.moe_layers(model)[0]
 
@@ -121,15 +121,15 @@ class Gathered(ep.ExpertParallelMoE):
 
 
 def _parallel(mesh: Mesh) -> ep.MoE:
-    return ep.ExpertParallelMoE(_serial(), mesh.ep, mesh.dp_cp)
+    return ep.ExpertParallelMoE(_reference(), mesh.ep, mesh.dp_cp)
 
 
 def _gathered(mesh: Mesh) -> ep.MoE:
-    return Gathered(_serial(), mesh.ep, mesh.dp_cp)
+    return Gathered(_reference(), mesh.ep, mesh.dp_cp)
 
 
 def _all_experts(mesh: Mesh) -> ep.MoE:
-    return _serial()
+    return _reference()
 
 
 _CONTESTANTS: dict[str, Callable[[Mesh], ep.MoE]] = {

@@ -92,10 +92,10 @@ def predicted(
     reduces = 2 * config.layers // layout.pp
     all_reduce = call_seconds("all_reduce", row, layout.tp, inside)
     choice = call_seconds("all_gather", pair, layout.tp, inside)
-    ends = max(all_reduce, choice) if layout.pp > 1 else all_reduce + choice
+    outside = max(all_reduce, choice) if layout.pp > 1 else all_reduce + choice
     hop_link = links.link((0, layout.tp))
     hop = hop_link.alpha + row / hop_link.beta if layout.pp > 1 else 0.0
-    seconds = layout.pp * (compute + reduces * all_reduce + ends + hop)
+    seconds = layout.pp * (compute + reduces * all_reduce + outside + hop)
     return batch / seconds, seconds
 
 

@@ -248,12 +248,18 @@ def checked_dim(x: Tensor, dim: int, op: str, axis: Axis) -> int:
 def checked_shard(x: Tensor, dim: int, op: str, axis: Axis) -> int:
     """``dim`` counted from 0, if it splits into equal shards for all ranks; else ValueError."""
     dim = checked_dim(x, dim, op, axis)
-    if x.shape[dim] % axis.size:
-        raise ValueError(
-            f"{op} on axis {axis.name}: dim {dim} of shape {list(x.shape)} does not split into "
-            f"{axis.size} equal shards; pad that dim, or choose another dim or number of ranks"
-        )
+    check_equal_shards(f"dim {dim} of shape {list(x.shape)}", x.shape[dim], op, axis)
     return dim
+
+
+def check_equal_shards(what: str, size: int, op: str, axis: Axis, shards: int = 0) -> None:
+    """Raise ValueError unless ``size`` splits into one equal shard per rank, or into ``shards``."""
+    shards = shards or axis.size
+    if size % shards:
+        raise ValueError(
+            f"{op} on axis {axis.name}: {what} does not split into {shards} equal shards; pad it, "
+            "or choose another size or number of ranks"
+        )
 
 
 def _check_counts(

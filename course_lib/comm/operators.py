@@ -115,8 +115,6 @@ def all_to_all(x: Tensor, axis: Axis, split_dim: int = 0, join_dim: int = 0) -> 
 
     x [.., n*a, .., b, ..] -> [.., a, .., n*b, ..]. Each rank sends (n-1)/n S, in backward again.
     """
-    if not (x.requires_grad and torch.is_grad_enabled()):
-        return exchange_shards(x, axis, split_dim, join_dim)
     return _Pair.apply(
         x,
         axis,
@@ -134,8 +132,6 @@ def all_to_all_v(
     be what rank r sends here. Each rank sends the bytes of the rows that leave it; backward takes
     each row's gradient back to where the row came from.
     """
-    if not (x.requires_grad and torch.is_grad_enabled()):
-        return exchange_rows(x, axis, send_counts, receive_counts)
     return _Pair.apply(
         x,
         axis,

@@ -22,6 +22,7 @@ from course_lib.mesh import Axis, Instrument
 from course_lib.schedule import Span
 
 Counts = tuple[tuple[int, ...], tuple[int, ...]]
+Channel = tuple[str, str, int | None]  # axis, and for a message its direction and peer
 
 
 @dataclass(slots=True)
@@ -50,6 +51,11 @@ class Call:
     sent: int | None = None
     overlaps: bool = False
     where: str = ""
+
+
+def channel_of(axis: Axis, call: Call) -> Channel:
+    """Return what carries one transfer at a time: an axis; for messages, a peer and direction."""
+    return axis.name, call.op if call.peer is not None else "", call.peer
 
 
 def issue(axis: Axis, call: Call, instruments: tuple[Instrument, ...] | None = None) -> Handle:
@@ -103,15 +109,14 @@ class Handle:
     def _stamp(self, _: Any = None) -> None:
         """Note when the transfer ended, once: torch's thread calls this too.
 
-        An axis carries one transfer at a time (one message per peer and direction), so that this
-        one began when the axis was free.
+        It began when its channel was free.
         """
         now, free_at = time.perf_counter(), self.axis.context.free_at
         with self._lock:
             if not self.ended and (call := self.call) is not None:
-                lane = self.axis.name, call.peer, call.op if call.peer is not None else ""
-                self.began = max(self.issued, min(now, free_at.get(lane, 0.0)))
-                free_at[lane] = self.ended = now
+                channel = channel_of(self.axis, call)
+                self.began = max(self.issued, min(now, free_at.get(channel, 0.0)))
+                free_at[channel] = self.ended = now
 
     def finish(self, start: float, end: float) -> None:
         """Write the span, read the result and release the call's tensors."""

@@ -1,4 +1,4 @@
-"""The techniques applied to the serial model, each to what those before it have left."""
+"""Apply the techniques to a single-process model, each to the result of those before it."""
 
 from __future__ import annotations
 
@@ -17,22 +17,22 @@ from course_lib.schedule import Schedule
 
 
 def tied_weight(stages: Mapping[int, Decoder]) -> nn.Parameter | None:
-    """The weight that is embedding and head at once, if this rank has an end of the model."""
+    """Return the weight of a tied embedding and LM head, if this rank has either of them."""
     for stage in stages.values():
-        end: Any = stage.head if stage.embedding is None else stage.embedding.token
-        if stage.config.tied and end is not None:
-            return end.weight
+        module: Any = stage.head if stage.embedding is None else stage.embedding.token
+        if stage.config.tied and module is not None:
+            return module.weight
     return None
 
 
 def build_stages(
     model: Decoder, schedule: Schedule | None, mesh: Mesh, plan: Plan
 ) -> dict[int, Decoder]:
-    """This rank's stages of the serial ``model``, which is changed. Without pp that is one.
+    """Return this rank's stages of the single-process ``model``, which is changed; one without pp.
 
-    Experts are shared out first, since tensor parallelism must leave them alone; both see the
-    whole model, because both make groups on all ranks (as a grid over cp does). Attention over cp
-    and recomputation come last: they go around what is there.
+    Experts are divided first, since tensor parallelism must not shard them. Both steps see the
+    whole model, because both make groups on all ranks, as USP over cp does. Attention over cp and
+    recomputation are applied last: they wrap modules that exist by then.
     """
     check_experts(model, plan.experts)
     if plan.experts is not None:
@@ -56,11 +56,11 @@ def check_experts(model: nn.Module, planned: Experts | None) -> None:
     """Raise ValueError unless the model has the experts that the plan says."""
     layers = [module for module in model.modules() if isinstance(module, ep.MoE)]
     for layer in layers:
-        there = (len(layer.experts), layer.top_k, layer.capacity, layer.shared is not None)
-        said = planned and (planned.number, planned.top_k, planned.capacity, planned.shared)
+        there = (len(layer.experts), layer.top_k, layer.capacity_factor, layer.shared is not None)
+        said = planned and (planned.number, planned.top_k, planned.capacity_factor, planned.shared)
         if there != said:
             raise ValueError(
-                "(number, top_k, capacity, shared) of the model's experts are "
+                "(number, top_k, capacity_factor, shared) of the model's experts are "
                 f"{there}, and {said} in the plan: give Plan(experts=Experts(...)) what "
                 "ep.add_experts was given"
             )

@@ -195,7 +195,7 @@ def _of_part(config: ModelConfig, n: int, plan: Plan, elements: Sequence[int]) -
 
 @dataclass(frozen=True)
 class PartSize:
-    """Elements that a rank of ``stage`` holds of a part: at the stage's ends and in each block.
+    """Elements that a rank of ``stage`` holds of a part: outside its blocks and in each block.
 
     A tied embedding that two stages use is a part of its own, on each rank that has one of them.
     """
@@ -226,10 +226,10 @@ def _parts(config: ModelConfig, mesh: _Mesh, plan: Plan) -> list[PartSize]:
         block += router - mlp_parameters(replace(dense, ffn=1))
     gpt, table = config.family == "gpt", padded_rows(config.vocab, mesh.t) * config.hidden
     apart = config.tied and mesh.p > 1  # two stages use it
-    ends = [0] * len(layers)
-    ends[0] += (0 if apart else table) + (config.max_seq_len * config.hidden if gpt else 0)
-    ends[-1] += (2 if gpt else 1) * config.hidden + (0 if config.tied else table)
-    found = [PartSize(stage, (ends[stage], *[block] * count)) for stage, count in enumerate(layers)]
+    outside = [0] * len(layers)
+    outside[0] += (0 if apart else table) + (config.max_seq_len * config.hidden if gpt else 0)
+    outside[-1] += (2 if gpt else 1) * config.hidden + (0 if config.tied else table)
+    found = [PartSize(s, (outside[s], *[block] * count)) for s, count in enumerate(layers)]
     if experts:
         found += [PartSize(s, (experts * count,), True) for s, count in enumerate(layers)]
     if apart:

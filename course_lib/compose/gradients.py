@@ -114,9 +114,9 @@ class Gradients:
         plan: Plan,
     ) -> None:
         self.parts, self.mesh, self.plan = list(parts), mesh, plan
-        ends = {schedule.placement[0], schedule.placement[-1]} if schedule else set()
-        apart = tied is not None and tied.requires_grad and len(ends) == 2
-        self._other_stage = sum(ends - {mesh.pp.rank}) if apart else None
+        ranks = {schedule.placement[0], schedule.placement[-1]} if schedule else set()
+        apart = tied is not None and tied.requires_grad and len(ranks) == 2
+        self._other_stage = sum(ranks - {mesh.pp.rank}) if apart else None
         self._tied = tied
 
     @contextmanager

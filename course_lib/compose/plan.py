@@ -72,7 +72,7 @@ class Experts:
 
     number: int
     top_k: int
-    capacity: float | None = None
+    capacity_factor: float | None = None
     shared: bool = False
     coefficient: float = 0.01
 

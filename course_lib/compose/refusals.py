@@ -216,10 +216,10 @@ def _costly(config: ModelConfig, sizes: Sizes, plan: Plan) -> Iterator[str]:
 def _different(config: ModelConfig, sizes: Sizes, plan: Plan) -> Iterator[str]:
     """What makes the result depend on the mesh."""
     ranks = _size(sizes, "dp") * _size(sizes, "cp") * _size(sizes, "tp")
-    if plan.experts and plan.experts.capacity is not None and ranks > 1:
+    if plan.experts and plan.experts.capacity_factor is not None and ranks > 1:
         yield (
-            f"capacity={plan.experts.capacity}: each rank drops among its own tokens, so that "
-            "losses depend on the mesh; capacity=None drops nothing"
+            f"capacity_factor={plan.experts.capacity_factor}: each rank drops among its own "
+            "tokens, so that losses depend on the mesh; capacity_factor=None drops nothing"
         )
     if config.dropout and ranks * _size(sizes, "pp") > 1:
         yield (

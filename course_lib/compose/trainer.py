@@ -1,4 +1,4 @@
-"""One call takes the serial model and trains it on a mesh."""
+"""Parallelize a single-process model by one call, and train it on a mesh."""
 
 from __future__ import annotations
 
@@ -250,12 +250,12 @@ class Trainer:
 def parallelize(
     model: Decoder, mesh: Mesh, plan: Plan, make_optimizer: zero.MakeOptimizer
 ) -> Trainer:
-    """Cut the serial ``model`` for this rank of ``mesh``; it is changed, use the trainer.
+    """Partition the single-process ``model`` for this rank of ``mesh`` and return its trainer.
 
-    All ranks start from equal weights. ``make_optimizer(parameters)`` is called for each group of
-    parameters that is summed over other ranks, under ZeRO for their shards. Call it on every rank.
-    Raises ValueError with every reason where this cannot be done, and warns (on rank 0) of what
-    can be and should not.
+    ``model`` is changed: use the trainer instead. Call it on every rank, with equal weights.
+    ``make_optimizer(parameters)`` is called for each group of parameters that is summed over other
+    ranks, under ZeRO for their shards. Raises ValueError with every reason where this cannot be
+    done, and warns (on rank 0) of what can be and should not.
     """
     sizes = {**mesh.layout.sizes, "ep": mesh.layout.ep}
     refuse(refusals(model.config, sizes, plan))

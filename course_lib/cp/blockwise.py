@@ -27,6 +27,7 @@ import torch
 from torch import Tensor
 
 from course_lib.cp.layout import Tile
+from course_lib.model import accumulation_dtype
 
 aten = torch.ops.aten
 
@@ -47,11 +48,6 @@ class Kernel(NamedTuple):
     strip: int | None = None
 
 
-def accumulator(dtype: torch.dtype) -> torch.dtype:
-    """Return the dtype in which the results of blocks are added: float32 at least."""
-    return torch.promote_types(dtype, torch.float32)
-
-
 # --- the kernel to read: any device, any dtype, memory s * t ------------------------------------
 
 
@@ -68,7 +64,7 @@ def _scores(q_BsHK: Tensor, k_BtGK: Tensor, causal: bool) -> Tensor:
 def _plain_forward(
     q_BsHK: Tensor, k_BtGK: Tensor, v_BtGK: Tensor, causal: bool
 ) -> tuple[Tensor, Tensor]:
-    wide = accumulator(q_BsHK.dtype)
+    wide = accumulation_dtype(q_BsHK.dtype)
     scores = _scores(q_BsHK.to(wide), k_BtGK.to(wide), causal)
     lse_BGRs = scores.logsumexp(-1)
     p_BGRst = (scores - lse_BGRs[..., None]).exp()
@@ -79,7 +75,7 @@ def _plain_forward(
 def _plain_backward(
     dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse_BsH: Tensor, causal: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
-    wide, groups = accumulator(q.dtype), (k.shape[2], -1)
+    wide, groups = accumulation_dtype(q.dtype), (k.shape[2], -1)
     dout, q, k, v, out = (x.to(wide) for x in (dout, q, k, v, out))
     lse_BGRs = lse_BsH.transpose(1, 2).unflatten(1, groups)
     p_BGRst = (_scores(q, k, causal) - lse_BGRs[..., None]).exp()
@@ -184,7 +180,7 @@ def merge(out: Tensor, lse: Tensor, block_out: Tensor, block_lse: Tensor) -> Non
 
 def attend(q: Tensor, blocks: Blocks, visible: Visible, kernel: Kernel) -> tuple[Tensor, Tensor]:
     """Return (out_BsHK, lse_BsH), the attention of ``q`` (B, s, H, K) on all ``blocks``."""
-    wide = accumulator(q.dtype)
+    wide = accumulation_dtype(q.dtype)
     out = torch.zeros_like(q, dtype=wide, memory_format=torch.contiguous_format)
     lse = q.new_full(q.shape[:-1], float("-inf"), dtype=wide)
     for source, (k, v) in blocks:

@@ -21,11 +21,11 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from course_lib import comm
-from course_lib.cp.blockwise import Kernel, accumulator, attend, attend_backward, kernel_for
+from course_lib.cp.blockwise import Kernel, attend, attend_backward, kernel_for
 from course_lib.cp.layout import ZIGZAG, SequenceLayout, view_of
 from course_lib.cp.ring import ring_saved_bytes
 from course_lib.mesh import Axis
-from course_lib.model import ModelConfig
+from course_lib.model import ModelConfig, accumulation_dtype
 
 
 def gather_wire_bytes(
@@ -40,7 +40,7 @@ def gather_wire_bytes(
     """Return the bytes that a rank sends in all layers in a step, for ``batch`` sequences."""
     kv_elements = 2 * batch * seq_len * config.kv_heads * config.head_dim
     gathers = forwards if save_gathered else forwards + 1
-    width = gathers * config.dtype.itemsize + accumulator(config.dtype).itemsize
+    width = gathers * config.dtype.itemsize + accumulation_dtype(config.dtype).itemsize
     return Fraction(config.layers * (n - 1) * kv_elements * width, n)
 
 
@@ -76,7 +76,7 @@ class GatherAttention(torch.autograd.Function):
     def backward(ctx, dout: Tensor):
         q, kv, out, lse = ctx.saved_tensors
         gathered = kv if ctx.save_gathered else comm.all_gather(kv, ctx.axis)
-        dq = torch.zeros_like(q, dtype=accumulator(q.dtype))
+        dq = torch.zeros_like(q, dtype=accumulation_dtype(q.dtype))
         partial = torch.empty_like(gathered, dtype=dq.dtype)
         rows, blocks = (dout, q, out, lse), _own_first(gathered, ctx.axis)
         for source, dkv in attend_backward(dq, rows, blocks, ctx.visible, ctx.kernel):

@@ -30,10 +30,10 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from course_lib import comm
-from course_lib.cp.blockwise import Kernel, accumulator, attend, attend_backward, kernel_for
+from course_lib.cp.blockwise import Kernel, attend, attend_backward, kernel_for
 from course_lib.cp.layout import ZIGZAG, SequenceLayout, view_of
 from course_lib.mesh import Axis
-from course_lib.model import ModelConfig
+from course_lib.model import ModelConfig, accumulation_dtype
 
 
 def ring_wire_bytes(
@@ -44,7 +44,7 @@ def ring_wire_bytes(
     ``forwards`` counts the forward passes per backward: 2 where attention is recomputed.
     """
     kv_elements = 2 * batch * seq_len * config.kv_heads * config.head_dim
-    width = (forwards + 1) * config.dtype.itemsize + accumulator(config.dtype).itemsize
+    width = (forwards + 1) * config.dtype.itemsize + accumulation_dtype(config.dtype).itemsize
     return Fraction(config.layers * (n - 1) * kv_elements * width, n)
 
 
@@ -57,7 +57,7 @@ def ring_saved_bytes(config: ModelConfig, batch: int, seq_len: int, n: int) -> i
     rows = batch * seq_len // n
     features = 2 * (config.heads + config.kv_heads) * config.head_dim
     return rows * (
-        features * config.dtype.itemsize + config.heads * accumulator(config.dtype).itemsize
+        features * config.dtype.itemsize + config.heads * accumulation_dtype(config.dtype).itemsize
     )
 
 
@@ -77,7 +77,7 @@ class RingAttention(torch.autograd.Function):
     def backward(ctx, dout: Tensor):
         axis = ctx.axis
         q, kv, out, lse = ctx.saved_tensors
-        dq = torch.zeros_like(q, dtype=accumulator(q.dtype))
+        dq = torch.zeros_like(q, dtype=accumulation_dtype(q.dtype))
         own = in_flight = None
         blocks = comm.ring(kv, axis)
         rows = (dout, q, out, lse)

@@ -15,7 +15,7 @@ from course_lib.ep.formulas import (
     parameters_per_rank,
     saved_beside_experts,
     saved_by_layer,
-    saved_by_serial_layer,
+    saved_by_reference_layer,
     wire_bytes,
 )
 from course_lib.ep.gradients import (
@@ -45,7 +45,7 @@ __all__ = [
     "route",
     "saved_beside_experts",
     "saved_by_layer",
-    "saved_by_serial_layer",
+    "saved_by_reference_layer",
     "shared_parameters",
     "wire_bytes",
 ]

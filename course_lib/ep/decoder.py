@@ -17,7 +17,7 @@ def add_experts(
     experts: int,
     top_k: int,
     *,
-    capacity: float | None = None,
+    capacity_factor: float | None = None,
     shared: bool = False,
     seed: int = 0,
 ) -> Decoder:
@@ -27,7 +27,7 @@ def add_experts(
     anew, of the same spread; they follow from ``seed`` alone. Raises ValueError for sizes that do
     not fit.
     """
-    _check(experts, top_k, capacity)
+    _check(experts, top_k, capacity_factor)
     generator = torch.Generator().manual_seed(seed)
     for block in model.blocks:
         dense: nn.Module = block.ffn  # type: ignore[assignment]
@@ -38,19 +38,19 @@ def add_experts(
             _router(model.config.hidden, experts, next(dense.parameters()), generator),
             {str(number): expert for number, expert in enumerate(drawn)},
             top_k,
-            capacity,
+            capacity_factor,
             _another(dense, generator) if shared else None,
         )
     return model
 
 
-def _check(experts: int, top_k: int, capacity: float | None) -> None:
+def _check(experts: int, top_k: int, capacity_factor: float | None) -> None:
     if experts < 1 or not 1 <= top_k <= experts:
         raise ValueError(f"expected top_k from 1 to experts={experts}, got top_k={top_k}")
-    if capacity is not None and not capacity > 0:
+    if capacity_factor is not None and not capacity_factor > 0:
         raise ValueError(
-            f"expected a capacity factor above 0 (1 fits an even load) or None (nothing is "
-            f"dropped), got capacity={capacity}"
+            f"expected capacity_factor above 0 (1 fits an even load) or None (nothing is dropped), "
+            f"got capacity_factor={capacity_factor}"
         )
 
 

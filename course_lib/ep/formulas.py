@@ -61,7 +61,7 @@ def saved_by_layer(config: ModelConfig, layer: MoE, tokens: int, load: Load, ran
     return _saved_by_router(config, layer, tokens) + order + computed + back
 
 
-def saved_by_serial_layer(config: ModelConfig, layer: MoE, tokens: int) -> int:
+def saved_by_reference_layer(config: ModelConfig, layer: MoE, tokens: int) -> int:
     """Return the bytes saved for the layer of one process, a loop over experts, without capacity.
 
     For each pair of a token and an expert: two indices and a weight, the expert's input, inner

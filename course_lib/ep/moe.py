@@ -28,7 +28,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-NOWHERE = -1  # the expert of a pair that found no room
+from course_lib.model import accumulation_dtype
+
+NOWHERE = -1  # the expert of a pair that exceeds the capacity
 Counts = tuple[tuple[int, ...], ...]
 
 
@@ -42,8 +44,8 @@ class Routes:
     probability_E: Tensor  # of each expert, summed over the tokens
 
 
-def route(logits_TE: Tensor, top_k: int, room: int | None = None) -> Routes:
-    """Choose ``top_k`` experts for each token; an expert takes ``room`` pairs, or all (None)."""
+def route(logits_TE: Tensor, top_k: int, capacity: int | None = None) -> Routes:
+    """Choose ``top_k`` experts for each token; an expert takes ``capacity`` pairs, None: all."""
     experts = logits_TE.shape[1]
     probabilities_TE = logits_TE.softmax(-1)
     weights_TK, experts_TK = probabilities_TE.topk(top_k)
@@ -51,9 +53,9 @@ def route(logits_TE: Tensor, top_k: int, room: int | None = None) -> Routes:
         weights_TK = weights_TK / weights_TK.sum(-1, keepdim=True)
     experts_KT = experts_TK.t().contiguous()
     chosen_PE = nn.functional.one_hot(experts_KT.flatten(), experts)
-    if room is not None:
+    if capacity is not None:
         before_P = (chosen_PE.cumsum(0) * chosen_PE).sum(-1) - 1  # how many came before this one
-        experts_KT = experts_KT.masked_fill((before_P >= room).view_as(experts_KT), NOWHERE)
+        experts_KT = experts_KT.masked_fill((before_P >= capacity).view_as(experts_KT), NOWHERE)
     return Routes(experts_KT, weights_TK.t(), chosen_PE.sum(0), probabilities_TE.sum(0))
 
 
@@ -118,13 +120,13 @@ class MoE(nn.Module):
         router: nn.Linear,
         experts: Mapping[str, nn.Module],
         top_k: int,
-        capacity: float | None = None,
+        capacity_factor: float | None = None,
         shared: nn.Module | None = None,
     ) -> None:
         super().__init__()
         self.router = router
         self.experts = nn.ModuleDict(experts)
-        self.top_k, self.capacity = top_k, capacity
+        self.top_k, self.capacity_factor = top_k, capacity_factor
         self.shared = shared
         self.load: Load | None = None
         self.auxiliary: Tensor | None = None
@@ -142,13 +144,13 @@ class MoE(nn.Module):
 
     def route(self, x_TD: Tensor) -> Routes:
         """Return the experts of this rank's tokens; the router computes in float32 at least."""
-        wide = torch.promote_types(x_TD.dtype, torch.float32)
+        wide = accumulation_dtype(x_TD.dtype)
         logits_TE = nn.functional.linear(x_TD.to(wide), self.router.weight.to(wide))
-        room = None
-        if self.capacity is not None:
+        capacity = None
+        if self.capacity_factor is not None:
             pairs = self.top_k * len(x_TD)
-            room = math.ceil(self.capacity * pairs / self.router.out_features)
-        return route(logits_TE, self.top_k, room)
+            capacity = math.ceil(self.capacity_factor * pairs / self.router.out_features)
+        return route(logits_TE, self.top_k, capacity)
 
     def survey(self, routes: Routes) -> Load:
         """Return the counts as Python numbers; on a GPU this waits for the router."""

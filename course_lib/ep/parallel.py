@@ -37,7 +37,7 @@ from course_lib.model import Decoder
 
 
 def parallelize(model: Decoder, ep: Axis, data: Axis, rows: Axis | None = None) -> Decoder:
-    """Keep this rank's experts of every MoE layer of the serial ``model``, in place.
+    """Reduce each MoE layer of the single-process ``model`` to this rank's experts, in place.
 
     ``data`` are all ranks that hold different tokens (``mesh.dp_cp``), those of ``ep`` among them;
     under sequence parallelism the ranks of ``rows`` (``mesh.tp``) hold different tokens too.
@@ -64,7 +64,7 @@ class ExpertParallelMoE(MoE):
         names = list(moe.experts)
         if len(names) != moe.router.out_features:
             raise ValueError(
-                "the experts are divided among ranks already: parallelize a serial model once"
+                "the experts are divided among ranks already: parallelize a full model, once"
             )
         if len(names) % ep.size:
             raise ValueError(
@@ -74,7 +74,7 @@ class ExpertParallelMoE(MoE):
         own = len(names) // ep.size
         mine = names[ep.rank * own : (ep.rank + 1) * own]
         experts = {name: moe.experts[name] for name in mine}
-        super().__init__(moe.router, experts, moe.top_k, moe.capacity, moe.shared)
+        super().__init__(moe.router, experts, moe.top_k, moe.capacity_factor, moe.shared)
         self.ep, self.data, self.rows = ep, data, rows
         for parameter in self.experts.parameters() if ep.size > 1 else ():
             comm.set_shard_spec(parameter, comm.ShardSpec(ep))

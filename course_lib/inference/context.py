@@ -32,7 +32,7 @@ from course_lib.inference.sampling import Chooser
 from course_lib.inference.scheduler import Work
 from course_lib.ledger import wire
 from course_lib.mesh import Axis, Mesh
-from course_lib.model import Attention, Decoder, ModelConfig
+from course_lib.model import Attention, Decoder, ModelConfig, accumulation_dtype
 
 NOWHERE = 2**62  # the position of an empty row: no query sees it
 Prefill = Callable[[Tensor, Tensor, Tensor, Axis, cp.SequenceLayout], Tensor]
@@ -55,7 +55,7 @@ def prefill_bytes(
 
 def decode_bytes(config: ModelConfig, tokens: int, n: int) -> Fraction:
     """Bytes a rank sends to decode ``tokens``: the parts of attention in every layer."""
-    itemsize = torch.promote_types(config.dtype, torch.float32).itemsize
+    itemsize = accumulation_dtype(config.dtype).itemsize
     part = config.heads * (config.head_dim + 1) * itemsize
     return config.layers * wire("all_gather", tokens * part, n)
 
@@ -199,7 +199,7 @@ def attend_part(q_B1HK: Tensor, k_BTGK: Tensor, v_BTGK: Tensor, seen_BT: Tensor)
 
     Where no row is seen: 0, and a log-sum-exp of minus infinity.
     """
-    wide = torch.promote_types(q_B1HK.dtype, torch.float32)
+    wide = accumulation_dtype(q_B1HK.dtype)
     q_BGRK = q_B1HK[:, 0].unflatten(1, (k_BTGK.shape[2], -1)).to(wide)
     scores_BGRT = torch.einsum("bgrk,btgk->bgrt", q_BGRK, k_BTGK.to(wide))
     scores_BGRT = scores_BGRT * q_B1HK.shape[-1] ** -0.5

@@ -62,7 +62,7 @@ class Served:
 
 
 class Replica:
-    """A model with its cache. ``choose`` left out is greedy; the model must have both its ends."""
+    """A full model, not a stage, with its cache. ``choose`` left out is greedy."""
 
     cuts_sequences = False
 
@@ -96,7 +96,7 @@ class Replica:
 
 
 def sharing_experts(model: nn.Module) -> Axis | None:
-    """All ranks whose tokens travel to each other's experts; None without shared experts."""
+    """Return all ranks that send tokens to each other's experts; None without such ranks."""
     layers = (module for module in model.modules() if isinstance(module, ExpertParallelMoE))
     return next((layer.data for layer in layers), None)
 

@@ -5,9 +5,9 @@ token; a maximum needs two: every rank offers its largest logit and whose it is,
 best pair. Drawing is made a maximum too (Gumbel-max): with one number e of an exponential
 distribution for each token of the vocabulary, ``argmax(z / temperature - log e)`` is distributed as
 the softmax. The noise follows from (seed, request, position) and covers the whole vocabulary; each
-rank draws all of it and uses its own part, so that the token is the serial model's for any
-number of ranks, any batching, and any restart. (One seed a rank would be drawn from V/t tokens
-each with no regard to t: right in distribution, and another text on every t.)
+rank draws all of it and uses its own part, so that the token is that of the single-process
+reference for any number of ranks, any batching, and any restart. (With one seed per rank, the
+distribution would be right, but the text would depend on t.)
 
 Where every rank instead gathered all logits and drew by a random state of its own, ranks would
 take different tokens, and from then on attend to different pasts: nothing fails, the text is
@@ -32,7 +32,7 @@ from course_lib import comm
 from course_lib.inference.scheduler import Work
 from course_lib.ledger import wire
 from course_lib.mesh import Axis
-from course_lib.model import Decoder, ModelConfig
+from course_lib.model import Decoder, ModelConfig, accumulation_dtype
 from course_lib.tp import VocabHead
 from course_lib.tp.layers import padded_rows
 
@@ -92,7 +92,7 @@ def choose(
 
     The columns are tokens ``first`` and up of ``vocab``. Of equal logits the lowest token wins.
     """
-    z_BVt = logits_BVt.to(torch.promote_types(logits_BVt.dtype, torch.float32))
+    z_BVt = logits_BVt.to(accumulation_dtype(logits_BVt.dtype))
     if sampling is not None:
         z_BVt = z_BVt / sampling.temperature
         if sampling.cuts:
@@ -103,7 +103,7 @@ def choose(
     best_B, token_B = z_BVt.max(1)
     if axis is None or axis.size == 1:
         return token_B
-    # The token travels as a number like the logits: float32 tells 16 million tokens apart.
+    # The token is sent in the dtype of the logits: float32 represents 16 million tokens exactly.
     pair_B2 = torch.stack([best_B, (token_B + first).to(best_B)], 1)
     pair_nB2 = comm.all_gather(pair_B2[None], axis)
     winner_1B1 = pair_nB2[..., :1].argmax(0, keepdim=True)
@@ -140,5 +140,5 @@ def sampling_bytes(
     if sampling is not None and sampling.cuts:
         rows = padded_rows(config.vocab, n)
         numbers += min(sampling.top_k or rows, rows)
-    itemsize = torch.promote_types(config.dtype, torch.float32).itemsize
+    itemsize = accumulation_dtype(config.dtype).itemsize
     return wire("all_gather", chosen * numbers * itemsize, n)

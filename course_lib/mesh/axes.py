@@ -49,8 +49,8 @@ class RankContext:
     trace: Trace = field(init=False)
     sockets: SocketMeter = field(init=False)  # what the kernel counts
     instruments: tuple[Instrument, ...] = ()  # outermost first
-    # When the last transfer of an axis (a message: of a peer and direction) ended.
-    free_at: dict[tuple[str, int | None, str], float] = field(default_factory=dict)
+    # When the last transfer of a channel (see comm.transfer) ended.
+    free_at: dict[tuple[str, str, int | None], float] = field(default_factory=dict)
     group_of_one: dist.ProcessGroup | None = None  # this rank alone: for axes of size 1
 
     def __post_init__(self) -> None:

@@ -26,7 +26,7 @@ Decoder.own_rows         the positions that x has between blocks          tp (wi
 =======================  ===============================================  ======================
 """
 
-from course_lib.model.config import ModelConfig, tiny_config
+from course_lib.model.config import ModelConfig, accumulation_dtype, tiny_config
 from course_lib.model.counting import block_parameter_count, parameter_count, parameter_sizes
 from course_lib.model.decoder import IGNORE_INDEX, Decoder, build_model, loss_sum
 from course_lib.model.layers import (
@@ -45,6 +45,7 @@ __all__ = [
     "Block",
     "Decoder",
     "ModelConfig",
+    "accumulation_dtype",
     "block_parameter_count",
     "build_model",
     "causal_attention",

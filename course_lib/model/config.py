@@ -11,6 +11,11 @@ FAMILIES = ("llama", "gpt")
 DTYPES = (torch.float32, torch.float64, torch.bfloat16)
 
 
+def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
+    """Return the dtype of sums, softmax and angles in a model of ``dtype``: float32 at least."""
+    return torch.promote_types(dtype, torch.float32)
+
+
 @dataclass(frozen=True)
 class ModelConfig:
     """Sizes of a decoder. The default is small enough for one core and cuts by 2, 4 and 8.

@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from course_lib.model.config import ModelConfig
+from course_lib.model.config import ModelConfig, accumulation_dtype
 from course_lib.model.layers import Block, Embedding, identity, norm_of
 
 IGNORE_INDEX = -100  # a target that counts for nothing
@@ -99,7 +99,7 @@ def loss_sum(logits_BSV: Tensor, targets_BS: Tensor) -> tuple[Tensor, Tensor]:
     (sum of sums) / (sum of counts), not the mean of the ranks' means. Targets of
     ``IGNORE_INDEX`` count for nothing. Computed in float32 at least.
     """
-    dtype = torch.promote_types(logits_BSV.dtype, torch.float32)
+    dtype = accumulation_dtype(logits_BSV.dtype)
     total = F.cross_entropy(
         logits_BSV.flatten(0, 1).to(dtype),
         targets_BS.flatten(),

@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from course_lib.model.config import ModelConfig
+from course_lib.model.config import ModelConfig, accumulation_dtype
 
 
 def rotary_angles(positions_S: Tensor, head_dim: int, base: float, dtype: torch.dtype) -> Tensor:
@@ -19,7 +19,7 @@ def rotary_angles(positions_S: Tensor, head_dim: int, base: float, dtype: torch.
     Computed in float32 at least, float64 in a float64 model: bfloat16 cannot tell position 257
     from 258. Source: Su et al. 2021, RoFormer.
     """
-    dtype = torch.promote_types(dtype, torch.float32)
+    dtype = accumulation_dtype(dtype)
     pairs_R = torch.arange(0, head_dim, 2, device=positions_S.device, dtype=dtype) / head_dim
     return positions_S.to(dtype)[..., None] * base**-pairs_R
 

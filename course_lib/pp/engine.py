@@ -157,10 +157,10 @@ def run(
         rows = len(some.own_rows(positions_of(batch)))
         return weight.new_empty(()).expand(len(batch[0]), rows, some.config.hidden)
 
-    ends: AbstractContextManager[list[int]] = nullcontext([])
+    tied_sum: AbstractContextManager[list[int]] = nullcontext([])
     if some.config.tied:
-        ends = summed_gradient(schedule, stages, mesh.pp, sum_tied)
-    with ends as done_last:
+        tied_sum = summed_gradient(schedule, stages, mesh.pp, sum_tied)
+    with tied_sum as done_last:
 
         def stage_done(stage: int) -> None:
             if stage not in done_last:

@@ -24,7 +24,7 @@ def output_of(action: Action) -> Action | None:
 
 
 def input_of(action: Action, stages: int) -> Action | None:
-    """Return the name of the result that ``action`` reads; None for W and at the two ends."""
+    """Return the name of the result that ``action`` reads; None for W, first F and last B."""
     output = output_of(action)
     if output is None:
         return None

@@ -24,16 +24,16 @@ def summed_gradient(
     Without ``sum_tied`` the copies of two ranks are left to the caller.
     """
     first, last = schedule.placement[0], schedule.placement[-1]
-    ends = [stage for stage in stages if stage in (0, schedule.stages - 1)]
-    weight = _tied_weight(stages[ends[0]]) if ends else None
+    outer = [stage for stage in stages if stage in (0, schedule.stages - 1)]
+    weight = _tied_weight(stages[outer[0]]) if outer else None
     if weight is None or (first != last and not sum_tied):
         yield []
         return
     if first == last:
-        yield ends
+        yield outer
         return
     before, weight.grad = weight.grad, None  # only what this step adds is summed
-    yield ends
+    yield outer
     step = _sum_of_both(weight.grad, pp, other=first + last - pp.rank)
     weight.grad = step if before is None else before.add_(step)
 

@@ -135,13 +135,13 @@ def measure(say: Say, techniques: Iterable[Technique] | None = None) -> tuple[li
     return rows, skipped
 
 
-def make_row(technique: Technique, results: Results, serial: list[float], job: Job = JOB) -> Row:
-    """Compare the ranks' reports with the losses of one process and the technique's formulas."""
+def make_row(technique: Technique, results: Results, reference: list[float], job: Job = JOB) -> Row:
+    """Compare the ranks' reports with the losses of its reference and the technique's formulas."""
     reports: list[Report] = list(results)
     differences = [
         abs(mine - expected)
         for report in reports
-        for mine, expected in zip(report.losses, serial, strict=True)
+        for mine, expected in zip(report.losses, reference, strict=True)
     ]
     counted = wire_bytes_by_axis(results.ledgers)
     formula = technique.formula(job)

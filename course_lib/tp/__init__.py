@@ -8,7 +8,7 @@ all-reduce forward, where x leaves, and one backward, where it entered: four per
 
 =============  ===========================================================
 layers         ColumnLinear, RowLinear, VocabEmbedding, VocabHead, loss_sum, RankDropout
-plan           parallelize: a plan as data, applied to the serial model
+plan           parallelize: a plan as data, applied to a single-process model
 overlap        the gather and the scatter as rings between matrix products
 formulas       bytes sent, parameters held, saved activations
 =============  ===========================================================

@@ -4,12 +4,10 @@ from __future__ import annotations
 
 from fractions import Fraction
 
-import torch
-
+from course_lib import recompute
 from course_lib.ledger import wire
-from course_lib.model import ModelConfig
+from course_lib.model import ModelConfig, accumulation_dtype
 from course_lib.recompute import ID_BYTES, saved_by_block
-from course_lib.recompute import saved_at_ends as saved_at_serial_ends
 from course_lib.tp.layers import padded_rows
 
 
@@ -40,7 +38,7 @@ def wire_bytes(
 
 def loss_bytes(config: ModelConfig, tokens: int, n: int) -> Fraction:
     """Return the bytes of three all-reduces of one number per token, in float32 at least."""
-    itemsize = torch.promote_types(config.dtype, torch.float32).itemsize
+    itemsize = accumulation_dtype(config.dtype).itemsize
     return 3 * wire("all_reduce", tokens * itemsize, n)
 
 
@@ -78,10 +76,10 @@ def saved_per_block(config: ModelConfig, sequences: int, seq_len: int, n: int) -
     return replicated + saved.inside // n + keys_values
 
 
-def saved_at_ends(config: ModelConfig, sequences: int, seq_len: int, n: int) -> int:
+def saved_outside_blocks(config: ModelConfig, sequences: int, seq_len: int, n: int) -> int:
     """Return the bytes that a rank saves for embedding and LM head: a shard of the vocabulary's."""
-    ends = saved_at_serial_ends(config, sequences, seq_len)
-    replicated = ends.positions + ends.mask + ends.norm + ends.entered
+    saved = recompute.saved_outside_blocks(config, sequences, seq_len)
+    replicated = saved.positions + saved.mask + saved.norm + saved.entered
     return replicated + saved_by_vocabulary(config, sequences * seq_len, n)
 
 
@@ -93,7 +91,7 @@ def saved_by_vocabulary(config: ModelConfig, tokens: int, n: int) -> int:
     saves a mask of its padding, where there is some: on the last rank.
     """
     rows = padded_rows(config.vocab, n)
-    wide = torch.promote_types(config.dtype, torch.float32).itemsize
+    wide = accumulation_dtype(config.dtype).itemsize
     padding = rows if config.vocab % n else 0
     return saved_by_embedding(tokens) + tokens * (rows * wide + ID_BYTES + 2) + padding
 

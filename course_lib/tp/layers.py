@@ -30,9 +30,10 @@ from torch.autograd.function import once_differentiable
 
 from course_lib import comm
 from course_lib.comm import Held, Region, ShardSpec
+from course_lib.comm.collectives import check_equal_shards
 from course_lib.comm.operators import Move, Product, apply_weight
 from course_lib.mesh import Axis, sub_axis
-from course_lib.model import IGNORE_INDEX
+from course_lib.model import IGNORE_INDEX, accumulation_dtype
 
 
 def identity(x: Tensor, axis: Axis) -> Tensor:
@@ -60,7 +61,8 @@ class ColumnLinear(nn.Module):
     ) -> None:
         super().__init__()
         spec = ShardSpec(axis, 0, kv_group if kv_group and kv_group.size > 1 else None)
-        _check_divides(linear, "out_features", axis, spec.shards)
+        features = linear.out_features
+        check_equal_shards(f"out_features={features}", features, "ColumnLinear", axis, spec.shards)
         self.axis, self.enter = axis, enter
         self.weight = comm.take_shard(linear.weight, spec)
         self.bias = None if linear.bias is None else comm.take_shard(linear.bias, spec)
@@ -78,7 +80,8 @@ class RowLinear(nn.Module):
 
     def __init__(self, linear: nn.Linear, axis: Axis, leave: Move = comm.reduce_from) -> None:
         super().__init__()
-        _check_divides(linear, "in_features", axis, axis.size)
+        features = linear.in_features
+        check_equal_shards(f"in_features={features}", features, "RowLinear", axis)
         self.axis, self.leave = axis, leave
         self.weight = comm.take_shard(linear.weight, ShardSpec(axis, 1))
         self.bias = linear.bias
@@ -87,16 +90,6 @@ class RowLinear(nn.Module):
         """Return (..., D) of x (..., F/t)."""
         y = self.leave(F.linear(x, self.weight), self.axis)
         return y if self.bias is None else y + self.bias
-
-
-def _check_divides(linear: nn.Linear, which: str, axis: Axis, shards: int) -> None:
-    features = getattr(linear, which)
-    if features % shards:
-        raise ValueError(
-            f"{which}={features} cannot be cut into {shards} equal shards for the {axis.size} "
-            f"ranks of axis {axis.name}: choose sizes that {shards} divides, or another number of "
-            "ranks"
-        )
 
 
 # --- key and value heads that several ranks hold -------------------------------------------------
@@ -225,7 +218,7 @@ def loss_sum(
 class _VocabCrossEntropy(torch.autograd.Function):
     @staticmethod
     def forward(ctx, logits_TVt: Tensor, targets_T: Tensor, axis: Axis, ignore_index: int):
-        z_TVt = logits_TVt.to(torch.promote_types(logits_TVt.dtype, torch.float32))
+        z_TVt = logits_TVt.to(accumulation_dtype(logits_TVt.dtype))
         rows_T, is_mine_T = _in_own_rows(targets_T, z_TVt.shape[1], axis)
         max_T = comm.all_reduce_max(z_TVt.amax(1), axis)
         exp_TVt = (z_TVt - max_T[:, None]).exp()

@@ -1,4 +1,4 @@
-"""A plan as data: what replaces each module of the serial model. ``*`` matches one name."""
+"""A plan as data: the replacement of each module of a model. ``*`` matches one name."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class Cut:
     kv_group: Axis
 
 
-Entry = Callable[[Any, Cut], nn.Module]  # serial module, how to shard it -> its replacement
+Entry = Callable[[Any, Cut], nn.Module]  # module, how to shard it -> its replacement
 
 
 def column(linear: nn.Linear, cut: Cut) -> nn.Module:
@@ -114,15 +114,15 @@ GPT: Mapping[str, Entry] = {
 def plan_for(model: Decoder) -> Mapping[str, Entry]:
     """Return the plan of the model's family, without what a pipeline stage does not have."""
     plan = LLAMA if model.config.family == "llama" else GPT
-    ends = {"embedding": model.embedding, "head": model.head}
-    absent = tuple(name for name, module in ends.items() if module is None)
+    optional = {"embedding": model.embedding, "head": model.head}
+    absent = tuple(name for name, module in optional.items() if module is None)
     return {key: entry for key, entry in plan.items() if not key.startswith(absent)}
 
 
 def parallelize(
     model: Decoder, axis: Axis, region: Region = REGION, plan: Mapping[str, Entry] | None = None
 ) -> Decoder:
-    """Shard the serial ``model`` in place: every rank keeps its shards of the same weights.
+    """Shard the single-process ``model`` in place: every rank has its shards of the same weights.
 
     ``plan`` left out is :func:`plan_for` of the model. Call it before an optimizer takes the
     parameters, and on every rank of the world (it makes groups, as ``make_mesh`` does).
@@ -140,13 +140,13 @@ def parallelize(
     if done := [name for name, _ in places if isinstance(model.get_submodule(name), SHARDED)]:
         raise ValueError(
             f"{len(done)} modules of the model, the first of them {done[0]}, are sharded over "
-            "tensor parallel ranks already: parallelize a serial model, once"
+            "tensor parallel ranks already: parallelize a full model, once"
         )
     cut = Cut(axis, region, key_value_group(axis, model.config.kv_heads))
     for name, entry in places:
         parent, _, own_name = name.rpartition(".")
-        serial = model.get_submodule(name)
-        setattr(model.get_submodule(parent), own_name, entry(serial, cut).train(serial.training))
+        module = model.get_submodule(name)
+        setattr(model.get_submodule(parent), own_name, entry(module, cut).train(module.training))
     model.own_rows = lambda positions_S: region.rows(positions_S, axis)
     if isinstance(model.head, VocabHead):
         model.cross_entropy = partial(loss_sum, axis=axis, vocab=model.head.vocab)

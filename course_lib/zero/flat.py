@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from course_lib import comm
 from course_lib.mesh import Axis
+from course_lib.model import accumulation_dtype
 
 
 def padded(elements: int, n: int) -> int:
@@ -25,7 +26,7 @@ def reduce_dtype(dtype: torch.dtype) -> torch.dtype:
 
     bfloat16 has 8 bits of precision, so an update below 1/256 of a weight would be lost.
     """
-    return torch.promote_types(dtype, torch.float32)
+    return accumulation_dtype(dtype)
 
 
 class FlatParameter:

@@ -36,9 +36,9 @@ def tokens(rows=6, config=F64, seed=0):
 def by_hand(moe, x_TD):
     """Token by token, choice by choice, in plain numbers of Python where it decides."""
     experts, rows = len(moe.experts), len(x_TD)
-    room = math.inf
-    if moe.capacity is not None:
-        room = math.ceil(moe.capacity * rows * moe.top_k / experts)
+    capacity = math.inf
+    if moe.capacity_factor is not None:
+        capacity = math.ceil(moe.capacity_factor * rows * moe.top_k / experts)
     p_TE = torch.exp(x_TD @ moe.router.weight.T)
     p_TE = p_TE / p_TE.sum(1, keepdim=True)
     best = [sorted(range(experts), key=lambda e: -float(p_TE[t, e].detach()))[: moe.top_k]
@@ -50,7 +50,7 @@ def by_hand(moe, x_TD):
         for token in range(rows):
             expert = best[token][choice]
             chosen[expert] += 1
-            if taken[expert] == room:
+            if taken[expert] == capacity:
                 continue
             taken[expert] += 1
             weight = p_TE[token, expert]
@@ -74,12 +74,14 @@ def gradients(moe, output):
     config=st.sampled_from([F64, GPT]),
     experts=st.integers(1, 6),
     top_k=st.integers(1, 3),
-    capacity=st.sampled_from([None, 0.25, 0.6, 1.0, 9.0]),
+    capacity_factor=st.sampled_from([None, 0.25, 0.6, 1.0, 9.0]),
     shared=st.booleans(),
     rows=st.integers(1, 9),
 )
-def test_equals_a_loop_over_tokens(config, experts, top_k, capacity, shared, rows):
-    moe = layer(config, experts, min(top_k, experts), capacity=capacity, shared=shared)
+def test_equals_a_loop_over_tokens(config, experts, top_k, capacity_factor, shared, rows):
+    moe = layer(
+        config, experts, min(top_k, experts), capacity_factor=capacity_factor, shared=shared
+    )
     x = tokens(rows)
     y = moe(x)
     want, balance, chosen, taken = by_hand(moe, x)
@@ -122,13 +124,13 @@ def test_one_choice_weighs_with_its_probability_so_that_the_router_learns():
 def test_first_choices_are_served_before_any_second_one():
     logits_TE = torch.tensor([[2.0, 1.0, 0.0], [2.0, 0.0, 1.0], [0.0, 2.0, 1.0]])
     assert ep.route(logits_TE, 2).experts_KT.tolist() == [[0, 0, 1], [1, 2, 2]]
-    routes = ep.route(logits_TE, 2, room=1)
+    routes = ep.route(logits_TE, 2, capacity=1)
     assert routes.experts_KT.tolist() == [[0, NOWHERE, 1], [NOWHERE, 2, NOWHERE]]
     assert routes.chosen_E.tolist() == [2, 2, 2]
 
 
 def test_a_token_without_room_passes_by():
-    moe = layer(top_k=1, capacity=1e-9)  # room for one pair an expert
+    moe = layer(top_k=1, capacity_factor=1e-9)  # room for one pair an expert
     x = tokens(40)
     dropped = (moe.route(x).experts_KT == NOWHERE)[0]
     assert int(dropped.sum()) == 36
@@ -240,14 +242,14 @@ def test_parameters_are_counted_without_building(config, shared):
 
 
 @pytest.mark.parametrize("top_k", [1, 2, 3])
-@pytest.mark.parametrize("capacity", [None, 0.7])
+@pytest.mark.parametrize("capacity_factor", [None, 0.7])
 @pytest.mark.parametrize("family", ["llama", "gpt"])
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
-def test_activations_are_counted_without_running(top_k, capacity, family, dtype):
+def test_activations_are_counted_without_running(top_k, capacity_factor, family, dtype):
     """On one rank; tests of the ranks have the rest."""
     config = ModelConfig(**SMALL, family=family, dtype=dtype)
     mesh = make_mesh()
-    model = ep.add_experts(build_model(config), 4, top_k, capacity=capacity)
+    model = ep.add_experts(build_model(config), 4, top_k, capacity_factor=capacity_factor)
     moe = ep.parallelize(model, mesh.ep, mesh.dp_cp).blocks[0].ffn
     x = tokens(12, config)
     with SavedActivations(moe) as saved:
@@ -288,8 +290,8 @@ def test_an_auxiliary_loss_without_a_graph_is_refused():
         ({"experts": 0}, "expected top_k from 1 to experts=0, got top_k=2"),
         ({"top_k": 5}, "expected top_k from 1 to experts=4, got top_k=5"),
         ({"top_k": 0}, "got top_k=0"),
-        ({"capacity": 0.0}, "expected a capacity factor above 0 .* got capacity=0.0"),
-        ({"capacity": math.nan}, "got capacity=nan"),
+        ({"capacity_factor": 0.0}, "expected capacity_factor above 0 .* got capacity_factor=0.0"),
+        ({"capacity_factor": math.nan}, "got capacity_factor=nan"),
     ],
 )
 def test_sizes_that_do_not_fit_are_named(arguments, said):

@@ -116,18 +116,18 @@ def reads_06(told: str, head: str) -> Diagnosis:
 
 
 def reads_07(told: str, head: str) -> Diagnosis:
-    loss, length, _, *off, ends = numbers(told)
+    loss, length, _, *off, copies_apart = numbers(told)
     wrong = [rank for rank in range(4) if off[rank] > ROUNDING]
     if length > 4:
         return "forgotten", None, "all"
-    if ends > ROUNDING:
+    if copies_apart > ROUNDING:
         return "tied", "all_reduce", 0
     if not wrong:
         return CORRECT
     culprit = min(set(range(1, 4)) - set(wrong), default=3)
     # with culprit 3 all are off, as with a mean of means; but that changes the loss too
-    serial = numbers(head.split("\nserial")[1])[0]
-    if abs(loss - serial) > 1e-3:
+    reference = numbers(head.split("\nreference")[1])[0]
+    if abs(loss - reference) > 1e-3:
         return "mean of means", None, "all"
     return "lost", "send", culprit
 
@@ -172,7 +172,7 @@ def reads_10(told: str, head: str) -> Diagnosis:
 
 
 def reads_13(told: str, head: str) -> Diagnosis:
-    agree, serial = re.findall(r"\b(yes|no)\b", told)
+    agree, reference = re.findall(r"\b(yes|no)\b", told)
     _, largest, *rows = numbers(told)
     if agree == "no":
         return "own dice", "all_gather", "all"
@@ -180,7 +180,7 @@ def reads_13(told: str, head: str) -> Diagnosis:
         return "local names", "all_gather", "all"
     if len(set(rows)) > 1:
         return "lost rows", None, odd_one(rows)
-    return CORRECT if serial == "yes" else ("own noise", None, "all")
+    return CORRECT if reference == "yes" else ("own noise", None, "all")
 
 
 READERS = {

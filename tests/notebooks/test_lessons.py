@@ -193,7 +193,7 @@ def lesson_04_shows_shards(notebook):
         "4                   1.00     1.00     2.50     5.59",
         "state kept by ranks, bytes: [8133164, 8133164, 8009288, 8008260]",
         "0 of 6 right",
-        "stage 2         15.3        234.3   4.25",
+        "stage 2         15.3          234.3   4.25",
     ):
         assert line.rstrip() in text
     for way, sent, state in (
@@ -216,13 +216,13 @@ def lesson_04_shows_shards(notebook):
 def lesson_05_shows_a_pair(notebook):
     text = outputs(notebook)
     for line in (
-        "rank 1: {'h': [5.0], 'part': [10.0, 5.0], 'y': [14.0, 5.0], 'own dx': [-3.0, 9.0],",
+        "rank 1: {'h': [5.0], 'partial': [10.0, 5.0], 'y': [14.0, 5.0], 'own dx': [-3.0, 9.0],",
         "f and g:  {'y': [14.0, 5.0], 'dx': [-1.0, 10.0]} {'y': [14.0, 5.0], 'dx': [-1.0, 10.0]}",
         "g alone:  {'y': [14.0, 5.0], 'dx': [2.0, 1.0]} {'y': [14.0, 5.0], 'dx': [-3.0, 9.0]}",
         "equal; calls forward, backward: (1, 1)",
         "heads=6 is not divisible by the 4 ranks of axis tp",
-        "4 all-reduces a block",
-        "    4     929,792     929,792    0.44",
+        "4 all-reduces per block",
+        "    4     929,792     929,792      0.44",
         "    192   294,912   299,904",
         "8 all-reduces of 256 bytes, 2 in each of 4 layers; a rank sends 3,072;",
         "0 of 5 right",
@@ -233,7 +233,7 @@ def lesson_05_shows_a_pair(notebook):
     for where in ("one", "two"):
         assert re.search(rf"^TP, {where} nodes? +\d+ +\d+ +0 ", text, re.MULTILINE), "none hides"
     assert re.search(r"^DTensor, x enters once +16 calls, 3,145,728 bytes; ", text, re.MULTILINE)
-    assert re.search(r"^rings +1,572,864 bytes a rank: 48 recv, 48 send$", text, re.MULTILINE)
+    assert re.search(r"^rings +1,572,864 bytes per rank: 48 recv, 48 send$", text, re.MULTILINE)
     calls = sorted(re.findall(r"^[A-E]  (\d \+ \d) ", text, re.MULTILINE))
     assert calls == ["7 + 8", "8 + 4", "8 + 8", "8 + 8", "8 + 8"], "two ledgers show the illness"
     assert len(pictures(notebook)) == 3
@@ -284,9 +284,9 @@ def lesson_08_shows_every_schedule(notebook):
     text = outputs(notebook)
     for line in (
         "gradients equal to the last bit",
-        "no order of one stage a rank takes less than 27",
+        "no order of one stage per rank takes less than 27",
         "between I and W 131,072, formula 131,072; after W 0",
-        "torch's own split keeps 175,360",
+        "torch's own split saves 175,360",
         "0 of 5 right: nothing is diagnosed yet",
     ):
         assert line in text
@@ -398,9 +398,9 @@ def lesson_12_shows_all_axes(notebook):
         "rank 5: {'tp': [4, 5], 'dp': [5, 7], 'pp': [1, 5]}; theirs are equal; you said None",
         "0 of 5 right",
         "5D ran on 16 ranks",
-        "Llama 3 405B: 16,384 GPUs, 16 M tokens a step",
-        "TP, two all-reduces forward at 600 GB/s: 0.29 ms a layer",
-        "PP, one activation at 25 GB/s: 2.0 ms a micro-batch",
+        "Llama 3 405B: 16,384 GPUs, 16 M tokens per step",
+        "TP, two all-reduces forward at 600 GB/s: 0.29 ms per layer",
+        "PP, one activation at 25 GB/s: 2.0 ms per micro-batch",
     ):
         assert line in text
     for name, ranks in (("3D", 8), ("4D", 16), ("5D", 16)):

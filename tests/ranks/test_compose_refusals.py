@@ -168,7 +168,12 @@ def test_batches_that_cannot_be_cut(sizes, plan, sequences, seq_len, words):
         ({"cp": 2}, Plan(layout=cp.CONTIGUOUS), F64, "zig-zag is even"),
         ({"dp": 2}, Plan(zero=2, micro_batches=4), F64, "a reduce-scatter of everything for each"),
         ({"pp": 4}, Plan(micro_batches=2), F64, "is bubble"),
-        ({"dp": 2}, Plan(experts=replace(MOE, capacity=1.0)), F64, "drops among its own tokens"),
+        (
+            {"dp": 2},
+            Plan(experts=replace(MOE, capacity_factor=1.0)),
+            F64,
+            "drops among its own tokens",
+        ),
         ({"dp": 2}, Plan(), replace(F64, dropout=0.1), "losses depend on the mesh"),
     ],
 )

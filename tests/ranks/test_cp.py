@@ -759,7 +759,7 @@ def test_gradients_in_bfloat16_lose_more_with_every_turn(worlds):
     plain = replace(RING, attention=partial(cp.ring_attention, kernel=blockwise.PLAIN))
 
     def rank(accumulator, n):
-        with mock.patch.object(ring, "accumulator", accumulator):
+        with mock.patch.object(ring, "accumulation_dtype", accumulator):
             return attend_on_rank(plain, sizes(n, dtype=torch.bfloat16), seq_len=256)
 
     def error(accumulator, n):
@@ -776,7 +776,7 @@ def test_gradients_in_bfloat16_lose_more_with_every_turn(worlds):
     def narrow(dtype):
         return dtype
 
-    wide = {n: error(blockwise.accumulator, n) for n in (2, 8)}
+    wide = {n: error(blockwise.accumulation_dtype, n) for n in (2, 8)}
     bf16 = {n: error(narrow, n) for n in (2, 8)}
     assert wide[8] < 1.1 * wide[2]
     assert bf16[8] > 1.5 * bf16[2]

@@ -272,12 +272,12 @@ def test_a_parameter_that_no_rank_uses_gets_zeros(worlds):
         assert list(worlds(2).run(rank, make_sync)) == [[0.0, 0.0]] * 2
 
 
-def test_start_equal_makes_replicas_of_rank_0(worlds):
+def test_broadcast_parameters_makes_replicas_of_rank_0(worlds):
     def rank():
         mesh = make_mesh()
         model = build_model(F64, seed=mesh.rank)
         before = weights(model)
-        dp.start_equal(model, mesh.dp)
+        dp.broadcast_parameters(model, mesh.dp)
         return before, weights(model)
 
     results = worlds(3).run(rank)

@@ -261,10 +261,10 @@ def test_one_rank_is_the_serial_layer_bit_for_bit(worlds):
     assert load.dropped == 0
 
 
-@pytest.mark.parametrize("capacity", [0.3, 1.0])
-def test_capacity_is_each_rank_s_own(worlds, capacity):
+@pytest.mark.parametrize("capacity_factor", [0.3, 1.0])
+def test_capacity_is_each_rank_s_own(worlds, capacity_factor):
     """The reference runs each rank's tokens separately, without the loss over all tokens."""
-    sizes, options = [5, 16, 0, 11], {"experts": 8, "capacity": capacity}
+    sizes, options = [5, 16, 0, 11], {"experts": 8, "capacity_factor": capacity_factor}
     with mock.patch.dict(globals(), COEFFICIENT=0.0):
         want = serial_layer(sizes, by_rank=True, **options)
         results = worlds(4).run(lambda: rank_layer(sizes, 2, **options))
@@ -293,10 +293,11 @@ def test_auxiliary_losses_add_up_to_that_of_the_whole_batch(worlds):
 # --- every pair is sent once, and comes home -------------------------------------------------
 
 
-def marked_pairs(sizes, ep_size, capacity=None):
+def marked_pairs(sizes, ep_size, capacity_factor=None):
     """Rows that say who they are, and what each expert of this rank has seen."""
     mesh = make_mesh(ep=ep_size)
-    layer = ep.parallelize(build(experts=8, capacity=capacity), mesh.ep, mesh.dp_cp).blocks[0].ffn
+    model = build(experts=8, capacity_factor=capacity_factor)
+    layer = ep.parallelize(model, mesh.ep, mesh.dp_cp).blocks[0].ffn
     x = rows_of(sizes, mesh.rank)
     x[:, 0] = mesh.rank
     x[:, 1] = torch.arange(len(x))
@@ -318,15 +319,17 @@ def marked_pairs(sizes, ep_size, capacity=None):
     return wanted, seen, float((y - served_T[:, None] * x).detach().abs().sum())
 
 
-@pytest.mark.parametrize("capacity", [None, 0.5])
+@pytest.mark.parametrize("capacity_factor", [None, 0.5])
 @pytest.mark.parametrize(("n", "ep_size"), [(1, 1), (2, 2), (4, 2), (4, 4), (8, 4)])
-def test_every_pair_is_received_once_by_its_expert_and_returned(worlds, n, ep_size, capacity):
+def test_every_pair_is_received_once_by_its_expert_and_returned(
+    worlds, n, ep_size, capacity_factor
+):
     sizes = [(7 * rank + 3) % 10 for rank in range(n)]
-    results = worlds(n).run(lambda: marked_pairs(sizes, ep_size, capacity))
+    results = worlds(n).run(lambda: marked_pairs(sizes, ep_size, capacity_factor))
     wanted = sorted(pair for result in results for pair in result[0])
     seen = sorted(pair for result in results for pair in result[1])
     assert len(set(wanted)) == len(wanted)
-    assert (len(wanted) == 2 * sum(sizes)) == (capacity is None)
+    assert (len(wanted) == 2 * sum(sizes)) == (capacity_factor is None)
     assert seen == wanted
     for rank, (_, mine, error) in enumerate(results):
         own = 8 // ep_size
@@ -619,9 +622,9 @@ def weighted_twice(self, x_TD, routes, load):
 right_route = serial_moe.route
 
 
-def not_renormalised(logits_TE, top_k, room=None):
+def not_renormalised(logits_TE, top_k, capacity=None):
     """The probabilities themselves, where serial has shared out what is left."""
-    routes = right_route(logits_TE, top_k, room)
+    routes = right_route(logits_TE, top_k, capacity)
     probabilities_TE = logits_TE.softmax(-1)
     return serial_moe.Routes(
         routes.experts_KT,
@@ -688,12 +691,12 @@ def test_wrong_layers_are_caught(worlds, bug):
 
 def test_capacity_over_the_tokens_of_all_ranks_is_caught(worlds):
     def too_much_room(self, x_TD):
-        with mock.patch.object(self, "capacity", self.capacity * self.ep.size):
+        with mock.patch.object(self, "capacity_factor", self.capacity_factor * self.ep.size):
             return right_routing(self, x_TD)
 
     right_routing = ep.MoE.route
     patch = lambda: mock.patch.object(LAYER, "route", too_much_room)  # noqa: E731
-    sizes, options = [5, 16, 0, 11], {"experts": 8, "capacity": 0.5}
+    sizes, options = [5, 16, 0, 11], {"experts": 8, "capacity_factor": 0.5}
     with mock.patch.dict(globals(), COEFFICIENT=0.0):
         want = serial_layer(sizes, by_rank=True, **options)
         results = worlds(4).run(lambda: rank_layer(sizes, 2, patch=patch, **options))

@@ -1,4 +1,4 @@
-"""Inference on ranks: the serial model's tokens under every technique, and bytes as by formula."""
+"""Inference on ranks: tokens of the single-process model, and bytes as by formula."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ HOT = Sampling(1000.0, seed=5)  # all tokens alike: padding too, if it were let 
 
 @cache
 def drawn_twin(config, sampling):
-    """Tokens of the serial model by ``sampling``: with a cache, which equals recomputation."""
+    """Return tokens of the single-process model; decoding with a cache equals recomputation."""
     model = make_model(config)
     replica = Replica(model, make_mesh(), 5, inference.chooser(model, sampling))
     return inference.serve(replica, Scheduler(requests_of(), 5)).tokens
@@ -442,7 +442,7 @@ def test_ranks_that_draw_by_states_of_their_own_are_caught(worlds):
 
 
 def test_noise_by_rank_is_another_text(worlds):
-    """Right in distribution, and all ranks agree; but it is not the serial model's."""
+    """Right in distribution, and all ranks agree; but it is not the single-process model's."""
     config, sampling = sizes(2), Sampling(1.5, seed=1)
 
     def choose_of(mesh, model):

@@ -29,14 +29,14 @@ MOE = Experts(number=4, top_k=2, coefficient=0.05)
 
 
 def build(config: ModelConfig, experts: Experts | None = None) -> Decoder:
-    """The serial model; biases and norms are not left at 0 and 1, where mistakes do not show."""
+    """Return the single-process model; biases are not 0 and norms not 1, so that mistakes show."""
     model = build_model(config, seed=3)
     if experts is not None:
         ep.add_experts(
             model,
             experts.number,
             experts.top_k,
-            capacity=experts.capacity,
+            capacity_factor=experts.capacity_factor,
             shared=experts.shared,
             seed=4,
         )

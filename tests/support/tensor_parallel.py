@@ -75,7 +75,7 @@ BY_ROWS = {"keep": SP, "again": AGAIN, "rings": RINGS}
 
 
 def disturbed(config: ModelConfig, frozen: tuple[str, ...] = ()) -> Decoder:
-    """The serial model; biases and norms are not left at 0 and 1, where mistakes do not show."""
+    """Return the single-process model; biases are not 0 and norms not 1, so that mistakes show."""
     model = build_model(config, seed=3)
     generator = torch.Generator().manual_seed(5)
     with torch.no_grad():

@@ -1,8 +1,8 @@
 """Ways to hold a model on ranks, what each rank then holds, and a training that goes through it.
 
-What a rank *should* hold is made without the code under test: the serial model is given the values
-(of the weights, or of a moment), and is cut. Cutting is linear: what becomes of a weight becomes of
-its moments. Functions with a mesh run on ranks.
+What a rank *should* hold is made without the code under test: the single-process model is given
+the values (of the weights, or of a moment), and is cut. Cutting is linear: what becomes of a weight
+becomes of its moments. Functions with a mesh run on ranks.
 """
 
 from __future__ import annotations
@@ -123,7 +123,7 @@ def serial_model(config: ModelConfig, seed: int = 3) -> Decoder:
 
 
 def draw(config: ModelConfig, seed: int) -> dict[str, torch.Tensor]:
-    """Values for every weight of the serial model, none of them 0."""
+    """Values for every weight of the single-process model, none of them 0."""
     generator = torch.Generator().manual_seed(seed)
     return {
         name: torch.rand(p.shape, generator=generator, dtype=p.dtype) + 0.5

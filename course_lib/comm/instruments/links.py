@@ -23,7 +23,7 @@ from collections.abc import Callable
 from math import ceil, log2
 from typing import Any
 
-from course_lib.comm.transfer import Call, Handle
+from course_lib.comm.transfer import Call, Channel, Handle, channel_of
 from course_lib.ledger import wire
 from course_lib.mesh import Axis, Instrument, Links
 
@@ -38,7 +38,6 @@ STEPS: dict[str, Callable[[int], int]] = {
     "send": lambda n: 0,
     "recv": lambda n: 1,
 }
-Channel = tuple[str, str, int | None]
 
 
 class EmulatedLinks(Instrument):
@@ -78,11 +77,6 @@ class EmulatedLinks(Instrument):
         return min(max(issued, free), end), end
 
 
-def channel_of(axis: Axis, call: Call) -> Channel:
-    """What carries one transfer at a time: an axis; for messages, a peer and a direction."""
-    return axis.name, call.op if call.peer is not None else "", call.peer
-
-
 def carried(axis: Axis, call: Call) -> float:
     """Bytes on this rank's link, in its busier direction. A message counts where it ends."""
     if call.counts is not None:
@@ -94,7 +88,7 @@ def carried(axis: Axis, call: Call) -> float:
 
 
 def _ends(axis: Axis, call: Call) -> tuple[int, ...]:
-    """The global ranks between which the bytes of ``call`` travel."""
+    """Return the global ranks between which the bytes of ``call`` are sent."""
     return axis.ranks if call.peer is None else (axis.ranks[axis.rank], axis.ranks[call.peer])
 
 

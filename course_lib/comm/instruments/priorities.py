@@ -44,13 +44,13 @@ from course_lib.mesh import Axis, Instrument
 class Priorities(Instrument):
     """Delay the less urgent axes in ``with Priorities(mesh.tp, mesh.dp, piece_bytes=2**18):``.
 
-    ``axes`` are given from the most urgent to the least. All-reduces on axes that are held back
-    travel in pieces of at most ``piece_bytes``, other collectives whole. The sums are the same bit
-    for bit on two ranks; on more a backend may add the ranks in another order. An axis is held back
+    ``axes`` are given from the most urgent to the least. All-reduces on delayed axes are sent in
+    pieces of at most ``piece_bytes``, other collectives in one. The sums are the same bit
+    for bit on two ranks; on more a backend may add the ranks in another order. An axis is delayed
     only if one above it has several ranks. Give the axes that the calls are made on: with cp above
-    one rank gradients travel on ``mesh.dp_cp``, those of experts on ``mesh.edp``. Enter it on every
-    rank, around backward and ``finish()``; what is still held at its end leaves there. Do not hold
-    back what the program itself is soon to wait for, such as the all-gathers of ZeRO-3.
+    one rank gradients are summed on ``mesh.dp_cp``, those of experts on ``mesh.edp``. Enter it on
+    every rank, around backward and ``finish()``; calls that are still held at its end are sent
+    there. Do not delay calls for which the program soon waits, such as the all-gathers of ZeRO-3.
 
     Raises ValueError for fewer than two axes, an axis given twice, or pieces below one byte.
     """
@@ -100,7 +100,7 @@ class Priorities(Instrument):
         return place is not None and any(above.size > 1 for above in self.axes[:place])
 
     def cut(self, fresh: Tensor, axis: Axis) -> tuple[Tensor, ...]:
-        """``fresh`` as it is to travel on ``axis``: whole, or flat views of about equal size."""
+        """Return ``fresh`` in the pieces to send on ``axis``: flat views of about equal size."""
         if fresh.nbytes <= self.piece_bytes or not self.holds(axis):
             return (fresh,)
         count = -(-fresh.numel() // max(1, self.piece_bytes // fresh.element_size()))

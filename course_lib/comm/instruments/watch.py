@@ -53,7 +53,7 @@ SAME_GROUPS = (
     "Every rank must make all groups in one order, those of others too: call make_mesh, sub_axis "
     "and across_axis with the same arguments and in the same order on every rank."
 )
-_LIBRARY = (str(Path(__file__).resolve().parents[2]), str(Path(torch.__file__).resolve().parent))
+_LIBRARY = (str(Path(__file__).parents[2]), str(Path(torch.__file__).parent))  # as frames name them
 
 
 class DeadlockError(RuntimeError):

@@ -11,12 +11,12 @@ from course_lib.tour.techniques.dp import DATA_PARALLEL
 from course_lib.tour.techniques.ep import EXPERT_PARALLEL
 from course_lib.tour.techniques.inference import INFERENCE
 from course_lib.tour.techniques.pp import PIPELINES
-from course_lib.tour.techniques.serial import SERIAL
+from course_lib.tour.techniques.reference import SINGLE_PROCESS
 from course_lib.tour.techniques.tp import TENSOR_PARALLEL
 from course_lib.tour.techniques.zero import ZERO
 
 TECHNIQUES: list[Technique] = [
-    SERIAL,
+    SINGLE_PROCESS,
     *DATA_PARALLEL,
     *ZERO,
     *TENSOR_PARALLEL,

@@ -10,7 +10,7 @@ from course_lib import compose, ep, sp, zero
 from course_lib.compose import Experts, Plan
 from course_lib.mesh import make_mesh
 from course_lib.model import parameter_sizes
-from course_lib.recompute import saved_at_ends
+from course_lib.recompute import saved_outside_blocks
 from course_lib.tour.technique import COUNT_BYTES, COUNTER_BYTES, Job, Report, Technique, adam
 from course_lib.tour.techniques.compose_reference import (
     EXPERTS_REFERENCE,
@@ -103,8 +103,8 @@ def tensors_of_stages(job: Job, sizes: Sizes, plan: Plan) -> list[int]:
     """Return the number of tensors per stage. An expert has as many as an MLP, a router has one."""
     mlp = 3 if job.config.family == "llama" else 4
     more = 1 + (plan.experts.number // sizes["ep"] - 1) * mlp if plan.experts else 0
-    ends = slices(job, plan.schedule_for(sizes["pp"]))
-    return [len(parameter_sizes(job.config, *end)) + (end[1] - end[0]) * more for end in ends]
+    stages = slices(job, plan.schedule_for(sizes["pp"]))
+    return [len(parameter_sizes(job.config, *at)) + (at[1] - at[0]) * more for at in stages]
 
 
 def peak(job: Job, sizes: Sizes, plan: Plan) -> int:
@@ -117,8 +117,8 @@ def peak(job: Job, sizes: Sizes, plan: Plan) -> int:
     """
     schedule = plan.schedule_for(sizes["pp"])
     job = exact(job) if plan.experts else job
-    layers = [range(*ends) for ends in slices(job, schedule)]
-    ends = saved_outside_blocks(job, sizes)
+    layers = [range(*at) for at in slices(job, schedule)]
+    outside = saved_outside_blocks_by_stage(job, sizes)
     block = saved_by_block(job, sizes, plan)
 
     def fullest(rank: int, place: Place) -> int:
@@ -127,7 +127,7 @@ def peak(job: Job, sizes: Sizes, plan: Plan) -> int:
         for action in schedule.rows[rank]:
             if action.op == "F":
                 mb = action.mb
-                kept[mb] = ends[rank] if rank in (0, schedule.stages - 1) else 0
+                kept[mb] = outside[rank] if rank in (0, schedule.stages - 1) else 0
                 for layer in layers[rank]:
                     kept[mb] += block
                     if plan.experts:
@@ -146,13 +146,13 @@ def micro_shape(job: Job, sizes: Sizes) -> tuple[int, int]:
     return job.sequences // sizes["dp"] // MICRO_BATCHES, job.seq_len // sizes.get("cp", 1)
 
 
-def saved_outside_blocks(job: Job, sizes: Sizes) -> dict[int, int]:
+def saved_outside_blocks_by_stage(job: Job, sizes: Sizes) -> dict[int, int]:
     """Return the saved bytes of embedding and LM head per micro-batch, by stage."""
     sequences, rows = micro_shape(job, sizes)
     tokens, t = sequences * rows, sizes["tp"]
-    both = sp.saved_at_ends(job.config, sequences, rows, t)
+    both = sp.saved_outside_blocks(job.config, sequences, rows, t)
     both += formulas.saved_by_vocabulary(job.config, tokens, t)
-    positions = saved_at_ends(job.config, sequences, rows).positions // t
+    positions = saved_outside_blocks(job.config, sequences, rows).positions // t
     first = formulas.saved_by_embedding(tokens) + positions
     return {0: first, sizes["pp"] - 1: both - first}
 

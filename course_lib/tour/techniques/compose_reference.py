@@ -21,7 +21,7 @@ from course_lib.tour.techniques.ep import (
     experts_model,
     experts_state_bytes,
     saved_beside_experts,
-    train_serially,
+    train_reference,
 )
 
 MICRO_BATCHES = 4
@@ -105,7 +105,7 @@ def some_layer(job: Job) -> ep.MoE:
 def reference_peak(job: Job) -> int:
     """Return the peak bytes of saved activations, which are those of one micro-batch."""
     config, tokens = exact(job).config, job.sequences // MICRO_BATCHES * job.seq_len
-    of_layers = config.layers * ep.saved_by_serial_layer(config, some_layer(job), tokens)
+    of_layers = config.layers * ep.saved_by_reference_layer(config, some_layer(job), tokens)
     return saved_beside_experts(job, MICRO_BATCHES) + of_layers
 
 
@@ -115,7 +115,7 @@ EXPERTS_REFERENCE = Technique(
     sentence="One process trains a model with 8 experts per layer, with four micro-batches per "
     "step and an auxiliary loss per micro-batch: the reference of the next row, in float64.",
     mesh={},
-    train=lambda job: train_serially(experts_model(job), job, micro_batches, job.steps),
+    train=lambda job: train_reference(experts_model(job), job, micro_batches, job.steps),
     formula=lambda job: {},
     state_formula=lambda job: experts_state_bytes(job, 1),
     peak_activation_formula=reference_peak,

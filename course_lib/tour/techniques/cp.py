@@ -10,7 +10,7 @@ from torch import Tensor
 
 from course_lib import cp, dp
 from course_lib.mesh import Axis, make_mesh
-from course_lib.recompute import ID_BYTES, saved_at_ends
+from course_lib.recompute import ID_BYTES, saved_outside_blocks
 from course_lib.tour.technique import (
     COUNT_BYTES,
     Job,
@@ -76,9 +76,9 @@ def saved_activations(job: Job, saved_bytes: int, *, output_copied: bool = False
     block = cp.saved_per_block(
         config, job.sequences, job.seq_len, n, saved_bytes, output_copied=output_copied
     )
-    ends = saved_at_ends(config, job.sequences, job.seq_len // n)
+    outside = saved_outside_blocks(config, job.sequences, job.seq_len // n)
     ids = 2 * ID_BYTES * job.sequences * job.seq_len // n
-    return config.layers * block + ends.first + ends.last + ids + COUNT_BYTES
+    return config.layers * block + outside.total + ids + COUNT_BYTES
 
 
 def context_parallel(

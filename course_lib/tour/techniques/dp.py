@@ -27,7 +27,7 @@ def train_data_parallel(job: Job, make_sync: MakeSync, micro_batches: int = 1) -
     """Train on the rows of each rank; ``make_sync`` makes the object that sums the gradients."""
     mesh, model = make_mesh(), job.model()
     optimizer = adam(model.parameters())
-    dp.start_equal(model, mesh.dp)
+    dp.broadcast_parameters(model, mesh.dp)
     sync = make_sync(model, mesh)
     losses = []
     for step in range(job.steps):

@@ -13,7 +13,7 @@ from torch import Tensor
 from course_lib import dp, ep
 from course_lib.mesh import make_mesh
 from course_lib.model import Decoder, parameter_sizes
-from course_lib.recompute import ID_BYTES, saved_at_ends
+from course_lib.recompute import ID_BYTES, saved_outside_blocks
 from course_lib.tour.technique import COUNT_BYTES, COUNTER_BYTES, Job, Report, Technique, adam
 from course_lib.trace.memory import SavedActivations, state_bytes
 
@@ -39,7 +39,7 @@ def whole_batch(job: Job, step: int) -> list[Batch]:
     return [job.rows_of(step, 0, 1)]
 
 
-def train_serially(model: Decoder, job: Job, batches: Batches, steps: int) -> Report:
+def train_reference(model: Decoder, job: Job, batches: Batches, steps: int) -> Report:
     """Train for ``steps`` optimizer steps; each micro-batch has its own auxiliary loss."""
     optimizer = adam(model.parameters())
     loss_sum, losses = ep.loss_sum(model, COEFFICIENT), []
@@ -61,7 +61,7 @@ def before_last_step(job: Job, batches: Batches) -> Decoder:
     """Return the reference before its last step, whose routers give the load of that step."""
     model, threads = experts_model(job), torch.get_num_threads()
     torch.set_num_threads(1)  # as in a rank: more threads are slower for small matrices
-    train_serially(model, job, batches, job.steps - 1)
+    train_reference(model, job, batches, job.steps - 1)
     torch.set_num_threads(threads)
     return model
 
@@ -155,7 +155,7 @@ def experts_peak_bytes(job: Job, ep_size: int) -> int:
 def reference_peak_bytes(job: Job) -> int:
     """Return the peak bytes of saved activations of the single-process reference."""
     layer, tokens = ep.moe_layers(experts_model(job))[0], job.sequences * job.seq_len
-    by_experts = ep.saved_by_serial_layer(exact(job).config, layer, tokens)
+    by_experts = ep.saved_by_reference_layer(exact(job).config, layer, tokens)
     return saved_beside_experts(job, 1) + job.config.layers * by_experts
 
 
@@ -163,9 +163,9 @@ def saved_beside_experts(job: Job, replicas: int) -> int:
     """Return the saved bytes outside the experts, of one of ``replicas`` that share the batch."""
     config, sequences = exact(job).config, job.sequences // replicas
     blocks = config.layers * ep.saved_beside_experts(config, sequences, job.seq_len)
-    ends = saved_at_ends(config, sequences, job.seq_len)
+    outside = saved_outside_blocks(config, sequences, job.seq_len)
     ids = 2 * ID_BYTES * sequences * job.seq_len
-    return blocks + ends.first + ends.last + ids + COUNT_BYTES
+    return blocks + outside.total + ids + COUNT_BYTES
 
 
 def expert_parallel(name: str, sentence: str, ep_size: int) -> Technique:
@@ -190,7 +190,7 @@ EXPERT_PARALLEL = [
         sentence="One process trains a model with 8 experts per layer and 2 experts per token: the "
         "reference of the next rows, in float64.",
         mesh={},
-        train=lambda job: train_serially(experts_model(job), job, whole_batch, job.steps),
+        train=lambda job: train_reference(experts_model(job), job, whole_batch, job.steps),
         formula=lambda job: {},
         state_formula=lambda job: experts_state_bytes(job, 1),
         peak_activation_formula=reference_peak_bytes,

@@ -58,7 +58,7 @@ def recompute(model: Decoder, request: Request) -> tuple[Tensor, Tensor]:
     return text_1S, torch.stack(rows)
 
 
-def decode_serially(job: Job) -> Report:
+def decode_reference(job: Job) -> Report:
     """Decode as the reference does: one process, no cache; it stores the texts."""
     model = exact(job).model()
     texts = [recompute(model, request)[0] for request in requests_of(job)]
@@ -149,7 +149,7 @@ INFERENCE = [
         sentence="One process answers requests and computes every token from the whole text "
         "before it: the reference of the next row, in float64. It stores only the text.",
         mesh={},
-        train=decode_serially,
+        train=decode_reference,
         formula=lambda job: {},
         state_formula=lambda job: exact(job).parameter_bytes,
         peak_activation_formula=text_bytes,

@@ -52,11 +52,11 @@ def slices(job: Job, schedule: Schedule) -> list[tuple[int, int]]:
 
 def pipeline_state_bytes(job: Job, schedule: Schedule) -> int:
     """Return the state bytes of the rank whose stages store the most."""
-    config, ends = job.config, slices(job, schedule)
+    config, layers = job.config, slices(job, schedule)
 
     def of_rank(rank: int) -> int:
         stages = schedule.stages_of(rank)
-        sizes = [size for stage in stages for size in parameter_sizes(config, *ends[stage])]
+        sizes = [size for stage in stages for size in parameter_sizes(config, *layers[stage])]
         if config.tied and len(stages) > 1 and {0, schedule.stages - 1} <= set(stages):
             sizes.remove(
                 config.vocab * config.hidden
@@ -77,11 +77,11 @@ def pipeline_peak_bytes(job: Job, schedule: Schedule) -> int:
     """
     sequences = job.sequences // schedule.microbatches
     of_a_slice = (job.config, sequences, job.seq_len)
-    kept = [saved_by_stage(*of_a_slice, *ends) for ends in slices(job, schedule)]
-    halved = [pp.saved_for_wgrad(*of_a_slice, *ends) for ends in slices(job, schedule)]
+    kept = [saved_by_stage(*of_a_slice, *layers) for layers in slices(job, schedule)]
+    halved = [pp.saved_for_wgrad(*of_a_slice, *layers) for layers in slices(job, schedule)]
     x_bytes = sequences * job.seq_len * job.config.hidden * job.width
     ids = ID_BYTES * job.sequences * job.seq_len
-    ends = {0, schedule.stages - 1}
+    first_and_last = {0, schedule.stages - 1}
 
     def fullest(rank: int) -> int:
         whole: Counter[int] = Counter()  # micro-batches by stage, before B or I
@@ -90,7 +90,7 @@ def pipeline_peak_bytes(job: Job, schedule: Schedule) -> int:
         for op, stage, _ in schedule.rows[rank]:
             whole[stage] += op == "F"
             now = sum(kept[at] * whole[at] + halved[at] * later[at] for at in list(whole))
-            now += ids * sum(whole[at] > 0 for at in ends)
+            now += ids * sum(whole[at] > 0 for at in first_and_last)
             peak = max(peak, now + x_bytes * (op == "I" and stage + 1 < schedule.stages))
             whole[stage] -= op in "BI"
             later[stage] += (op == "I") - (op == "W")

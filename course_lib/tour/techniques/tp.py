@@ -77,7 +77,7 @@ def kept_whole(job: Job) -> int:
     """Return the saved bytes of all blocks, the embedding and the LM head."""
     shape = job.config, job.sequences, job.seq_len, RANKS
     blocks = job.config.layers * formulas.saved_per_block(*shape)
-    return blocks + formulas.saved_at_ends(*shape) + COUNT_BYTES
+    return blocks + formulas.saved_outside_blocks(*shape) + COUNT_BYTES
 
 
 def saved_by_rows(job: Job, *, again: bool = False) -> int:
@@ -85,7 +85,7 @@ def saved_by_rows(job: Job, *, again: bool = False) -> int:
     config, shape = job.config, (job.config, job.sequences, job.seq_len, RANKS)
     vocabulary = formulas.saved_by_vocabulary(config, job.sequences * job.seq_len, RANKS)
     blocks = config.layers * sp.saved_per_block(*shape, again=again)
-    return blocks + sp.saved_at_ends(*shape, again=again) + vocabulary + COUNT_BYTES
+    return blocks + sp.saved_outside_blocks(*shape, again=again) + vocabulary + COUNT_BYTES
 
 
 def kept_recomputed(job: Job) -> int:
@@ -101,10 +101,11 @@ def kept_recomputed(job: Job) -> int:
     inputs = config.layers * rows_bytes + positions
     shape = config, job.sequences, job.seq_len, RANKS
     vocabulary = formulas.saved_by_vocabulary(config, job.sequences * job.seq_len, RANKS)
-    ends = sp.saved_at_ends(*shape) + vocabulary + COUNT_BYTES
-    first_end = formulas.saved_by_embedding(job.sequences * job.seq_len)
-    first_end += recompute.saved_at_ends(config, job.sequences, job.seq_len).positions // RANKS
-    return inputs + max(ends, first_end + sp.saved_per_block(*shape) - rows_bytes)
+    outside = sp.saved_outside_blocks(*shape) + vocabulary + COUNT_BYTES
+    embedding = formulas.saved_by_embedding(job.sequences * job.seq_len)
+    reference = recompute.saved_outside_blocks(config, job.sequences, job.seq_len)
+    embedding += reference.positions // RANKS
+    return inputs + max(outside, embedding + sp.saved_per_block(*shape) - rows_bytes)
 
 
 def tensor_parallel(

@@ -28,7 +28,7 @@ MakeZero = Callable[[Decoder, Mesh], zero.Sharded]
 def train_zero(job: Job, make_zero: MakeZero, micro_batches: int) -> Report:
     """Train with the loop of data parallelism; ZeRO replaces the sync and the optimizer."""
     mesh, model = make_mesh(), job.model()
-    dp.start_equal(model, mesh.dp)
+    dp.broadcast_parameters(model, mesh.dp)
     z = make_zero(model, mesh)
     buffers = z.buffers if isinstance(z, zero.Zero3) else []
     losses = []

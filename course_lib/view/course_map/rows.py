@@ -152,9 +152,11 @@ def _data_rows() -> list[Row]:
 def _tensor_rows() -> list[Row]:
     n, shape = RANKS, (MODEL, 1, SEQ_LEN, RANKS)
     mine = tp_formulas.parameters_per_rank(MODEL, n)
-    whole = MODEL.layers * tp_formulas.saved_per_block(*shape) + tp_formulas.saved_at_ends(*shape)
+    whole = MODEL.layers * tp_formulas.saved_per_block(*shape)
+    whole += tp_formulas.saved_outside_blocks(*shape)
     vocabulary = tp_formulas.saved_by_vocabulary(MODEL, SEQ_LEN, n)
-    by_rows = MODEL.layers * sp.saved_per_block(*shape) + sp.saved_at_ends(*shape) + vocabulary
+    by_rows = MODEL.layers * sp.saved_per_block(*shape) + sp.saved_outside_blocks(*shape)
+    by_rows += vocabulary
     plans = {
         "TP": compose.Plan(micro_batches=SEQUENCES),
         "TP + SP": compose.Plan(region=sp.REGION, micro_batches=SEQUENCES),
@@ -241,8 +243,8 @@ def _most_kept(row: Sequence[Action], kept: Sequence[int]) -> int:
 def _context_row() -> Row:
     n, whole = RANKS, parameter_count(MODEL)
     saved = cp.ring_saved_bytes(MODEL, 1, SEQ_LEN, n)
-    ends = recompute.saved_at_ends(MODEL, 1, SEQ_LEN // n)
-    kept = MODEL.layers * cp.saved_per_block(MODEL, 1, SEQ_LEN, n, saved) + ends.first + ends.last
+    outside = recompute.saved_outside_blocks(MODEL, 1, SEQ_LEN // n)
+    kept = MODEL.layers * cp.saved_per_block(MODEL, 1, SEQ_LEN, n, saved) + outside.total
     return Row(
         "CP, ring",
         "09",
@@ -268,8 +270,8 @@ def _expert_row() -> Row:
     layer = _shape_of_experts()
     kept = ep.saved_beside_experts(MODEL, 1, tokens)
     kept += ep.saved_by_layer(MODEL, layer, tokens, load, 0)
-    ends = recompute.saved_at_ends(MODEL, 1, tokens)
-    kept = MODEL.layers * kept + ends.first + ends.last
+    outside = recompute.saved_outside_blocks(MODEL, 1, tokens)
+    kept = MODEL.layers * kept + outside.total
     plan = compose.Plan(experts=EXPERTS, zero=0, micro_batches=SEQUENCES // n)
     return Row(
         f"EP, {EXPERTS.number} experts",

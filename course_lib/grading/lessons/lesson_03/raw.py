@@ -160,7 +160,7 @@ def _by_ddp(model: nn.Module, batches: Batches, optimizer: Optimizer, max_norm: 
 
 
 def _by_library(model: nn.Module, batches: Batches, optimizer: Optimizer, max_norm: float) -> None:
-    dp.start_equal(model, make_mesh().dp)
+    dp.broadcast_parameters(model, make_mesh().dp)
 
 
 def _by_comm(model: nn.Module, batches: Batches, optimizer: Optimizer, max_norm: float) -> None:
@@ -221,7 +221,7 @@ RAW = Ranked(
     ),
     refused=(
         "course_lib.comm.transfer:issue",
-        "course_lib.dp:start_equal",
+        "course_lib.dp:broadcast_parameters",
         "course_lib.dp:global_tokens",
         "course_lib.dp:train_step",
         "torch.nn.parallel.distributed:DistributedDataParallel.forward",

@@ -14,7 +14,7 @@ from course_lib.tour.technique import (
 from course_lib.trace.memory import SavedActivations, state_bytes
 
 
-def train_serial(job: Job) -> Report:
+def train_reference(job: Job) -> Report:
     """Train the single-process reference, with which the other rows are compared."""
     mesh, model = make_mesh(), job.model()
     optimizer = adam(model.parameters())
@@ -30,13 +30,13 @@ def train_serial(job: Job) -> Report:
     return Report(losses, state_bytes(model, optimizer), saved.peak)
 
 
-SERIAL = Technique(
+SINGLE_PROCESS = Technique(
     name="serial",
     lesson="00",
     sentence="One process trains on the whole batch: the reference that every row without experts "
     "must equal.",
     mesh={},
-    train=train_serial,
+    train=train_reference,
     formula=lambda job: {},
     state_formula=whole_state_bytes,
     peak_activation_formula=lambda job: replica_peak_bytes(job, 1),
