@@ -131,12 +131,13 @@ def counts(result) -> dict[str, int]:
 def test_a_solution_has_full_marks(hand_in):
     result = hand_in(notebook(SOLVED))
     assert result.ok
-    exercise = {"passed": 4, "total": 4, "message": ""}
+    exercise = {"passed": 4, "total": 4, "message": "", "not_judged": 0}
     assert result.as_dict() == {
         "file": result.file,
         "exercises": {"00-1": exercise, "00-2": exercise},
         "passed": 8,
         "total": 8,
+        "not_judged": 0,
     }
 
 
