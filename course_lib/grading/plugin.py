@@ -74,7 +74,9 @@ def _watching(kernel: Any) -> Any:
             alive = kernel.is_alive()  # checked first, so that its last message is still read
             left = end - time.monotonic()
             try:
-                return _cut(plain(stream, timeout=max(0.0, min(LOOK, left))))
+                message = _cut(plain(stream, timeout=max(0.0, min(LOOK, left))))
+                kernel.ends = getattr(kernel, "ends", False) or _asks_to_end(message)
+                return message
             except Empty:
                 if not alive:
                     raise RuntimeError("the kernel died in this cell") from None
@@ -91,6 +93,12 @@ def _cut(message: Any) -> Any:
     return message
 
 
+def _asks_to_end(message: Any) -> bool:
+    """Return whether the cell called IPython's ``exit()``: its kernel ends a little later."""
+    payload = message["content"].get("payload", ())
+    return any(each.get("source") == "ask_exit" for each in payload)
+
+
 @pytest.hookimpl(tryfirst=True)
 def pytest_runtest_makereport(item: Any, call: Any) -> None:
     """Write the verdict, or why there is none, into the file of the option."""
@@ -103,9 +111,10 @@ def pytest_runtest_makereport(item: Any, call: Any) -> None:
             ended["verdict"] = output["data"][MIME]
         if output.get("output_type") == "error":
             ended["error"] = f"{output.get('ename')}: {output.get('evalue')}"[:1000]
+    kernel = item.parent.kernel
     if item.parent.timed_out:  # then nbval itself may have ended the kernel
         ended["stopped"] = "timeout"
-    elif item.parent.kernel is None or not item.parent.kernel.is_alive():
+    elif kernel is None or getattr(kernel, "ends", False) or not kernel.is_alive():
         ended["stopped"] = "died"
     with open(path, "a", encoding="utf-8") as file:
         file.write(f"{json.dumps(ended)}\n")
