@@ -1,6 +1,7 @@
 """``course``: the command line. Each verb imports what it needs when it is called, torch last.
 
-Exit codes: 0 done, 1 a check failed, 2 bad input, 3 this machine lacks something, 130 interrupted.
+Exit codes: 0 done, 1 a check failed, 2 bad input, 3 this machine lacks something or was too busy
+to judge an answer, 130 interrupted.
 Bad input is one sentence on stderr. With ``--json`` stdout holds the data and nothing else.
 """
 

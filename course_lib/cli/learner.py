@@ -8,13 +8,13 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from course_lib.cli.app import AsJson, app
-from course_lib.cli.errors import FAILED
+from course_lib.cli.errors import ENVIRONMENT, FAILED
 from course_lib.cli.place import course_folder
 from course_lib.cli.show import print_json
 from course_lib.cli.status import Say, Status
 
 if TYPE_CHECKING:
-    from course_lib.grading.run import Grade
+    from course_lib.grading.run import Done, Grade
     from course_lib.grading.syllabus import LessonLine
 
 Number = Annotated[str, typer.Argument(metavar="NN", help="Number of the lesson, such as 03.")]
@@ -125,7 +125,7 @@ def check(
         result = run.grade(desk.own_file(root, number), root, only=only, say=status.say)
     _note_attempts(root, [result])
     print("\n".join(report.score_lines(result)))
-    return 0 if result.ok else FAILED
+    return _code([result])
 
 
 @app.command()
@@ -186,7 +186,14 @@ def grade(
         print("\n\n".join(map(report.as_text, grades)), end="\n" if grades else "")
     if bad:
         raise ValueError("; ".join(bad))
-    return 0 if all(each.ok for each in grades) else FAILED
+    return _code(grades)
+
+
+def _code(grades: list[Grade]) -> int:
+    """Return the exit code: 1 if an exercise failed, else 3 if one was not judged, else 0."""
+    if any(each.failed for each in grades):
+        return FAILED
+    return ENVIRONMENT if any(each.not_judged for each in grades) else 0
 
 
 def _without_table(files: list[Path]) -> tuple[list[Path], Path | None]:
@@ -217,9 +224,10 @@ def _grade_each(files: list[Path], root: Path, seed: int | None) -> tuple[list[G
         for number, file in enumerate(files, 1):
             where = f"{file.name} ({number} of {len(files)})" if len(files) > 1 else file.name
             say, said = _after(f"{where}: ", status.say), "not graded"
+            done = _after_each(where, status.line)
             say("reading the notebook")
             try:
-                grades.append(run.grade(file, root, seed=seed, say=say))
+                grades.append(run.grade(file, root, seed=seed, say=say, done=done))
                 said = f"{grades[-1].passed} of {grades[-1].total} points"
             except ValueError as error:  # the other files are still graded
                 bad.append(str(error))
@@ -233,6 +241,13 @@ def _after(head: str, say: Say) -> Say:
     return lambda text: say(head + text)
 
 
+def _after_each(where: str, line: Say) -> Done:
+    """Return a function that prints a line with the score of an exercise."""
+    from course_lib.grading.report import score_line
+
+    return lambda ex, score: line(f"{where}: {score_line(ex, score)}")
+
+
 def _note_attempts(root: Path, grades: list[Grade]) -> None:
     """Grades of the learner's own files in work/ are attempts; those of others are not."""
     from course_lib.grading.progress import Progress, in_work
@@ -242,5 +257,6 @@ def _note_attempts(root: Path, grades: list[Grade]) -> None:
         progress = Progress(root)
         for each in own:
             for ex, score in each.scores.items():
-                progress.attempt(ex, score.passed, score.total)
+                if not score.not_judged:
+                    progress.attempt(ex, score.passed, score.total)
         progress.save()

@@ -1,4 +1,8 @@
-"""Call a learner's code safely: it may raise, run forever or print without end."""
+"""Call a learner's code safely: it may raise, run forever or print without end.
+
+Its limits do not depend on how busy the machine is: CPU time is counted, and wall-clock time only
+where an answer sleeps. They are in seconds and count from the first line of the answer.
+"""
 
 from __future__ import annotations
 
@@ -7,16 +11,28 @@ import io
 import signal
 import sys
 import threading
+import time
 import traceback
 from collections.abc import Callable, Iterator
 from typing import Any
 
+BUSY = "not judged, because the machine was too busy, twice: end other programs, then check again"
 MOST_PRINTED = 20_000  # characters of output per check
-DEADLINE = 5.0  # seconds per live check
+DEADLINE = 5.0  # of CPU time, per rank
+BLOCKED = 2.0  # in which all ranks wait for each other
+TOTAL = 60.0  # of wall-clock time, twice that when a busy machine makes a second try necessary
+START = 120.0  # of wall-clock time before that: ranks start, and inputs are drawn
+TURN = 60.0  # of waiting for the launches of other checks, before a second try or after theirs
+CHECK = 240.0  # of wall-clock time after which a check starts no further launch
+LONGEST = CHECK + 2 * (TURN + START) + 3 * TOTAL  # a check ends before
 
 
 class NotRight(Exception):
     """Raised when an answer cannot be judged further; the text is the message of the verdict."""
+
+
+class TooBusy(Exception):
+    """Raised when the machine was too busy to judge an answer; the text is the message."""
 
 
 class _Late(BaseException):
@@ -44,38 +60,78 @@ class _Bounded(io.TextIOBase):
 
 
 @contextlib.contextmanager
-def guarded(seconds: float = DEADLINE) -> Iterator[None]:
-    """Limit the output of the body, and stop it after ``seconds``.
+def guarded(cpu: float = DEADLINE, total: float = TOTAL) -> Iterator[None]:
+    """Limit the output of the body and its time, both in seconds; ``exit()`` raises SystemExit.
 
-    Raises NotRight at the deadline. Without signals (on Windows, or in another thread) only the
-    timeout of the official run applies.
+    Raises NotRight after ``cpu`` seconds of CPU time, or after ``total`` seconds of wall-clock
+    time in which the body slept. Raises TooBusy after a total in which other processes ran.
+    Without signals (on Windows, or in another thread) only the timeout of the official run applies.
     """
+    with bounded_output(), _staying(), _deadline(cpu, total):
+        yield
+
+
+@contextlib.contextmanager
+def bounded_output() -> Iterator[None]:
+    """Limit the output of the body."""
     with (
         contextlib.redirect_stdout(_Bounded(sys.stdout)),
         contextlib.redirect_stderr(_Bounded(sys.stderr)),
-        _deadline(seconds),
     ):
         yield
 
 
 @contextlib.contextmanager
-def _deadline(seconds: float) -> Iterator[None]:
+def _staying() -> Iterator[None]:
+    """Let IPython's ``exit()`` raise SystemExit in the body, because it would end the kernel."""
+    ipython = sys.modules.get("IPython")
+    shell = ipython.get_ipython() if ipython is not None else None
+    if shell is None or not hasattr(shell, "ask_exit"):
+        yield
+        return
+    shell.ask_exit = sys.exit
+    try:
+        yield
+    finally:
+        del shell.ask_exit  # the attribute of the instance, which hid the method
+
+
+@contextlib.contextmanager
+def _deadline(cpu: float, total: float) -> Iterator[None]:
     if not hasattr(signal, "setitimer") or threading.current_thread() is not main_thread():
         yield
         return
 
-    def late(*_: object) -> None:
-        raise _Late
+    def late(signum: int, _: object) -> None:
+        raise _Late(signum)
 
-    before = signal.signal(signal.SIGALRM, late)
-    signal.setitimer(signal.ITIMER_REAL, seconds, 0.5)  # again, if an answer caught it
+    start, delay = time.monotonic(), _delay()
+    timers = {signal.SIGPROF: signal.ITIMER_PROF, signal.SIGALRM: signal.ITIMER_REAL}
+    before = {signum: signal.signal(signum, late) for signum in timers}
+    signal.setitimer(signal.ITIMER_PROF, cpu, 0.5)  # again, if an answer caught it
+    signal.setitimer(signal.ITIMER_REAL, total, 0.5)
     try:
         yield
-    except _Late:
-        raise NotRight(f"not done after {seconds:g} s: check that every loop ends") from None
+    except _Late as error:
+        if error.args == (signal.SIGPROF,):
+            raise NotRight(f"not done after {cpu:g} s: check that every loop ends") from None
+        if _delay() - delay > 0.5 * (time.monotonic() - start):
+            raise TooBusy(BUSY) from None
+        raise NotRight(f"not done after {total:g} s: check that nothing sleeps or waits") from None
     finally:
-        signal.setitimer(signal.ITIMER_REAL, 0)
-        signal.signal(signal.SIGALRM, before)
+        for timer in timers.values():
+            signal.setitimer(timer, 0)
+        for signum, handler in before.items():
+            signal.signal(signum, handler)
+
+
+def _delay() -> float:
+    """Return the seconds for which this thread has waited for a processor; 0 if unknown."""
+    try:
+        with open("/proc/thread-self/schedstat") as file:
+            return int(file.read().split()[1]) / 1e9
+    except (OSError, ValueError, IndexError):
+        return 0.0
 
 
 def main_thread() -> threading.Thread:

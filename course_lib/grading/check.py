@@ -17,8 +17,8 @@ def check(
 ) -> Verdict:
     """Return the verdict on ``answers``, the functions of the exercise in its order.
 
-    Parameters are drawn again in each call, or from ``seed``. ``deadline`` is in seconds. Never
-    raises, except for a keyboard interrupt.
+    Parameters are drawn again in each call, or from ``seed``. ``deadline`` is in seconds of CPU
+    time. Never raises, except for a keyboard interrupt.
     """
     from course_lib.grading import registry
 
@@ -33,9 +33,12 @@ def check(
 
 
 def _note(verdict: Verdict, root: Path) -> None:
-    """Count the check as an attempt in the learner's folder, but not in the official run."""
+    """Count the check as an attempt in the learner's folder, but not in the official run.
+
+    A check that the machine was too busy to finish does not count.
+    """
     with contextlib.suppress(OSError):
-        if in_work(Path.cwd() / "notebook", root):
+        if not verdict.not_judged and in_work(Path.cwd() / "notebook", root):
             progress = Progress(root)
             progress.attempt(verdict.ex, verdict.passed, verdict.total)
             progress.save()

@@ -14,6 +14,7 @@ from typing import Any
 from course_lib.grading.answers import (
     DEADLINE,
     NotRight,
+    TooBusy,
     called,
     described,
     guarded,
@@ -21,7 +22,7 @@ from course_lib.grading.answers import (
     shown_call,
 )
 from course_lib.grading.refuse import refusing
-from course_lib.grading.verdict import CaseResult, Verdict, failed
+from course_lib.grading.verdict import CaseResult, Verdict, failed, too_busy
 
 Answer = Callable[..., Any]
 Answers = Any  # an Answer, a table in an exercise worked by hand, or a tuple of several answers
@@ -76,16 +77,24 @@ class Exercise:
         return len(self.cases)
 
     def judge(self, answers: Sequence[Any], seed: int, deadline: float = DEADLINE) -> Verdict:
-        """Return the verdict on ``answers``, with parameters drawn from ``seed``. Never raises."""
+        """Return the verdict on ``answers``, with parameters drawn from ``seed``. Never raises.
+
+        ``deadline`` is in seconds of CPU time, per rank where the answer runs on ranks.
+        """
         try:
             if len(answers) != len(self.names):
                 wanted = ", ".join((f'"{self.id}"', *self.names))
                 raise NotRight(f"the check cell was changed: expected check({wanted})")
             for name, answer in zip(self.names, answers, strict=True):
                 self.usable(name, answer)
-            return Verdict(self.id, self.results(answers, random.Random(seed), deadline))
+            try:
+                return Verdict(self.id, self.results(answers, random.Random(seed), deadline))
+            except TooBusy:  # once more, in the hope of a calmer machine
+                return Verdict(self.id, self.results(answers, random.Random(seed), deadline))
         except NotRight as error:
             return self.failed(str(error))
+        except TooBusy as error:
+            return too_busy(self.id, str(error), self.cases)
         except Exception as error:  # values so odd that comparing them fails
             return self.failed(f"the returned value cannot be judged: {described(error)}")
 

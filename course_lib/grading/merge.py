@@ -43,7 +43,7 @@ class Merged:
     def exercise_of_cell(self, number: int) -> str | None:
         """Return the exercise of code cell ``number``, from 0 as nbval counts."""
         cells = [cell for cell in self.notebook.cells if cell.cell_type == "code"]
-        return course(cells[number]).get("ex")
+        return course(cells[number]).get("ex") if 0 <= number < len(cells) else None
 
 
 def read(path: Path) -> Notebook:
@@ -166,13 +166,12 @@ def merge(
     path: Path,
     *,
     seed: int,
-    without: Collection[str] = (),
-    only: str | None = None,
+    only: Collection[str] | None = None,
 ) -> Merged:
     """Return the pristine notebook with the answers of ``path``.
 
-    Answers of the exercises ``without`` are left out; with ``only``, the cells of all other
-    exercises are left out. Raises ValueError if the file is not an exercise of this course.
+    With ``only``, the cells of all other exercises are left out. Raises ValueError if the file is
+    not an exercise of this course, or if ``only`` has no exercise of its lesson.
     """
     try:
         learner = read(path)
@@ -184,14 +183,17 @@ def merge(
     lesson = _lesson(origin)
     points = {line.id: line.points for line in exercise_lines(notebook.cells, origin)}
     if only is not None:
-        if only not in points:
+        if unknown := [ex for ex in only if ex not in points]:
             names = ", ".join(points)
-            raise ValueError(f"expected an exercise of lesson {lesson}: {names}, got {only!r}")
-        points = {only: points[only]}
-        notebook.cells = [cell for cell in notebook.cells if course(cell).get("ex") in (None, only)]
+            raise ValueError(
+                f"expected an exercise of lesson {lesson}: {names}, got {unknown[0]!r}"
+            )
+        points = {ex: points[ex] for ex in points if ex in only}
+        kept = {None, *points}
+        notebook.cells = [cell for cell in notebook.cells if course(cell).get("ex") in kept]
     problems = {}
     for ex in points:
-        if ex not in without and (problem := _take_answer(notebook, learner, ex)):
+        if problem := _take_answer(notebook, learner, ex):
             problems[ex] = problem
     lines = _expected_lines(root / "solutions" / origin.name)
     _expect(notebook, lines, seed)

@@ -13,22 +13,37 @@ from typing import Any
 import torch
 
 from course_lib.grading import registry
-from course_lib.grading.answers import NotRight, guarded
+from course_lib.grading.answers import (
+    BLOCKED,
+    BUSY,
+    CHECK,
+    START,
+    TOTAL,
+    NotRight,
+    TooBusy,
+    bounded_output,
+)
 from course_lib.grading.exercise import Answer, Exercise
+from course_lib.grading.live import shown_if_slow
 from course_lib.grading.refuse import refusing
+from course_lib.grading.turns import turn
 from course_lib.grading.verdict import AXES, CaseResult
 from course_lib.grading.waits import waits
 from course_lib.grading.wire import WireCall, WireCalls
-from course_lib.launch import RankDeadline, RankError, run, warm_up
+from course_lib.launch import Limits, RankDeadline, RankError, begun, run, warm_up
 from course_lib.mesh import Mesh, make_mesh
 from course_lib.trace import PeakLiveBytes
 
 RESULTS = ("outputs", "gradients", "weights")  # the results; the other axes are costs
-PATIENCE = 15.0  # seconds for a second try, if the machine was too busy for the first
 DEAF = (
     ". Every rank waits for a message: either no rank has sent one, or the handle that isend "
     "returned was dropped before its wait(), and its message was lost"
 )
+PASSED = {
+    "cpu": " after {:g} s of computing",
+    "blocked": ", because every rank that still runs waits for another rank",
+    "total": " after {:g} s",
+}
 LATER = "this counts only after the results are right on two or more ranks"
 
 
@@ -37,8 +52,7 @@ class Trial:
     """One launch of ``n`` ranks; ``size`` is a number of the exercise, such as elements or layers.
 
     ``hang`` explains the mistake if some ranks of this trial wait forever for a rank that has
-    returned; if all ranks wait, the machine may only be slow. After mismatched calls, it is given
-    as a possible reason.
+    returned. After mismatched calls, it is given as a possible reason.
     """
 
     n: int
@@ -141,8 +155,8 @@ class Ranked(Exercise):
     def _results(
         self, answers: Sequence[Answer], rng: random.Random, deadline: float
     ) -> list[CaseResult]:
-        warm_up()  # imports must not count against the deadline of the first check
-        end = time.monotonic() + deadline
+        warm_up()  # imports must not count as time of the first check
+        end = time.monotonic() + CHECK
         seen: dict[int, Seen] = {}
         found: dict[RankCase, str] = {}
         for case in sorted(self.looks, key=lambda case: not self.first(case)):
@@ -151,12 +165,14 @@ class Ranked(Exercise):
                 continue
             try:
                 if case.trial not in seen:
-                    left = max(end - time.monotonic(), 1.0)
+                    left = end - time.monotonic()
                     seed = rng.randrange(2**31)
                     seen[case.trial] = self._launch(case.trial, seed, answers, left, deadline)
                 found[case] = case.look(seen[case.trial])
             except NotRight as error:  # the run failed, and another would fail in the same way
                 return self._broken(found, case, str(error))
+            except TooBusy as error:
+                return self._not_judged(found, str(error))
         return [
             CaseResult(case.axis, case.title, found[case], judged=found[case] != LATER)
             for case in self.looks
@@ -170,26 +186,51 @@ class Ranked(Exercise):
             for each in self.looks
         ]
 
+    def _not_judged(self, found: dict[RankCase, str], reason: str) -> list[CaseResult]:
+        """Return the cases when the machine was too busy: those that were judged stay judged."""
+        seen = {each: text for each, text in found.items() if text != LATER}
+        return [
+            CaseResult(each.axis, each.title, seen[each])
+            if each in seen
+            else CaseResult(each.axis, each.title, reason, judged=False, busy=True)
+            for each in self.looks
+        ]
+
     def _launch(
         self, number: int, seed: int, answers: Sequence[Answer], left: float, deadline: float
     ) -> Seen:
+        """Run a trial; if the machine was too busy, run it once more, alone and with more time.
+
+        ``left`` are the seconds that the check has left for new launches, ``deadline`` is the CPU
+        time of a rank. Raises NotRight with what went wrong, TooBusy after the second try.
+        """
         trial = self.trials[number]
-        try:
-            with guarded(left + 5):  # limits the output; the launch enforces the deadline
-                ranks = run(graded_rank, self.id, number, seed, *answers, n=trial.n, timeout=left)
-        except RankError as error:
-            if _starved(error) and left < PATIENCE:
-                return self._launch(number, seed, answers, PATIENCE, PATIENCE)
-            if isinstance(error.exception, NotImplementedError):
-                raise NotRight(f"{self.names[0]} is not written yet ({error.exception})") from None
-            left_alone = isinstance(error, RankDeadline) and "had returned" in error.report
-            hint = f". {trial.hang}" if trial.hang and left_alone else ""
-            if trial.hang and "(SIGABRT)" in error.report.splitlines()[0]:
-                hint = f". A possible reason: {trial.hang}"
-            raise NotRight(f"on {trial.n} ranks {said(error, deadline)}{hint}") from None
-        except TypeError as error:  # the answer cannot be sent to the ranks
-            raise NotRight(str(error)) from None
-        return Seen(trial, seed, ranks)
+        case = next(k for k, look in enumerate(self.looks, 1) if look.trial == number)
+        text = f"case {case} of {len(self.looks)}: {self.looks[case - 1].title}"
+        for alone in (False, True) if left > 0 else ():
+            limits = Limits(deadline, BLOCKED, TOTAL * (1 + alone), START)
+            try:
+                with turn(alone=alone), shown_if_slow(text, CHECK - left), bounded_output():
+                    ranks = run(
+                        graded_rank, self.id, number, seed, *answers, n=trial.n, limits=limits
+                    )
+                return Seen(trial, seed, ranks)
+            except RankError as error:
+                if not _starved(error):
+                    raise NotRight(self._reason(error, trial)) from None
+            except TypeError as error:  # the answer cannot be sent to the ranks
+                raise NotRight(str(error)) from None
+        raise TooBusy(BUSY)
+
+    def _reason(self, error: RankError, trial: Trial) -> str:
+        """Return what went wrong in a launch, as the message of a verdict."""
+        if isinstance(error.exception, NotImplementedError):
+            return f"{self.names[0]} is not written yet ({error.exception})"
+        left_alone = isinstance(error, RankDeadline) and "had returned" in error.report
+        hint = f". {trial.hang}" if trial.hang and left_alone else ""
+        if trial.hang and "(SIGABRT)" in error.report.splitlines()[0]:
+            hint = f". A possible reason: {trial.hang}"
+        return f"on {trial.n} ranks {said(error)}{hint}"
 
 
 def graded_rank(exercise_id: str, number: int, seed: int, *answers: Answer) -> Observed:
@@ -198,6 +239,7 @@ def graded_rank(exercise_id: str, number: int, seed: int, *answers: Answer) -> O
     assert isinstance(exercise, Ranked)
     mesh = make_mesh()
     inputs = exercise.inputs(exercise.trials[number], mesh.rank, seed)
+    begun()
     with (
         refusing(exercise.refused),
         PeakLiveBytes() as peak,
@@ -209,9 +251,10 @@ def graded_rank(exercise_id: str, number: int, seed: int, *answers: Answer) -> O
 
 
 def _starved(error: RankError) -> bool:
-    """Return whether no rank could report its place, because the machine was too busy."""
-    places = error.standing.values() if isinstance(error, RankDeadline) else []
-    return bool(places) and all("unknown (no answer)" in place for place in places)
+    """Return whether the machine was too busy to start the ranks, or to let them compute."""
+    if not isinstance(error, RankDeadline):
+        return False
+    return error.limit == "start" or (error.limit == "total" and error.starved)
 
 
 @contextmanager
@@ -226,15 +269,15 @@ def _torch_as_it_comes() -> Iterator[None]:
         torch.set_default_dtype(before)
 
 
-def said(error: RankError, deadline: float) -> str:
+def said(error: RankError) -> str:
     """Return the report of a launch as the sentence of a verdict.
 
     It has no cell numbers, because the official run numbers cells differently.
     """
-    return re.sub(r"\bcell \d+ line", "line", _said(error, deadline))
+    return re.sub(r"\bcell \d+ line", "line", _said(error))
 
 
-def _said(error: RankError, deadline: float) -> str:
+def _said(error: RankError) -> str:
     if isinstance(error, RankDeadline):
         places = "; ".join(error.standing.values())
         waits = [line for line in error.standing.values() if re.search(r"was at: \S*send", line)]
@@ -246,7 +289,8 @@ def _said(error: RankError, deadline: float) -> str:
             )
         heard = [line for line in error.standing.values() if re.search(r"was at: \S*recv", line)]
         why = DEAF if len(heard) == len(error.standing) else ""
-        return f"the answer had not returned after {deadline:g} s: {places}{why}"
+        passed = PASSED[error.limit].format(error.seconds)
+        return f"the answer had not returned{passed}: {places}{why}"
     lines = error.report.splitlines()
     own = [line.strip() for line in lines[1:] if re.match(r"  (cell|line)", line)]
     if "(SIGABRT)" in lines[0]:  # the backend aborts after mismatched calls, without a message

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from typing import Any
 from xml.etree import ElementTree
 
-from course_lib.grading.run import Grade
+from course_lib.grading.run import Grade, Score
 
 
 def as_json(grades: Sequence[Grade], several: bool) -> dict[str, Any]:
@@ -26,21 +26,29 @@ def score_lines(grade: Grade) -> list[str]:
     """Return a line per exercise, with its message below, and the sum."""
     lines = []
     for ex, score in grade.scores.items():
-        lines.append(f"{ex}  {score.passed} of {score.total}")
+        lines.append(score_line(ex, score))
         if score.message:
             lines.append(f"      {score.message}")
-    return [*lines, f"sum   {grade.passed} of {grade.total}"]
+    busy = f", {grade.not_judged} not judged" if grade.not_judged else ""
+    return [*lines, f"sum   {grade.passed} of {grade.total}{busy}"]
+
+
+def score_line(ex: str, score: Score) -> str:
+    """Return the exercise and its score on one line."""
+    busy = f", {score.not_judged} not judged" if score.not_judged else ""
+    return f"{ex}  {score.passed} of {score.total}{busy}"
 
 
 def as_csv(grades: Sequence[Grade]) -> str:
-    """Return a row per file and exercise: file, exercise, passed, total, message."""
+    """Return a row per file and exercise: file, exercise, passed, total, message, not_judged."""
     text = io.StringIO()
     rows = csv.writer(text, lineterminator="\n")
-    rows.writerow(("file", "exercise", "passed", "total", "message"))
+    rows.writerow(("file", "exercise", "passed", "total", "message", "not_judged"))
     for grade in grades:
         for ex, score in grade.scores.items():
             message = _no_formula(score.message)
-            rows.writerow((_no_formula(grade.file), ex, score.passed, score.total, message))
+            counts = score.passed, score.total, message, score.not_judged
+            rows.writerow((_no_formula(grade.file), ex, *counts))
     return text.getvalue()
 
 
@@ -53,14 +61,17 @@ def as_junit(grades: Sequence[Grade]) -> str:
     """Return a test suite per file, with a test case per exercise."""
     root = ElementTree.Element("testsuites")
     for grade in grades:
-        failures = sum(score.passed < score.total for score in grade.scores.values())
+        failures = sum(score.failed for score in grade.scores.values())
+        skipped = sum(not score.failed and score.not_judged > 0 for score in grade.scores.values())
         sizes = {"tests": str(len(grade.scores)), "failures": str(failures), "errors": "0"}
+        sizes["skipped"] = str(skipped)
         suite = ElementTree.SubElement(root, "testsuite", {"name": _xml(grade.file)} | sizes)
         for ex, score in grade.scores.items():
             case = ElementTree.SubElement(suite, "testcase", classname=grade.lesson, name=ex)
             if score.passed < score.total:
+                kind = "failure" if score.failed else "skipped"
                 marks = f"{score.passed} of {score.total}. {score.message}"
-                ElementTree.SubElement(case, "failure", message=_xml(marks))
+                ElementTree.SubElement(case, kind, message=_xml(marks))
     return ElementTree.tostring(root, encoding="unicode", xml_declaration=True) + "\n"
 
 

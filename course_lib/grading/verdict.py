@@ -25,13 +25,15 @@ class CaseResult:
     """The result of one case. ``message`` says what is wrong; it is empty if the case passed.
 
     A message may have several lines; indented lines are code. ``judged`` is False if the case was
-    not judged because another case failed.
+    not judged because another case failed. ``busy`` cases were not judged because the machine was
+    too busy: they have not failed.
     """
 
     axis: str
     title: str
     message: str = ""
     judged: bool = True
+    busy: bool = False
 
     @property
     def passed(self) -> bool:
@@ -60,6 +62,11 @@ class Verdict:
     def ok(self) -> bool:
         """Whether all cases passed."""
         return self.passed == self.total > 0
+
+    @property
+    def not_judged(self) -> int:
+        """Number of cases that the machine was too busy to judge."""
+        return sum(result.busy for result in self.results)
 
     @property
     def axes(self) -> dict[str, tuple[int, int]]:
@@ -96,6 +103,7 @@ class Verdict:
             "ex": self.ex,
             "passed": self.passed,
             "total": self.total,
+            "not_judged": self.not_judged,
             "message": self.message,
             "axes": {axis: list(counts) for axis, counts in self.axes.items()},
         }
@@ -113,6 +121,11 @@ class Verdict:
 
     def _repr_mimebundle_(self, **_: object) -> Mapping[str, Any]:
         return {"text/plain": self.line, "text/html": self._repr_html_(), MIME: self.as_dict()}
+
+
+def too_busy(ex: str, message: str, cases: Sequence[tuple[str, str]]) -> Verdict:
+    """Return a verdict in which no case was judged, because the machine was too busy."""
+    return Verdict(ex, [CaseResult(*case, message, judged=False, busy=True) for case in cases])
 
 
 def failed(
@@ -134,7 +147,8 @@ def _row(result: CaseResult) -> str:
         ("&#10003;", GOOD, "passed") if result.passed else ("&#10007;", BAD, "failed")
     )
     if not result.judged:
-        mark, color, word = "&ndash;", "inherit", "not judged yet"
+        word = "not judged" if result.busy else "not judged yet"
+        mark, color = "&ndash;", "inherit"
     state = f"<b style='color:{color}'>{mark}</b> {word}"
     cells = (state, TITLES.get(result.axis, result.axis), escape(result.title))
     return "<tr>" + "".join(f"<td style='text-align:left'>{cell}</td>" for cell in cells) + "</tr>"

@@ -14,16 +14,19 @@ if surroundings.in_kernel():
 from course_lib.launch.api import Results, World, run
 from course_lib.launch.faults import RankDeadline, RankError, RankInterrupted
 from course_lib.launch.joined import available_ranks, is_reporter
+from course_lib.launch.limits import Limits
 from course_lib.launch.local import warm_up
-from course_lib.launch.rank import inside_rank
+from course_lib.launch.rank import begun, inside_rank
 
 __all__ = [
+    "Limits",
     "RankDeadline",
     "RankError",
     "RankInterrupted",
     "Results",
     "World",
     "available_ranks",
+    "begun",
     "inside_rank",
     "is_reporter",
     "run",

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from course_lib.launch import arguments, faults, joined
+from course_lib.launch.limits import Limits
 from course_lib.launch.local import new_environ, start_ranks
 from course_lib.launch.output import RankOutput
 from course_lib.launch.places import cell_names
@@ -46,6 +47,7 @@ def run(
     checked: bool = False,
     init: bool = True,
     device: str | None = None,
+    limits: Limits | None = None,
 ) -> Results:
     """Call ``fn(*args)`` on ``n`` fresh ranks and return the results by rank.
 
@@ -54,7 +56,8 @@ def run(
     fixed time. ``links`` slows communication down. ``checked`` compares every collective across
     the ranks before the call is made. The default group is initialized (gloo; nccl with
     ``device="cuda"``, one GPU per rank). With ``init=False`` only RANK, WORLD_SIZE, LOCAL_RANK,
-    MASTER_ADDR and a free MASTER_PORT are set.
+    MASTER_ADDR and a free MASTER_PORT are set. ``limits`` replace the timeout; they do not depend
+    on how busy the machine is.
 
     Calls of torch.manual_seed or torch.set_default_dtype in the notebook do not reach the ranks:
     make them in ``fn``. If ``fn`` is from one of your files, the ranks get the version that was
@@ -67,7 +70,7 @@ def run(
     RuntimeError inside a rank.
     """
     with World(n, timeout=timeout, init=init, device=device) as world:
-        return world.run(fn, *args, pace=pace, links=links, checked=checked)
+        return world.run(fn, *args, pace=pace, links=links, checked=checked, limits=limits)
 
 
 class World:
@@ -110,6 +113,7 @@ class World:
         pace: Pace | None = None,
         links: Links | None = None,
         checked: bool | None = None,
+        limits: Limits | None = None,
     ) -> Results:
         """Call ``fn(*args)`` on every rank. The defaults are the arguments of the World."""
         timeout = self.timeout if timeout is None else timeout
@@ -123,15 +127,15 @@ class World:
         task = Task(b"", conditions, self.device or "cpu", self.init, self.n, cell_names())
         with self._turn:
             if (world := joined.joined_world()) is not None:
-                outcomes = world.call(fn, args, task, timeout)
+                outcomes = world.call(fn, args, task, limits.total if limits else timeout)
             else:
                 if self.device == "cuda":
                     arguments.check_cards(self.n)
                 task.call = pack_call(fn, args)
-                outcomes = self._call(task, timeout)
+                outcomes = self._call(task, timeout, limits)
             return Results(_values(outcomes), outcomes, self._texts())
 
-    def _call(self, task: Task, timeout: float) -> list[Outcome]:
+    def _call(self, task: Task, timeout: float, limits: Limits | None) -> list[Outcome]:
         try:
             if self._ranks is None:
                 self._ranks = start_ranks(self.n)
@@ -142,7 +146,7 @@ class World:
             task.environ = new_environ()
             self._runs += 1
             task.run = self._runs
-            return Run(self._ranks, self._outputs).call(task, timeout)
+            return Run(self._ranks, self._outputs).call(task, timeout, limits)
         except BaseException as error:
             self.close()
             if isinstance(error, faults.RankError):

@@ -15,6 +15,13 @@ CRASHES = ("SIGSEGV", "SIGBUS", "SIGILL", "SIGFPE", "SIGTRAP")
 REPEATS = 3  # equal frames in a row that are shown one by one, as Python does
 LONGEST = 40  # lines of one traceback
 PARTS = 5  # exceptions of a group
+PASSED = {
+    "timeout": "",
+    "start": ", in which not every rank began",
+    "cpu": " of CPU time",
+    "blocked": ", in which all ranks waited for each other",
+    "total": "",
+}
 LOST = ("closed by peer", "reset by peer", "broken pipe", "connection refused", "socket timeout")
 
 
@@ -54,7 +61,16 @@ class RankError(RuntimeError):
 
 
 class RankDeadline(RankError):
-    """Raised when not every rank had returned before the deadline."""
+    """Raised when not every rank had returned before a limit of the run had passed.
+
+    ``limit`` is "timeout", or the name of one of the Limits, and ``seconds`` its length.
+    ``starved``: the ranks waited for a processor most of the time, so that the machine may be the
+    reason.
+    """
+
+    limit = "timeout"
+    seconds = 0.0
+    starved = False
 
 
 class RankInterrupted(RankError, KeyboardInterrupt):
@@ -74,7 +90,7 @@ class Standing:
     def culprit(self) -> int | None:
         """Return the rank at fault: not a rank that only lost its connection to another rank."""
         failed = [rank for rank, outcome in self.outcomes.items() if outcome.kind != "returned"]
-        own = [rank for rank in failed if not _is_lost_connection(self.outcomes[rank])]
+        own = [rank for rank in failed if not lost_connection(self.outcomes[rank])]
         if own:
             first = min(own, key=lambda rank: self.outcomes[rank].at)
             said = _headline(self.outcomes[first])  # the lowest of the ranks with the same error
@@ -94,7 +110,7 @@ class Standing:
         if outcome.kind == "returned":
             return f"rank {rank} had returned"
         frames = outcome.error.frames if outcome.error else []
-        if _is_lost_connection(outcome):
+        if lost_connection(outcome):
             return f"rank {rank} lost its connection to another rank{_at(frames)}"
         first = self.outcomes.get(culprit) if culprit is not None else None
         if first is not None and _headline(first) == _headline(outcome):
@@ -126,16 +142,20 @@ def failure(known: Standing) -> RankError:
     return RankError(report, kind=kind, rank=culprit, standing=others, exception=exception)
 
 
-def deadline(known: Standing, seconds: float) -> RankDeadline:
-    """Return the error for a run that missed its deadline."""
+def deadline(
+    known: Standing, seconds: float, limit: str = "timeout", starved: bool = False
+) -> RankDeadline:
+    """Return the error for a run of which a limit has passed, after ``seconds``."""
     late = known.n - len(known.outcomes)
     others = known.others()
     head = (
-        f"deadline: {late} of {known.n} ranks had not returned after {seconds:g} s. A rank waits "
-        "forever if another rank does not make the same call. If the run only needs more time, "
-        "give a larger timeout."
+        f"deadline: {late} of {known.n} ranks had not returned after {seconds:g} s{PASSED[limit]}. "
+        "A rank waits forever if another rank does not make the same call. If the run only needs "
+        "more time, give a larger timeout."
     )
-    return RankDeadline("\n".join([head, *others.values()]), kind="deadline", standing=others)
+    error = RankDeadline("\n".join([head, *others.values()]), kind="deadline", standing=others)
+    error.limit, error.seconds, error.starved = limit, seconds, starved
+    return error
 
 
 def interrupted(known: Standing) -> RankInterrupted:
@@ -161,7 +181,8 @@ def unreadable(rank: int, error: Exception) -> RankError:
     return RankError(report, kind="result", rank=rank)
 
 
-def _is_lost_connection(outcome: Outcome) -> bool:
+def lost_connection(outcome: Outcome) -> bool:
+    """Return whether a rank failed only because another rank had ended."""
     text = outcome.error.message.lower() if outcome.error else ""
     return any(words in text for words in LOST)
 

@@ -20,6 +20,7 @@ COLLECTIVES = frozenset(
     monitored_barrier new_group init_process_group init_device_mesh make_mesh
     send_object_list recv_object_list ring""".split()
 )
+WAITS = COLLECTIVES | {"wait", "_engine_run_backward"}  # where a rank waits for others
 PACKAGE = Path(__file__).resolve().parents[1]
 _ROOTS = [Path(sysconfig.get_paths()[kind]) for kind in ("purelib", "platlib", "stdlib")]
 SITE = {*_ROOTS, *(root.resolve() for root in _ROOTS)}  # a virtual environment may be a link
@@ -134,6 +135,16 @@ def collective(frames: Iterable[Frame]) -> str:
         if is_library(frame.filename) and frame.function in COLLECTIVES:
             return frame.function
     return ""
+
+
+def waits(frames: Sequence[Frame]) -> bool:
+    """Return whether a rank with this stack, which does not compute, waits for other ranks."""
+    frames = below_launcher(frames)
+    own = own_frame(frames)
+    within = frames if own is None else frames[frames.index(own) + 1 :]
+    if any(is_library(frame.filename) and frame.function in WAITS for frame in within):
+        return True
+    return own is not None and "wait(" in source(own)
 
 
 def standing(frames: Sequence[Frame]) -> str:

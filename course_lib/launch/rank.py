@@ -24,17 +24,25 @@ import torch
 import torch.distributed as dist
 
 from course_lib.comm.instruments import installed
+from course_lib.launch.limits import Begun
 from course_lib.launch.task import Birth, Frame, Outcome, Raised, Task
 from course_lib.launch.travel import pack, text_of, unpack, what_cannot_return
 from course_lib.mesh import RankContext, enter_rank, rank_context
 
 FOREVER = timedelta(days=1)  # the launching process enforces the deadline, not the backend
 _birth: list[Birth] = []
+_launcher: list[Connection] = []
 
 
 def inside_rank() -> bool:
     """Return whether this process is a rank that a launch started."""
     return bool(_birth)
+
+
+def begun() -> None:
+    """Tell the launching process that the limits of the run count from now on; see Limits."""
+    for launcher in _launcher:
+        launcher.send_bytes(cloudpickle.dumps(Begun(os.getpid())))
 
 
 def serve_rank(connection: Connection) -> None:
@@ -45,6 +53,7 @@ def serve_rank(connection: Connection) -> None:
     """
     birth: Birth = unpack(connection.recv_bytes())
     _birth[:] = [birth]
+    _launcher[:] = [connection]
     threading.Thread(target=_end_with_owner, args=(connection.fileno(),), daemon=True).start()
     with open(birth.file("stack"), "a") as stacks:
         _prepare(birth, stacks)

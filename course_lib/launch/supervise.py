@@ -4,21 +4,25 @@ from __future__ import annotations
 
 import signal
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from multiprocessing.connection import wait
 
 import cloudpickle
 
 from course_lib.launch import faults
+from course_lib.launch.limits import Begun, Limits, Meter
 from course_lib.launch.output import RankOutput, show
-from course_lib.launch.places import parse_stacks
+from course_lib.launch.places import parse_stacks, waits
 from course_lib.launch.ranks import Ranks
 from course_lib.launch.task import Frame, Outcome, Task
 from course_lib.launch.travel import unpack
 
 GRACE = 0.4  # seconds for the other ranks to fail or finish, after a rank has failed
+CULPRIT = 5.0  # seconds for the rank at fault to be known, if others lost their connection to it
 TICK = 0.05  # seconds between two reads of the output
-ANSWER = 0.5  # seconds for a rank to write its stack
+ANSWER = 5.0  # seconds for a rank to write its stack, on a busy machine
+BOTTOM = "in <module>\n"  # the end of a stack: the main thread is the last one
+Over = Callable[[], str]  # returns the name of a limit that has passed, or ""
 
 
 class Run:
@@ -28,22 +32,27 @@ class Run:
         self.ranks = ranks
         self.outputs = outputs
         self.checked = False
+        self.meter: Meter | None = None
         self.outcomes: dict[int, Outcome] = {}
         self.closed: set[int] = set()  # ranks whose connection is closed
 
-    def call(self, task: Task, timeout: float) -> list[Outcome]:
-        """Send the task and return the outcomes by rank; raises RankError if a rank failed."""
+    def call(self, task: Task, timeout: float, limits: Limits | None = None) -> list[Outcome]:
+        """Send the task and return the outcomes by rank; raises RankError if a rank failed.
+
+        ``limits`` replace the timeout, which is in seconds.
+        """
         self.checked = task.conditions.checked
         try:
             self._send(cloudpickle.dumps(task))
-            end = time.monotonic() + timeout
-            trouble = self._collect(end)
-            if trouble and len(self.outcomes) < self.ranks.n:
-                self._collect(time.monotonic() + GRACE, stop_on_trouble=False)
-            if trouble:
+            self.meter = Meter(limits) if limits else None
+            limit = self._collect(self._passed if limits else _after(timeout))
+            if self._trouble():
+                self._collect(self._settled(), stop_on_trouble=False)
                 raise faults.failure(self._standing())
-            if len(self.outcomes) < self.ranks.n:
-                raise faults.deadline(self._standing(), timeout)
+            if limit:
+                seconds = getattr(limits, limit, timeout)
+                starved = self.meter is not None and self.meter.starved
+                raise faults.deadline(self._standing(), seconds, limit, starved)
         except KeyboardInterrupt:
             raise faults.interrupted(self._standing()) from None
         except EOFError:
@@ -59,19 +68,40 @@ class Run:
             except OSError:
                 self.closed.add(rank)  # the server reports how it ended
 
-    def _collect(self, end: float, *, stop_on_trouble: bool = True) -> bool:
-        """Read outcomes until all are there, time is up or a rank has failed.
+    def _collect(self, over: Over, *, stop_on_trouble: bool = True) -> str:
+        """Read outcomes until all are there, a limit has passed or a rank has failed.
 
-        Return whether a rank has failed.
+        Return the name of the limit, or "".
         """
         while True:
-            self._take(max(0.0, min(TICK, end - time.monotonic())))
+            self._take(TICK)
             show(self.outputs)
-            if self._trouble() and stop_on_trouble:
-                return True
-            waiting = self._waiting()
-            if not waiting or time.monotonic() >= end:
-                return self._trouble()
+            if not self._waiting() or (self._trouble() and stop_on_trouble):
+                return ""
+            if limit := over():
+                return limit
+
+    def _passed(self) -> str:
+        """Return the limit that has passed. A rank that sleeps does not wait for other ranks."""
+        assert self.meter is not None
+        limit = self.meter.passed(self._waiting())
+        if limit == "blocked":
+            stacks = Stacks(self.ranks).ask(self._waiting())
+            if not all(map(waits, stacks.values())):
+                self.meter.idle = 0.0
+                return ""
+        return limit
+
+    def _settled(self) -> Over:
+        """Return when to stop after a failure: later if the rank at fault is not yet known."""
+        grace, culprit = _after(GRACE), _after(CULPRIT)
+
+        def over() -> str:
+            failed = [one for one in self.outcomes.values() if one.kind != "returned"]
+            known = self._died() or not all(map(faults.lost_connection, failed))
+            return grace() if known else culprit()
+
+        return over
 
     def _take(self, seconds: float) -> None:
         open_ones = {
@@ -86,9 +116,15 @@ class Run:
         for rank, connection in open_ones.items():
             if connection in ready:
                 try:
-                    self.outcomes[rank] = unpack(connection.recv_bytes())
+                    self._note(rank, unpack(connection.recv_bytes()))
                 except (EOFError, OSError):
                     self.closed.add(rank)
+
+    def _note(self, rank: int, message: Outcome | Begun) -> None:
+        if isinstance(message, Outcome):
+            self.outcomes[rank] = message
+        elif self.meter is not None:
+            self.meter.pids[rank] = message.pid
 
     def _died(self) -> dict[int, int | None]:
         ended = self.ranks.statuses
@@ -108,6 +144,12 @@ class Run:
         frames = stacks.ask(self._waiting())
         frames.update({rank: stacks.crash(rank) for rank in self._died()})
         return faults.Standing(self.ranks.n, self.outcomes, self._died(), frames, self.checked)
+
+
+def _after(seconds: float) -> Over:
+    """Return a function that returns "timeout" after ``seconds``."""
+    end = time.monotonic() + seconds
+    return lambda: "timeout" if time.monotonic() >= end else ""
 
 
 class Stacks:
@@ -136,8 +178,8 @@ class Stacks:
         texts = dict.fromkeys(ranks, "")
         end = time.monotonic() + ANSWER
         while time.monotonic() < end:
-            before, texts = texts, {rank: self._read(rank, starts[rank]) for rank in ranks}
-            if texts == before and all(text.endswith("\n") for text in texts.values()):
+            texts = {rank: self._read(rank, starts[rank]) for rank in ranks}
+            if all(text.endswith(BOTTOM) for text in texts.values()):
                 break
             time.sleep(0.02)
         return {rank: parse_stacks(text) for rank, text in texts.items()}

@@ -2,21 +2,25 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import random
 import re
 import subprocess
 import sys
+import time
 from decimal import Decimal
 from fractions import Fraction
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
 from attack import answers_to, written
 
-from course_lib.grading import check, registry
+from course_lib.grading import answers, check, exercise, registry
+from course_lib.grading.answers import NotRight, guarded
 from course_lib.grading.exercise import Function, alike, each, plain
 from course_lib.grading.verdict import MIME, CaseResult, Verdict
 
@@ -143,6 +147,40 @@ def test_a_loop_without_end_is_stopped():
 
     verdict = check("00-1", turns, deadline=0.2)
     assert "not done after 0.2 s" in verdict.message
+    assert (verdict.passed, verdict.total, verdict.not_judged) == (0, 4, 0)
+
+
+def test_a_deadline_counts_cpu_time_and_sleep_has_a_limit_of_its_own():
+    with guarded(cpu=0.2, total=30):
+        time.sleep(0.5)
+    sleeps = pytest.raises(NotRight, match="not done after 0.3 s: check that nothing sleeps")
+    with sleeps, guarded(cpu=5, total=0.3):
+        time.sleep(30)
+
+
+def test_a_busy_machine_takes_no_points(monkeypatch):
+    waited = itertools.count(step=60)  # seconds for a processor, more at every look
+    monkeypatch.setattr(answers, "_delay", lambda: next(waited))
+    where = registry.find("00-1")
+    monkeypatch.setattr(exercise, "guarded", lambda cpu: guarded(cpu, total=0.2))
+    verdict = where.judge([lambda *_: time.sleep(30)], seed=1)
+    assert (verdict.passed, verdict.total, verdict.not_judged) == (0, 4, 4)
+    assert "not judged, because the machine was too busy" in verdict.line
+    assert not verdict.ok
+
+
+class _Shell:
+    def ask_exit(self):
+        raise AssertionError("the kernel would end")
+
+
+def test_exit_in_an_answer_does_not_end_the_kernel(monkeypatch):
+    shell = _Shell()
+    python = SimpleNamespace(get_ipython=lambda: shell)
+    monkeypatch.setitem(sys.modules, "IPython", python)
+    verdict = check("00-1", lambda *_: shell.ask_exit(), seed=1)
+    assert "coordinates called sys.exit; a function must return" in verdict.message
+    assert vars(shell) == {}
 
 
 def test_a_flood_of_printing_is_cut(capsys):
@@ -196,6 +234,7 @@ def test_the_forms_of_a_verdict():
         "ex": "09-1",
         "passed": 1,
         "total": 2,
+        "not_judged": 0,
         "message": "1 < 2 lines",
         "axes": {"outputs": [0, 1], "wire": [1, 1]},
     }
@@ -206,6 +245,7 @@ def test_a_verdict_on_the_page_has_code_as_code_and_says_what_was_not_judged():
         CaseResult("outputs", "a", "Read backwards.\n    f(1):\n    expected 1,\n    got 2"),
         CaseResult("wire", "b", "later", judged=False),
         CaseResult("peak", "c"),
+        CaseResult("peak", "d", "too busy", judged=False, busy=True),
     ]
     shown = Verdict("09-1", cases)._repr_mimebundle_()
     assert shown["text/plain"].endswith("passed. Read backwards. f(1): expected 1, got 2")
@@ -213,7 +253,7 @@ def test_a_verdict_on_the_page_has_code_as_code_and_says_what_was_not_judged():
         "f(1):", "expected 1,", "got 2"
     ]  # fmt: skip
     rows = re.findall(r"</b> ([a-z ]+)</td>", shown["text/html"])
-    assert rows == ["failed", "not judged yet", "passed"]
+    assert rows == ["failed", "not judged yet", "passed", "not judged"]
 
 
 def test_grading_loads_no_torch():

@@ -44,12 +44,16 @@ def graded(monkeypatch):
     """Stands in for the run: a file is right if its name says so."""
     asked = []
 
-    def grade(path, root, *, seed=None, only=None, say=None):
+    def grade(path, root, *, seed=None, only=None, say=None, done=None):
         asked.append((Path(path).name, seed, only))
         if "bad" in str(path):
             raise ValueError(f"{path}: this is no notebook")
         first = Score(4, 4) if "right" in str(path) else Score(1, 4, "=1+1 went <wrong>\x07")
-        return Grade(str(path), "00", {"00-1": first, "00-2": Score(4, 4)})
+        busy = Score(1, 4, "not judged", 3)
+        scores = {"00-1": first, "00-2": busy if "busy" in str(path) else Score(4, 4)}
+        for ex, score in scores.items() if done else ():
+            done(ex, score)
+        return Grade(str(path), "00", scores)
 
     monkeypatch.setattr(run, "grade", grade)
     return asked
@@ -215,20 +219,26 @@ def test_bad_input_is_one_sentence(root, capsys, graded, arguments, words):
 
 
 def test_grade_as_json(root, capsys, graded):
-    right = {"passed": 4, "total": 4, "message": ""}
-    code, out, _ = course(capsys, "grade", "right.ipynb", "--json", "--seed", "7")
+    right = {"passed": 4, "total": 4, "message": "", "not_judged": 0}
+    code, out, err = course(capsys, "grade", "right.ipynb", "--json", "--seed", "7")
+    assert err.splitlines() == ["right.ipynb: 00-1  4 of 4", "right.ipynb: 00-2  4 of 4"]
     one = json.loads(out)
     exercises = {"00-1": right, "00-2": right}
     assert code == 0
-    assert one == {"file": "right.ipynb", "exercises": exercises, "passed": 8, "total": 8}
+    sums = {"passed": 8, "total": 8, "not_judged": 0}
+    assert one == {"file": "right.ipynb", "exercises": exercises} | sums
     code, out, err = course(capsys, "grade", "right.ipynb", "bad.ipynb", "half.ipynb", "--json")
     files = json.loads(out)["files"]
     assert (code, files[0]) == (2, one)
     assert (files[1]["passed"], files[1]["total"]) == (5, 8)
     *files, error = err.splitlines()
     assert files == [
+        "right.ipynb (1 of 3): 00-1  4 of 4",
+        "right.ipynb (1 of 3): 00-2  4 of 4",
         "right.ipynb (1 of 3): 8 of 8 points",
         "bad.ipynb (2 of 3): not graded",
+        "half.ipynb (3 of 3): 00-1  1 of 4",
+        "half.ipynb (3 of 3): 00-2  4 of 4",
         "half.ipynb (3 of 3): 5 of 8 points",
     ]
     assert error == "bad.ipynb: this is no notebook."
@@ -288,6 +298,52 @@ def test_a_table_that_cannot_be_written_is_said_before_the_run(
     assert (code, out) == (2, "")
     assert words in err
     assert not graded
+
+
+def test_a_case_that_was_not_judged_is_no_failure(root, capsys, graded):
+    code, out, err = course(capsys, "grade", "right-busy.ipynb")
+    assert code == 3
+    assert "  00-2  1 of 4, 3 not judged\n" in out
+    assert "  sum   5 of 8, 3 not judged\n" in out
+    assert "right-busy.ipynb: 00-2  1 of 4, 3 not judged" in err
+    assert course(capsys, "grade", "busy.ipynb")[0] == 1, "the other exercise failed"
+    one = json.loads(course(capsys, "grade", "right-busy.ipynb", "--json")[1])
+    assert (one["not_judged"], one["exercises"]["00-2"]["not_judged"]) == (3, 3)
+    rows = csv.DictReader(io.StringIO(course(capsys, "grade", "right-busy.ipynb", "--csv")[1]))
+    assert [row["not_judged"] for row in rows] == ["0", "3"]
+    suite = ElementTree.fromstring(course(capsys, "grade", "right-busy.ipynb", "--junit")[1])[0]
+    assert (suite.get("failures"), suite.get("skipped")) == ("0", "1")
+    assert suite.find("testcase/skipped").get("message") == "1 of 4. not judged"
+    course(capsys, "grade", "work/right-busy.ipynb")
+    assert list(Progress(root).entries) == ["00-1"], "it is no attempt"
+
+
+VERDICT = {"ex": "00-1", "passed": 4, "total": 4, "not_judged": 0, "message": "", "axes": {}}
+
+
+@pytest.mark.parametrize(
+    "forged",
+    [
+        {"passed": 999},
+        {"passed": -1},
+        {"passed": "4"},
+        {"passed": 4.0},
+        {"passed": True, "total": True},
+        {"total": 5},
+        {"ex": "00-2"},
+        {"message": {"text": 3}},
+        {"message": None},
+        {"not_judged": 1},
+        {"passed": 3, "not_judged": [1]},
+        {"passed": {}},
+    ],
+)
+def test_a_forged_verdict_gives_no_points(forged):
+    assert run._score("00-1", 4, [run.Cell(0, VERDICT)]) == Score(4, 4)
+    score = run._score("00-1", 4, [run.Cell(0, VERDICT | forged)])
+    assert score == Score(0, 4, "the answer cell failed: its check gave no verdict")
+    for other in ([VERDICT], "4 of 4", 4, None):
+        assert run._score("00-1", 4, [run.Cell(0, other)]) == score
 
 
 CELL = "merged.ipynb::ipynb::Cell "

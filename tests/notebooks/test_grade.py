@@ -11,8 +11,10 @@ import nbformat
 import pytest
 from nbformat.v4 import new_code_cell, new_markdown_cell, new_notebook, new_output
 
+from course_lib.grading.answers import CHECK, LONGEST, START, TOTAL, TURN
 from course_lib.grading.merge import merge, pristine, read
-from course_lib.grading.run import grade, run_nbval
+from course_lib.grading.plugin import timeout_of
+from course_lib.grading.run import Score, grade, run_nbval
 
 COORDINATES = """\
 def coordinates(rank, sizes, order):
@@ -67,11 +69,15 @@ def solution():
 
 
 FORGED = """\
-def coordinates(rank, sizes, order):
-    from IPython.display import display
-    from course_lib.grading.verdict import MIME
-    display({MIME: {"ex": "00-1", "passed": 4, "total": 4, "message": ""}}, raw=True)
-    raise KeyboardInterrupt"""
+from course_lib.grading.verdict import Verdict
+real = Verdict.as_dict
+def forged(self):
+    changed = {"passed": 999, "message": {"all": "right"}} if self.ex == "00-1" else {}
+    return real(self) | changed
+Verdict.as_dict = forged"""
+LATER = """\
+import os, threading
+threading.Timer(1.0, os._exit, (3,)).start()"""
 RING = """\
 def ring_all_reduce(x, axis):
     pieces = [piece.clone() for piece in x.tensor_split(axis.size)]
@@ -131,12 +137,13 @@ def counts(result) -> dict[str, int]:
 def test_a_solution_has_full_marks(hand_in):
     result = hand_in(notebook(SOLVED))
     assert result.ok
-    exercise = {"passed": 4, "total": 4, "message": ""}
+    exercise = {"passed": 4, "total": 4, "message": "", "not_judged": 0}
     assert result.as_dict() == {
         "file": result.file,
         "exercises": {"00-1": exercise, "00-2": exercise},
         "passed": 8,
         "total": 8,
+        "not_judged": 0,
     }
 
 
@@ -280,12 +287,47 @@ def test_a_syntax_error_costs_one_exercise(hand_in):
         ("input('your name? ')", "StdinNotImplementedError"),
         ("coordinates = None", "expected coordinates to be a function, got None"),
         ("1 / 0", "the answer cell failed: ZeroDivisionError"),
+        ("exit()", "ended the kernel"),
+        (COORDINATES.replace("found = {}", "exit()"), "coordinates called sys.exit"),
+        (f"{COORDINATES}\n{FORGED}", "its check gave no verdict"),
     ],
 )
 def test_an_answer_that_breaks_costs_one_exercise(hand_in, answer, words):
     result = hand_in(notebook({"00-1": answer, "00-2": GROUPS}), cell_timeout=3)
     assert counts(result) == {"00-1": 0, "00-2": 4}
     assert words in result.scores["00-1"].message
+
+
+def test_a_kernel_that_ends_later_costs_no_other_exercise(hand_in):
+    result = hand_in(notebook({"00-1": f"{LATER}\n{COORDINATES}", "00-2": GROUPS}))
+    assert result.scores["00-2"] == Score(4, 4)
+    assert result.scores["00-1"].total == 4
+
+
+def test_a_kernel_that_does_not_start_takes_no_points(hand_in, monkeypatch):
+    monkeypatch.setattr("course_lib.grading.run._pytest", lambda *_: True)
+    result = hand_in(notebook(SOLVED))
+    assert [score.not_judged for score in result.scores.values()] == [4, 4]
+    assert "not judged, because the kernel ended" in result.scores["00-1"].message
+    assert not result.failed
+    assert not result.ok
+
+
+def test_scores_are_told_as_exercises_finish(hand_in):
+    told = []
+    result = hand_in(
+        notebook({**SOLVED, "00-1": "1 / 0"}), done=lambda ex, score: told.append((ex, score))
+    )
+    assert dict(told) == result.scores
+    assert [ex for ex, _ in told] == ["00-1", "00-2"]
+
+
+def test_nbval_waits_longer_than_a_check_takes():
+    check = cell("00-1", "check", CHECKS["00-1"])
+    assert timeout_of(check, 30) > LONGEST
+    assert timeout_of(cell("00-1", "answer", "1"), 30) == 30
+    most = CHECK + TURN + START + TOTAL  # the last launch, and then once more with more time
+    assert most + TURN + START + 2 * TOTAL <= LONGEST
 
 
 def test_prints_warnings_and_50_MB_change_no_mark(hand_in):
