@@ -344,7 +344,7 @@ class OnRanks(Exercise):
     ) -> bool:
         try:
             wanted = given.by_rank(compute(given))
-            got = [rank.values.get(name) for rank in ranks]
+            got: list[Any] = [rank.values.get(name) for rank in ranks]
             if unset:
                 got = [torch.where(w.isnan(), w, g) for g, w in zip(got, wanted, strict=True)]
             return not described(name, got, wanted, self.terms)
