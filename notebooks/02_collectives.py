@@ -840,16 +840,17 @@ check("02-1", trace)
 # ## 02-2 Where ring and tree cross
 # By the alpha-beta model a ring all-reduce of S bytes over n ranks takes 2(n-1) times (alpha + S/n / beta) seconds, a
 # tree takes 2 ceil(log2 n) times (alpha + S / beta). For short vectors the tree is faster, for long ones the ring.
-# Write the function that gives the size in between, in bytes, for n of 4 or more. With n = 4, alpha = 10 ms and beta
-# = 25 MB/s it is 200,000.
+# Write the function that returns the size at which both take equally long, in bytes and not rounded. For 2 and 3 ranks
+# the ring has no more messages than the tree, so the size is 0. With n = 4, alpha = 10 ms and beta = 25 MB/s it is
+# 200,000.
 
 # %% course={"ex": "02-2", "role": "given"}
 from math import ceil, log2
 
 from course_lib.mesh import Link
 
-link = Link(alpha=0.010, beta=25e6)  # link.alpha in seconds, link.beta in bytes a second
-print(f"a tree of 5 ranks has {ceil(log2(5))} levels; crossing(4, link) is to give 200,000")
+link = Link(alpha=0.010, beta=25e6)  # link.alpha in seconds, link.beta in bytes per second
+print(f"a tree of 5 ranks has {ceil(log2(5))} levels; crossing(4, link) should return 200,000")
 
 # %% course={"ex": "02-2", "role": "answer"}
 # solution: course_lib.comm.alpha_beta:crossing
@@ -861,12 +862,12 @@ check("02-2", crossing)
 
 # %% [markdown] course={"ex": "02-3"}
 # ## 02-3 A broadcast by a tree
-# Every rank of the axis is to have the `x` of rank 0. Rank 0 could send it to one rank after the other: n-1 messages
-# in a row. Better: once rank 1 has it, ranks 0 and 1 can both send, then four ranks can. Write it with `comm.send(x,
-# axis, to=...)` and `comm.recv(x, axis, source=...)`, for any number of ranks.
+# Every rank of the axis needs the `x` of rank 0. Rank 0 could send it to one rank after the other: n-1 messages
+# in a row. A tree is faster: once rank 1 has x, ranks 0 and 1 can both send, then four ranks can. Write it with
+# `comm.send(x, axis, to=...)` and `comm.recv(x, axis, source=...)`, for any number of ranks and any shape and dtype.
 #
-# Counted on real ranks: the results; n-1 messages in all, each the full x; ceil(log2 n) messages one after another. A
-# rank alone sends nothing.
+# The check looks at the results, at the messages (n-1 in all, each the full x), and at how many are sent one after
+# another: ceil(log2 n). A single rank sends nothing.
 
 # %% course={"ex": "02-3", "role": "given"}
 from torch import Tensor
@@ -877,9 +878,9 @@ from course_lib.mesh import Axis
 
 # %% course={"ex": "02-3", "role": "answer"}
 def tree_broadcast(x: Tensor, axis: Axis) -> Tensor:
-    """The ``x`` of rank 0, on every rank of ``axis``; elsewhere x gives shape and dtype.
+    """Return the ``x`` of rank 0 on every rank of ``axis``; on others x gives shape and dtype.
 
-    axis.rank is this rank, axis.size the number of ranks. x is not written. Use comm.send and
+    axis.rank is this rank, axis.size the number of ranks. Do not write into x. Use comm.send and
     comm.recv; collectives, and comm.tree_broadcast itself, are refused.
     """
     # BEGIN SOLUTION
@@ -905,16 +906,16 @@ check("02-3", tree_broadcast)
 
 # %% [markdown] course={"ex": "02-4"}
 # ## 02-4 The ring all-reduce
-# The mechanism of this lesson. x is flat, of any length: `x.tensor_split(axis.size)` cuts it into pieces which may be
-# uneven, and for few numbers some are empty. n-1 turns add, n-1 turns copy; in each turn a rank sends one piece to
-# the next rank and receives one from the previous. Which piece begins is up to you, and so is the direction.
+# The mechanism of this lesson. x is flat, of any length and dtype: `x.tensor_split(axis.size)` splits it into pieces,
+# which may be uneven, and for few numbers some are empty. n-1 turns add, n-1 turns copy; in each turn a rank sends one
+# piece to the next rank and receives one from the previous. Which piece begins is up to you, and so is the direction.
 #
 # `comm.exchange(piece, axis, to, source, like=other)` sends `piece` to rank `to` and returns what comes from rank
 # `source`, a tensor like `other`; `axis.next` and `axis.previous` are the neighbors.
 #
-# Counted on real ranks: the sum on every rank; x left as it was; 2(n-1) messages of a rank, all to one neighbor;
-# 2(n-1)/n S bytes; at most 3 S alive at once. A rank alone gives x back. A sum by a collective of torch does not
-# count.
+# The check looks at the sum on every rank, at the messages (2(n-1) from each rank, all to one neighbor, 2(n-1)/n S
+# bytes), and at the memory: at most 3 S alive at once. x must not change. A single rank returns x. A sum by a
+# collective of torch does not count.
 
 # %% course={"ex": "02-4", "role": "given"}
 import torch
@@ -926,7 +927,7 @@ from course_lib.mesh import Axis
 
 # %% course={"ex": "02-4", "role": "answer"}
 def ring_all_reduce(x: Tensor, axis: Axis) -> Tensor:
-    """Sum of every rank's ``x``, on every rank: the shape of x, which is not written.
+    """Return the sum of all ranks' ``x`` on every rank. Do not write into x.
 
     Use comm.exchange (or comm.send and comm.recv). The ring and tree functions of comm are
     refused, and no collective may be called.
@@ -954,15 +955,15 @@ check("02-4", ring_all_reduce)
 
 # %% [markdown] course={"ex": "02-5"}
 # ## 02-5 All-to-all, in raw torch.distributed
-# x has n rows on every rank. Row r is for rank r. The result on rank r: its row s comes from rank s. Expert
+# x has n rows on every rank, and is contiguous. Row r is for rank r. In the result, row s comes from rank s. Expert
 # parallelism will send tokens to their experts and back like this.
 #
 # Write it with `dist.isend`, `dist.irecv`, `dist.P2POp` and `dist.batch_isend_irecv` (or blocking calls in an order
 # that cannot hang) on the default group, which is initialized. Nothing of course_lib. `isend` does not copy: leave a
 # tensor alone until its `wait()`.
 #
-# Counted on real ranks: the results; x left as it was; from each rank one message to every other rank, (n-1)/n S
-# bytes; none from a rank alone.
+# The check looks at the results, at the messages (one from each rank to every other rank, (n-1)/n S bytes), and at a
+# wait() for each. x must not change. A single rank sends nothing.
 
 # %% course={"ex": "02-5", "role": "given"}
 import torch
@@ -974,7 +975,7 @@ from torch import Tensor
 def all_to_all(x: Tensor) -> Tensor:
     """x [n, ...] -> [n, ...]: row s of the result on rank r is row r of the x of rank s.
 
-    n is dist.get_world_size(). x is not written. Messages only, no collective.
+    n is dist.get_world_size(). Do not write into x. Use messages only, no collective.
     """
     # BEGIN SOLUTION
     rank, n = dist.get_rank(), dist.get_world_size()

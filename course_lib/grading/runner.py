@@ -82,6 +82,8 @@ def graded(
         going = list(begun)
         while going:
             going = [call for call in going if _goes_on(call)]
+    for call in begun:
+        call.wire.finish()
     for call, now, was in zip(begun, given, before, strict=True):
         call.observed.changed = [name for name in was if not unchanged(now[name], was[name])]
     return [call.observed for call in begun]

@@ -99,13 +99,14 @@ class Given:
     """One call on one group of the axis: the inputs by rank, and what is expected of it.
 
     ``given["x"]`` are the inputs named x, by rank in the group. ``whole`` is what the exercise's
-    ``draw`` made them from, for its reference.
+    ``draw`` made them from, for its reference. ``group`` are the global ranks.
     """
 
     trial: Trial
     ranks: list[dict[str, Any]]
     whole: Any = None
     wanted: Callable[[Given], Mapping[str, Any]] = field(default=lambda given: {}, repr=False)
+    group: tuple[int, ...] = ()
 
     @property
     def n(self) -> int:
@@ -128,10 +129,12 @@ class Given:
 @dataclass(frozen=True)
 class Mistake:
     """A classic mistake. ``results`` gives, by name, what it computes: a function of a
-    :class:`Given` that returns a list by rank, or one value for all ranks."""
+    :class:`Given` that returns a list by rank, or one value for all ranks. If ``unset``, NaN in
+    these stands for memory that the mistake leaves unset, which may have any value."""
 
     message: str
     results: Mapping[str, Callable[[Given], Any]]
+    unset: bool = False
 
 
 @dataclass(frozen=True)
@@ -158,7 +161,8 @@ class OnRanks(Exercise):
     its name begins with "gradient", and a weight if it begins with "weight".
 
     ``calls(given, rank)`` are the expected network operations of a rank, in order; ``calls_why``
-    is a sentence that explains them. ``in_place`` are the inputs that the text asks to change.
+    is a sentence that explains them. Results count only if no operation but those in ``only`` was
+    used, if it is given. ``in_place`` are the inputs that the text asks to change.
     ``terms`` is the length of the sums in a result, which bounds rounding. ``hang`` explains the
     classic mistake that leaves ranks waiting. Results on two ranks and more are judged first;
     everything else counts only if all of these are right. ``later`` are the axes whose results an
@@ -176,6 +180,7 @@ class OnRanks(Exercise):
     calls_why: str = field(default="", repr=False, kw_only=True)
     looks: tuple[Look, ...] = field(default=(), repr=False, kw_only=True)
     refused: tuple[str, ...] = field(default=(), kw_only=True)
+    only: tuple[str, ...] = field(default=(), kw_only=True)
     in_place: tuple[str, ...] = field(default=(), kw_only=True)
     terms: int = field(default=16, kw_only=True)
     hang: str = field(default="", kw_only=True)
@@ -291,7 +296,7 @@ class OnRanks(Exercise):
         sizes, values = seed + (0 if trial.strided else call), seed + 97 * call + 7 * group
         drawn = self.draw(trial, Draw(sizes, values, trial.dtype, call, 1 + trial.strided))
         ranks, whole = drawn if isinstance(drawn, tuple) else (drawn, None)
-        return Given(trial, ranks, whole, self.expected)
+        return Given(trial, ranks, whole, self.expected, trial.groups[group])
 
     def _explained(self, error: RankError, trial: Trial, deadline: float) -> str:
         if isinstance(error.exception, NotImplementedError):
@@ -306,7 +311,7 @@ class OnRanks(Exercise):
         def look(given: Given, ranks: list[Observed]) -> str:
             if unfit := next((rank.unfit for rank in ranks if rank.unfit), ""):
                 return unfit
-            if changed := self._unchanged(given, ranks):
+            if changed := self._unchanged(given, ranks) or self._others(ranks):
                 return changed
             for name, wanted in given.expected.items():
                 if axis_of(name) == axis:
@@ -323,17 +328,25 @@ class OnRanks(Exercise):
             return f"{unwaited} ({message})"
         for mistake in self.mistakes if given.n > 1 else ():
             if name in mistake.results and all(
-                self._same(given, ranks, each, compute) for each, compute in mistake.results.items()
+                self._same(given, ranks, each, compute, mistake.unset)
+                for each, compute in mistake.results.items()
             ):
                 return f"{mistake.message} ({message})"
         return message
 
     def _same(
-        self, given: Given, ranks: list[Observed], name: str, compute: Callable[[Given], Any]
+        self,
+        given: Given,
+        ranks: list[Observed],
+        name: str,
+        compute: Callable[[Given], Any],
+        unset: bool,
     ) -> bool:
         try:
             wanted = given.by_rank(compute(given))
-            got = [rank.values.get(name) for rank in ranks]
+            got: list[Any] = [rank.values.get(name) for rank in ranks]
+            if unset:
+                got = [torch.where(w.isnan(), w, g) for g, w in zip(got, wanted, strict=True)]
             return not described(name, got, wanted, self.terms)
         except Exception:  # the mistake cannot be made in this trial
             return False
@@ -346,6 +359,16 @@ class OnRanks(Exercise):
                         f"expected the input {name} to be unchanged on rank {rank}, but the "
                         "answer wrote into it: write into a copy"
                     )
+        return ""
+
+    def _others(self, ranks: list[Observed]) -> str:
+        for rank, observed in enumerate(ranks):
+            others = sorted({call.op for call in observed.calls} - set(self.only))
+            if self.only and others:
+                return (
+                    f"rank {rank} called {', '.join(others)}: expected {' and '.join(self.only)} "
+                    "only"
+                )
         return ""
 
     def _operations(self, given: Given, ranks: list[Observed]) -> str:

@@ -1,0 +1,574 @@
+"""Lesson 02, collectives from messages: what the exercises give, and what they expect."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from math import ceil, log2
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from course_lib.comm.alpha_beta import crossing
+from course_lib.grading.answers import NotRight, shown
+from course_lib.grading.draw import Draw
+from course_lib.grading.exercise import Case, Function, Instance, Wrong
+from course_lib.grading.graders.runner import lesson_02 as runner
+from course_lib.grading.placed import bytes_of
+from course_lib.grading.runner import Observed
+from course_lib.grading.runner_placed import call_forward
+from course_lib.grading.trials import TRIALS, Given, Look, Mistake, OnRanks, Trial
+from course_lib.grading.worked import Worked
+from course_lib.mesh import Link
+
+SENT, FIRST, SECOND = "sent in turn 1", "sums of turn 1", "sums of turn 2"
+STORED, ARRIVED = "rank 0 before the all-gather", "arrives at rank 0 in turns 3 and 4"
+BYTES = "bytes that a rank sends"
+
+BY_HAND = Worked(
+    id="02-1",
+    title="a ring of three ranks by hand",
+    names=("trace",),
+    hints=(
+        "Draw the three ranks side by side with their pieces below each other, and an arrow for "
+        "each message of turn 1. Cross out each number that a sum replaces.",
+        "In turn 1 rank 0 sends its piece 2, rank 1 its piece 0, rank 2 its piece 1, each to the "
+        "next rank. The receiver adds its own number of that piece. In turn 2 it sends this sum.",
+        "Rank 0 receives 6 from rank 2 and adds its own piece 1: 1 + 6 = 7. In turn 2 it sends 7 "
+        "to rank 1 and receives the sum that rank 2 made in turn 1. After turn 2 rank r has the "
+        "sum of piece r. Then the sums are sent in the same direction, and nothing is added.",
+    ),
+    mistakes=(
+        Wrong(
+            {SENT: [3, 5, 5], FIRST: [9, 4, 11], SECOND: [12, 18, 6], STORED: [3, 12, 9]},
+            "here every rank began with its own piece; by this rule rank r begins with piece r-1, "
+            "so that it ends with the sum of piece r.",
+        ),
+        Wrong({SENT: [2, 0, 1]}, "these are the pieces; give the numbers in them."),
+        Wrong(
+            {FIRST: [4, 11, 9]},
+            "messages go to the next rank: rank 0 receives from rank 2, not from rank 1.",
+        ),
+        Wrong(
+            {SECOND: [4, 11, 9]},
+            "a rank sends in turn 2 the sum that it made in turn 1, not the number that arrived.",
+        ),
+        Wrong(
+            {STORED: [6, 12, 18]},
+            "after the reduce-scatter a rank has one complete sum; the other two pieces of rank 0 "
+            "have not changed since its last turn.",
+        ),
+        Wrong({STORED: [6, 1, 4]}, "rank 0 added to piece 1 in turn 1, and stored that sum."),
+        Wrong(
+            {ARRIVED: [12, 18]},
+            "rank 0 receives from rank 2 only, which first sends the sum that it finished itself.",
+        ),
+        Wrong({BYTES: 48}, "these are the bytes of all three ranks together."),
+        Wrong({BYTES: 24}, "this is 2S; a rank sends 2(n-1)/n S, one piece in each of four turns."),
+        Wrong({BYTES: 4}, "these are numbers; a number has 4 bytes."),
+    ),
+    wanted={
+        SENT: [4, 1, 6],
+        FIRST: [7, 13, 3],
+        SECOND: [6, 12, 18],
+        STORED: [6, 7, 4],
+        ARRIVED: [18, 12],
+        BYTES: 16,
+    },
+)
+
+
+# --- 02-2 ----------------------------------------------------------------------------------------
+
+
+def _links(*sizes: int, first: int = 1) -> Callable[[random.Random], list[Instance]]:
+    """Draw links of different speeds for the ``first`` numbers of ranks and two of the others."""
+
+    def draw(rng: random.Random) -> list[Instance]:
+        return [
+            {"n": n, "link": Link(rng.randint(2, 90) / 1e6, rng.randint(5, 400) * 1e8)}
+            for n in (*sizes[:first], *rng.sample(sizes[first:], 2))
+        ]
+
+    return draw
+
+
+def _as_bytes(value: Any) -> float:
+    if isinstance(value, Tensor):
+        raise NotRight("expected a plain number, got a tensor: call .item()")
+    if not isinstance(value, int | float) or isinstance(value, bool):
+        raise NotRight(f"expected a number of bytes, got {shown(value)}")
+    return float(value)
+
+
+def _at(link: Link, more: float, fewer: float) -> float:
+    """Return the bytes at which ``more`` alphas take as long as ``fewer`` times S / beta."""
+    return link.alpha * link.beta * more / fewer
+
+
+def _levels(n: int) -> int:
+    return ceil(log2(n))
+
+
+def _right(n: int, link: Link) -> float:
+    """Return the right size, because crossing itself is refused while a call is judged."""
+    return _at(link, n - 1 - _levels(n), _levels(n) - (n - 1) / n)
+
+
+CROSSING_MISTAKES: tuple[tuple[Callable[[int, Link], float], str], ...] = (
+    (
+        lambda n, link: _at(link, n - 1 - _levels(n), _levels(n) - (n - 1)),
+        "In a turn of the ring a rank sends S/n bytes, not S.",
+    ),
+    (
+        lambda n, link: _at(link, 2 * (n - 1) - 2 * _levels(n), 2 * _levels(n) - (n - 1) / n),
+        "The ring has two halves, and a rank sends in both: 2(n-1)/n S in all.",
+    ),
+    (
+        lambda n, link: _at(link, 2 * (n - 1) - _levels(n), _levels(n) - 2 * (n - 1) / n),
+        "Messages go up the tree and down again: 2 ceil(log2 n) in a row.",
+    ),
+    (
+        lambda n, link: _at(link, n - 1 - log2(n), log2(n) - (n - 1) / n),
+        "A tree of 5 ranks has 3 levels: round log2 n up.",
+    ),
+    (
+        lambda n, link: _at(link, n - 1 - int(log2(n)), int(log2(n)) - (n - 1) / n),
+        "A tree of 5 ranks has 3 levels: round log2 n up, not down.",
+    ),
+    (
+        lambda n, link: _at(link, n - 1 - n.bit_length(), n.bit_length() - (n - 1) / n),
+        "n.bit_length() is one too large for a power of two: a tree of 4 ranks has 2 levels. "
+        "(n - 1).bit_length() is right.",
+    ),
+    (
+        lambda n, link: _at(link, n - _levels(n), _levels(n) - 1),
+        "A ring of n ranks has n-1 turns in each half, not n.",
+    ),
+    (
+        lambda n, link: _right(n, link) / link.beta**2,
+        "alpha / beta is no number of bytes: multiply seconds by bytes per second.",
+    ),
+    (lambda n, link: _right(n, link) / n, "This is one message, S/n; expected the whole S."),
+    (
+        lambda n, link: 0.8 * link.alpha * link.beta,
+        "This is the crossing of 4 ranks: it depends on n.",
+    ),
+    (
+        lambda n, link: _at(link, _levels(n) - (n - 1) / n, n - 1 - _levels(n)),
+        "The fraction is upside down: more alphas give a larger S.",
+    ),
+    (lambda n, link: _right(n, link) / 4, "These are numbers of 4 bytes; expected bytes."),
+    (
+        lambda n, link: int(_right(n, link)),
+        "S is cut off to whole bytes: return the result of the division.",
+    ),
+)
+
+
+def _from_four(formula: Callable[[int, Link], float]) -> Callable[[int, Link], float]:
+    return lambda n, link: formula(n, link) if n > 3 else 0.0
+
+
+CROSSING = Function(
+    id="02-2",
+    title="the size where ring and tree are equal",
+    names=("crossing",),
+    hints=(
+        "Write down the seconds of both for S bytes. Each is a number of alphas plus a number of "
+        "S / beta.",
+        "The ring has 2(n-1) alphas and 2(n-1)/n S/beta, the tree 2L of both, with L = ceil(log2 "
+        "n). Set them equal and solve for S.",
+        "With L = ceil(log2(n)): alpha * (n - 1 - L) = S / beta * (L - (n - 1) / n). Divide once "
+        "and multiply once to get S.",
+    ),
+    mistakes=tuple(
+        Wrong(formula, message)
+        for wrong, message in CROSSING_MISTAKES
+        for formula in (wrong, _from_four(wrong))
+    ),
+    reference=crossing,
+    refused=("course_lib.comm.alpha_beta:crossing",),
+    normal=_as_bytes,
+    relative=1e-9,
+    drawn=(
+        Case("a power of two", _links(4, 8, 16, 32, 64)),
+        Case("another number of ranks", _links(5, 6, 7, 9, 12, 24, 100)),
+        Case("a thousand ranks and more", _links(2500, 1000, 1024, 4096, 16_384)),
+        Case("two and three ranks", _links(2, 3, 4, 5, 10, first=2)),
+    ),
+)
+
+
+# --- messages ------------------------------------------------------------------------------------
+
+
+def _sent_to(given: Given, observed: Observed) -> list[int]:
+    """Return the coordinate of the receiver of each message in order; -1 is outside the axis."""
+    peers = [call.ranks[call.peer] for call in observed.calls
+             if call.op == "send" and call.peer is not None]  # fmt: skip
+    return [given.group.index(peer) if peer in given.group else -1 for peer in peers]
+
+
+def _listed(ranks: list[int]) -> str:
+    return ", ".join(map(str, ranks)) or "no rank"
+
+
+def _payload(observed: Observed) -> int:
+    return sum(call.payload for call in observed.calls if call.op == "send")
+
+
+def _total(given: Given) -> Tensor:
+    return torch.stack(given["x"]).sum(0)
+
+
+# --- 02-3 ----------------------------------------------------------------------------------------
+
+
+def _any_shape(trial: Trial, draw: Draw) -> Any:
+    shape = draw.shape()
+    return [{"x": draw.tensor(*shape)} for _ in range(trial.n)]
+
+
+def _messages(given: Given, ranks: list[Observed]) -> str:
+    """Expect n-1 messages in all, each with the whole x."""
+    n, size = given.n, bytes_of(given["x"][0])
+    received = [to for rank in ranks for to in _sent_to(given, rank)]
+    if len(received) != n - 1:
+        return (
+            f"expected n-1 = {n - 1} messages on {n} ranks, got {len(received)}: each rank but 0 "
+            "needs x once"
+        )
+    payloads = {call.payload for rank in ranks for call in rank.calls}
+    if payloads != {size}:
+        return f"expected messages of {size:,} bytes, the whole x, got {min(payloads):,} bytes"
+    return ""
+
+
+def _rounds(given: Given, ranks: list[Observed]) -> str:
+    """Expect ceil(log2 n) messages one after another, when a rank sends one at a time."""
+    round_of, waiting = {0: 0}, [0]
+    while waiting:
+        rank = waiting.pop()
+        for number, peer in enumerate(_sent_to(given, ranks[rank]), 1):
+            if peer not in round_of:
+                round_of[peer] = round_of[rank] + number
+                waiting.append(peer)
+    last, needed = max(round_of, key=round_of.__getitem__), ceil(log2(given.n))
+    if round_of[last] <= needed:
+        return ""
+    return (
+        f"rank {last} has x only after {round_of[last]} messages one after another; a tree of "
+        f"{given.n} ranks needs {needed}: let every rank that has x send it in each round"
+    )
+
+
+TREE = OnRanks(
+    id="02-3",
+    title="a broadcast by a tree",
+    names=("tree_broadcast",),
+    hints=(
+        "In round 1 only rank 0 can send. How many ranks can send in round 2, and how many have x "
+        "after it?",
+        "Let step be 1, 2, 4, ... In each round the ranks below step have x, and each sends it to "
+        "the rank step above, if there is one.",
+        "while step < axis.size: ranks with axis.rank < step send to axis.rank + step (if that is "
+        "below axis.size); ranks with step <= axis.rank < 2 * step receive from axis.rank - step; "
+        "then step *= 2.",
+    ),
+    trials=(
+        *TRIALS,
+        Trial(5, name="five ranks"),
+        Trial(7, dtype=torch.bfloat16, name="seven ranks"),
+    ),
+    act=call_forward,
+    draw=_any_shape,
+    expected=lambda given: {"outputs": given["x"][0]},
+    mistakes=(
+        Mistake(
+            "every rank returned its own x: nothing arrived, or the result of comm.recv was not "
+            "used",
+            {"outputs": lambda given: given["x"]},
+        ),
+        Mistake(
+            "every rank has the x of the last rank: expected that of rank 0",
+            {"outputs": lambda given: given["x"][-1]},
+        ),
+        Mistake("this is the sum over the ranks: expected the x of rank 0", {"outputs": _total}),
+    ),
+    only=("send", "recv"),
+    looks=(
+        Look("wire", "messages", _messages),
+        Look("wire", "one after another", _rounds),
+    ),
+    hang="A receive waits until its source sends: in the round of step, the ranks from step to "
+    "2 * step - 1 receive from axis.rank - step",
+    refused=(
+        "course_lib.comm.from_messages:tree_broadcast",
+        "course_lib.comm.from_messages:tree_all_reduce",
+    ),
+)
+
+
+# --- 02-4 ----------------------------------------------------------------------------------------
+
+LARGE = 16_384  # elements; 64 kB
+
+
+def _flat(trial: Trial, draw: Draw) -> list[dict[str, Tensor]]:
+    """Pieces that are equal or uneven, and in the second call some that are empty."""
+    n = trial.n
+    length = LARGE + n * draw.size(1, 9) if trial.size else n * draw.size(2, 9) + 1
+    if draw.call and not trial.strided:
+        length = length + 1 if trial.size else draw.size(1, max(n - 1, 2))
+    return [{"x": draw.tensor(length)} for _ in range(n)]
+
+
+def _ring(
+    given: Given,
+    *,
+    start: int,
+    halves: int = 2,
+    adds: Callable[[int, int], bool] = lambda turn, n: turn < n - 1,
+) -> list[Tensor]:
+    """Return what a ring gives in which rank r begins with piece r + start."""
+    n = given.n
+    pieces = [list(x.tensor_split(n)) for x in given["x"]]
+    for turn in range(halves * (n - 1)):
+        leaving = [(rank + start - turn) % n for rank in range(n)]
+        messages = [pieces[rank][leaving[rank]] for rank in range(n)]
+        for rank in range(n):
+            into, got = leaving[rank - 1], messages[rank - 1]
+            pieces[rank][into] = pieces[rank][into] + got if adds(turn, n) else got
+    return [torch.cat(each) for each in pieces]
+
+
+def _rings(message: str, **wrong: Any) -> list[Mistake]:
+    """A mistake of a ring, whichever piece it begins with."""
+    return [
+        Mistake(message, {"outputs": lambda given, start=start: _ring(given, start=start, **wrong)})
+        for start in (0, -1)
+    ]
+
+
+def _ring_messages(given: Given, ranks: list[Observed]) -> str:
+    """Expect 2(n-1) messages to one neighbor; empty ones may be left out."""
+    n, length = given.n, given["x"][0].numel()
+    for rank, observed in enumerate(ranks):
+        sends = _sent_to(given, observed)
+        if set(sends) not in ({(rank + 1) % n}, {(rank - 1) % n}):
+            return (
+                f"expected messages from rank {rank} to one neighbor, got messages to ranks "
+                f"{_listed(sorted(set(sends)))}: in a ring each rank sends to the next one"
+            )
+        if len(sends) != 2 * (n - 1) and (length >= n or len(sends) > 2 * (n - 1)):
+            return (
+                f"expected 2(n-1) = {2 * (n - 1)} messages from rank {rank}, got {len(sends)}: "
+                "a rank sends one piece in each turn"
+            )
+    return ""
+
+
+def _ring_bytes(given: Given, ranks: list[Observed]) -> str:
+    """Expect 2(n-1)/n S from each rank if pieces are equal, and 2(n-1) S from all in any case."""
+    n, x = given.n, given["x"][0]
+    size, sent = bytes_of(x), [_payload(rank) for rank in ranks]
+    low, high = (2 * (size - piece * x.element_size()) for piece in
+                 (-(-x.numel() // n), x.numel() // n))  # fmt: skip
+    for rank, payload in enumerate(sent):
+        if not low <= payload <= high:
+            return (
+                f"expected 2(n-1)/n S = {2 * (n - 1) / n * size:,g} bytes from rank {rank} for x "
+                f"of {size:,}, got {payload:,}: send pieces of x, not all of it"
+            )
+    if sum(sent) != 2 * (n - 1) * size:
+        return (
+            f"expected 2(n-1) S = {2 * (n - 1) * size:,} bytes from all ranks, got {sum(sent):,}: "
+            "in each turn every piece is sent once"
+        )
+    return ""
+
+
+def _ring_peak(given: Given, ranks: list[Observed]) -> str:
+    size = bytes_of(given["x"][0])
+    worst = max(observed.peak for observed in ranks)
+    if worst <= 3 * size or size < 4 * LARGE:
+        return ""
+    return (
+        f"expected at most 3 times x ({3 * size:,} bytes) alive at once, got {worst:,}: a ring "
+        "needs no copy of every rank's x"
+    )
+
+
+RING = OnRanks(
+    id="02-4",
+    title="a ring all-reduce from send and recv",
+    names=("ring_all_reduce",),
+    hints=(
+        "Split x into n pieces. In n-1 turns every piece travels once around the ring: what should "
+        "a rank do with a piece that arrives?",
+        "Two halves: in n-1 turns a rank adds the piece that arrives to its own, and in n-1 turns "
+        "it replaces its own by it. In turn t rank r sends piece (r - t) mod n.",
+        "comm.exchange(pieces[(r - t) % n], axis, axis.next, axis.previous, like=pieces[(r - t - "
+        "1) % n]) posts both messages at once; add in turns 0..n-2, replace in turns n-1..2n-3, "
+        "then cat.",
+    ),
+    trials=(
+        *TRIALS,
+        Trial(4, size=LARGE),
+        Trial(5, dtype=torch.bfloat16, name="five ranks"),
+    ),
+    act=call_forward,
+    draw=_flat,
+    expected=lambda given: {"outputs": _total(given)},
+    mistakes=(
+        Mistake(
+            "every rank returned its own x: nothing was added",
+            {"outputs": lambda given: given["x"]},
+        ),
+        Mistake(
+            "every rank has the x of rank 0: this is a broadcast",
+            {"outputs": lambda given: given["x"][0]},
+        ),
+        Mistake(
+            "this is the average over the ranks: expected the sum",
+            {"outputs": lambda given: _total(given) / given.n},
+        ),
+        *_rings(
+            "one piece is right on each rank: the second half, n-1 turns that copy the sums, is "
+            "missing",
+            halves=1,
+        ),
+        *_rings(
+            "each piece comes from one rank only: in the first n-1 turns, add the piece that "
+            "arrives to your own",
+            adds=lambda turn, n: False,
+        ),
+        *_rings(
+            "pieces were added in the second half too: in its turns the sum that arrives replaces "
+            "your own piece",
+            adds=lambda turn, n: True,
+        ),
+    ),
+    only=("send", "recv"),
+    looks=(
+        Look("wire", "messages and peers", _ring_messages),
+        Look("wire", "bytes", _ring_bytes),
+        Look("peak", "memory", _ring_peak),
+    ),
+    hang="In each turn a rank sends to one neighbor and receives from the other one",
+    refused=tuple(
+        f"course_lib.comm.from_messages:{half}_{name}"
+        for half, names in (
+            ("ring", ("reduce_scatter", "all_gather", "all_reduce")),
+            ("tree", ("reduce", "broadcast", "all_reduce")),
+        )
+        for name in names
+    ),
+)
+
+
+# --- 02-5 ----------------------------------------------------------------------------------------
+
+
+def _rows(trial: Trial, draw: Draw) -> Any:
+    shape = draw.shape()[1:]  # of a row: from no dimension to two
+    return [{"x": draw.tensor(trial.n, *shape)} for _ in range(trial.n)]
+
+
+def _exchanged(given: Given) -> list[Tensor]:
+    return [torch.stack([x[rank] for x in given["x"]]) for rank in range(given.n)]
+
+
+def _own_unset(given: Given) -> list[Tensor]:
+    found = _exchanged(given)
+    for rank, rows in enumerate(found):
+        rows[rank] = float("nan")
+    return found
+
+
+def _as_they_arrive(given: Given) -> list[Tensor]:
+    n = given.n
+    return [
+        torch.stack([given["x"][(rank - turn) % n][rank] for turn in range(n)]) for rank in range(n)
+    ]
+
+
+def _one_each(given: Given, ranks: list[Observed]) -> str:
+    for rank, observed in enumerate(ranks):
+        peers = _sent_to(given, observed)
+        if sorted(peers) != [other for other in range(given.n) if other != rank]:
+            return (
+                f"expected one message from rank {rank} to every other rank, got messages to "
+                f"{_listed(peers)}"
+            )
+    return ""
+
+
+def _row_bytes(given: Given, ranks: list[Observed]) -> str:
+    n, row = given.n, bytes_of(given["x"][0][0])
+    for rank, observed in enumerate(ranks):
+        if (sent := _payload(observed)) != (n - 1) * row:
+            return (
+                f"expected (n-1)/n S = {(n - 1) * row:,} bytes from rank {rank} for x of "
+                f"{n * row:,}, got {sent:,}: send each rank its row, not all of x"
+            )
+    return ""
+
+
+ALL_TO_ALL = OnRanks(
+    id="02-5",
+    title="all-to-all in raw torch.distributed",
+    names=("all_to_all",),
+    hints=(
+        "Which rows of x does a rank send, and which row does it keep? Which rank sends row s of "
+        "your result?",
+        "For each other rank: an isend of x[other], an irecv into row `other` of the result. Start "
+        "all of them, then wait. Copy your own row.",
+        "result = x.clone(); for every other rank dist.P2POp(dist.isend, x[other], other) and "
+        "dist.P2POp(dist.irecv, result[other], other); dist.batch_isend_irecv(operations), then "
+        "wait() for each. One rank has no operations.",
+    ),
+    trials=(
+        Trial(2),
+        Trial(4, dtype=torch.float64),
+        Trial(3),
+        Trial(5, dtype=torch.bfloat16, name="five ranks"),
+        Trial(1),
+    ),
+    act=runner.on_default_group,
+    draw=_rows,
+    expected=lambda given: {"outputs": _exchanged(given)},
+    mistakes=(
+        Mistake(
+            "every rank returned its own x: nothing was exchanged",
+            {"outputs": lambda given: given["x"]},
+        ),
+        Mistake(
+            "each rank sent its own row to all others: rank r needs row r of each",
+            {"outputs": lambda given: torch.stack([x[rank] for rank, x in enumerate(given["x"])])},
+        ),
+        Mistake(
+            "the row that stays on its rank is missing: it needs no message, but a copy",
+            {"outputs": _own_unset},
+            unset=True,
+        ),
+        Mistake(
+            "these are the right rows in another order: row s is the row that rank s sent",
+            {"outputs": _as_they_arrive},
+        ),
+    ),
+    only=("send", "recv"),
+    looks=(
+        Look("wire", "messages and peers", _one_each),
+        Look("wire", "bytes", _row_bytes),
+    ),
+    hang="Each rank starts one message to every other rank and one from it",
+    refused=tuple(  # all of comm that sends, because the answer is to be raw torch
+        f"course_lib.comm.{name}"
+        for name in ("transfer:issue", "p2p:start_exchange", "p2p:start_send", "p2p:start_recv")
+    ),
+)
+
+EXERCISES = (BY_HAND, CROSSING, TREE, RING, ALL_TO_ALL)
