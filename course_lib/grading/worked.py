@@ -6,6 +6,7 @@ import math
 import random
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from decimal import Decimal
 from numbers import Real
 from typing import Any
 
@@ -65,18 +66,21 @@ class Worked(Exercise):
 
 
 def _listed(value: Any) -> Any:
-    """Return the numbers of an array or tensor as Python's own; other values unchanged."""
+    """Return the numbers of an array or tensor, and a Decimal, as Python's own; other values
+    unchanged."""
+    if isinstance(value, Decimal):
+        return float(value)
     return value.tolist() if hasattr(type(value), "tolist") else value
 
 
 def _words(text: str) -> list[str]:
-    """Return the words of a text, without spaces and commas."""
-    return text.replace(",", " ").split()
+    """Return the words of a text in lower case, without spaces and commas."""
+    return text.replace(",", " ").lower().split()
 
 
 def same(value: Any, wanted: Any) -> bool:
-    """Return whether two entries are equal: numbers up to rounding, texts up to spaces and commas,
-    lists in order. An array or tensor counts as the list of its numbers."""
+    """Return whether two entries are equal: numbers up to rounding, texts up to case, spaces and
+    commas, lists in order. An array or tensor counts as the list of its numbers."""
     value = _listed(value)
     if isinstance(wanted, str):
         return isinstance(value, str) and _words(value) == _words(wanted)
@@ -98,6 +102,8 @@ def _hint_at(value: Any, wanted: Any) -> str:
     value = _listed(value)
     if isinstance(wanted, str) and isinstance(value, str):
         value, wanted = _words(value), _words(wanted)
+    if isinstance(wanted, Real) and isinstance(value, str):
+        return ": expected a number, got a text; leave out the quotes"
     if isinstance(wanted, Real) and isinstance(value, Real) and _rounded(value, wanted):
         return ": it looks rounded; type it as a fraction, such as 3/7"
     if not isinstance(wanted, Sequence) or isinstance(wanted, str):
