@@ -813,16 +813,17 @@ check("03-1", step)
 # summed over the ranks, and nothing else is done to them. Write the one line that makes this sum the gradient of the
 # mean loss over all 18 tokens.
 #
-# It is checked on two, three and four ranks with other token counts, of which one may be 0, and on one rank. A rank
-# may make one call, with one element.
+# The check looks at the loss and the gradient of each rank, on groups of one to three ranks with other token counts.
+# One of the counts may be 0. A rank may make one call, with one element.
 
 
 # %% course={"ex": "03-2", "role": "answer"}
 def local_loss(total, count, axis):
-    """The loss on which this rank calls ``backward()``.
+    """Return the loss on which this rank calls ``backward()``: its part of the mean.
 
-    ``total`` is the summed loss of this rank's tokens, a scalar with a graph; ``count`` how many
-    tokens they are, an int64 scalar; ``axis`` the ranks that train together.
+    ``total`` is the summed loss of this rank's tokens, a scalar with a graph. ``count`` is the
+    number of these tokens, an int64 scalar that you leave unchanged. ``axis`` has the ranks that
+    train together.
     """
     # BEGIN SOLUTION
     return total / comm.all_reduce(count, axis)
@@ -840,8 +841,8 @@ check("03-2", local_loss)
 # call. The parameters have different shapes. A rank that did not use a parameter has None in its `grad`: that counts as
 # zeros, and gets the sum of the others like any gradient.
 #
-# The check looks at the gradients on one to four ranks, at one call per rank, and at 2(n-1)/n times the bucket's
-# bytes sent. `torch.cat`, `Tensor.split` and `Tensor.view_as` are of use; `comm.flatten`, `comm.unflatten` and
+# The check looks at the gradients on groups of one to three ranks, and at the call: one all-reduce of the bucket's
+# bytes. `torch.cat`, `Tensor.split` and `Tensor.view_as` are of use; `comm.flatten`, `comm.unflatten` and
 # `comm.start_all_reduce_flat` are what you write here, so they refuse.
 
 
@@ -880,15 +881,16 @@ check("03-3", sum_bucket)
 # - A backward inside `accumulate()` sends nothing and completes nothing.
 # - After `finish` the next step can begin.
 #
-# The check looks at the gradients on one to four ranks, the weights after three steps of two micro-batches each,
-# calls and bytes, and the number of buckets that were sent, without a wait, when backward computes its last gradient.
+# The check looks at the gradients of three steps and at the weights after them, on groups of one to three ranks. It
+# also looks at the calls: one all-reduce per bucket and step. When backward computes its last gradient and when it
+# returns, every bucket that may leave must be sent, without a wait.
 
 
 # %% course={"ex": "03-4", "role": "answer"}
 class Overlapped:
     """Sums gradients over ``axis`` while backward runs, bucket by bucket.
 
-    ``buckets`` are lists of parameters, in the order in which they leave. A step: every backward
+    ``buckets`` are lists of float32 parameters, in the order in which they leave. A step: every backward
     but the last inside ``with sync.accumulate():``, the last one outside, then ``sync.finish()``.
     """
 
@@ -958,9 +960,9 @@ check("03-4", Overlapped)
 # group exists already. `dist.broadcast(p.data, 0)` and `dist.all_reduce(p.grad)` work in place.
 #
 # The check compares the weights after three steps of SGD, on every rank, with one process that starts from rank 0's
-# weights, has the rows of all ranks, and clips its gradient to `max_norm`. In one step the last of three ranks has no
-# rows. A rank sends the weights once, then the gradients and a row count in each step. How many calls you make for
-# the gradients is up to you.
+# weights, has the rows of all ranks, and clips its gradient to `max_norm`. The optimizer has its own learning rate,
+# momentum and weight decay, so use it. In one step the last of three ranks has no rows. A rank sends the weights once,
+# then the gradients and a row count in each step. How many calls you make for the gradients is up to you.
 
 
 # %% course={"ex": "03-5", "role": "answer"}
@@ -968,9 +970,9 @@ def train(model, batches, optimizer, max_norm):
     """Train ``model`` in place, in data parallel over all ranks.
 
     ``model`` begins with other weights on every rank; ``model(x)`` has the shape of ``y``.
-    ``batches`` has this rank's (x, y) of each step, x [rows, 6] and y [rows]; ranks hold different
-    numbers of rows. The loss of a step is the mean of (model(x) - y) ** 2 over the rows of all
-    ranks. ``optimizer`` has the parameters of ``model``. Returns nothing.
+    ``batches`` has this rank's (x, y) of each step, x [rows, features] and y [rows]. Ranks have
+    different numbers of rows. The loss of a step is the mean of (model(x) - y) ** 2 over the rows
+    of all ranks. ``optimizer`` has the parameters of ``model``. Returns nothing.
     """
     # BEGIN SOLUTION
     for p in model.parameters():

@@ -9,10 +9,12 @@ values and, in most, other shapes. Results, inputs, traffic and waits are looked
 from __future__ import annotations
 
 import random
+import re
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from itertools import groupby
 from typing import Any
 
 import torch
@@ -164,9 +166,10 @@ class OnRanks(Exercise):
     is a sentence that explains them. Results count only if no operation but those in ``only`` was
     used, if it is given. ``in_place`` are the inputs that the text asks to change.
     ``terms`` is the length of the sums in a result, which bounds rounding. ``hang`` explains the
-    classic mistake that leaves ranks waiting. Results on two ranks and more are judged first;
-    everything else counts only if all of these are right. ``later`` are the axes whose results an
-    answer without any effect would pass.
+    classic mistake that leaves ranks waiting. ``explain(given, ranks, name)`` returns a sentence
+    about the wrong result ``name`` that no mistake explains, or "". Results on two ranks and more
+    are judged first; everything else counts only if all of these are right. ``later`` are the axes
+    whose results an answer without any effect would pass.
     """
 
     act: Act = field(repr=False, kw_only=True)
@@ -184,6 +187,9 @@ class OnRanks(Exercise):
     in_place: tuple[str, ...] = field(default=(), kw_only=True)
     terms: int = field(default=16, kw_only=True)
     hang: str = field(default="", kw_only=True)
+    explain: Callable[[Given, list[Observed], str], str] | None = field(
+        default=None, repr=False, kw_only=True
+    )
 
     @cached_property
     def _cases(self) -> list[_Case]:
@@ -332,6 +338,8 @@ class OnRanks(Exercise):
                 for each, compute in mistake.results.items()
             ):
                 return f"{mistake.message} ({message})"
+        if self.explain and given.n > 1 and (why := self.explain(given, ranks, name)):
+            return f"{why} ({message})"
         return message
 
     def _same(
@@ -493,9 +501,13 @@ def _by_global_rank(trial: Trial, groups: Sequence[Given]) -> list[Inputs]:
     return [inputs[rank] for rank in range(trial.world)]
 
 
+
+
 def _listed(calls: Sequence[WireCall]) -> str:
-    many = [_one(call) for call in calls[:4]] + ["..."] * (len(calls) > 4)
-    return ", ".join(many) or "no network operation"
+    """Return the calls in words; equal ones in a row are counted."""
+    runs = [(call, len(list(same))) for call, same in groupby(calls, key=_one)]
+    many = [call + f" ({count} times)" * (count > 1) for call, count in runs[:4]]
+    return ", ".join(many + ["..."] * (len(runs) > 4)) or "no network operation"
 
 
 def _one(call: WireCall) -> str:
