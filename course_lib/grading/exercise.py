@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -170,8 +171,8 @@ class Function(Exercise):
         except NotRight as error:
             return _Call(args, None, str(error))
         call = shown_call(self.names[0], args)
-        for name, copy in given.items():
-            if copy is not args[name] and not _equal(copy, args[name]):
+        for name, now in given.items():
+            if now is not args[name] and _changed(now, args[name]):
                 reason = f"{call} changed its argument {name}: copy it before you change it"
                 return _Call(args, None, reason)
         got = self._read(value)
@@ -220,8 +221,17 @@ class _Call:
 
 
 def _copied(value: Any) -> Any:
-    """Return a copy of a plain container, because an answer may change its arguments."""
-    return type(value)(value) if isinstance(value, dict | list) else value
+    """Return a deep copy of a container or tensor, because an answer may change its arguments."""
+    tensor = type(value).__module__ == "torch"  # without an import: the command line needs no torch
+    return copy.deepcopy(value) if tensor or isinstance(value, dict | list) else value
+
+
+def _changed(now: Any, before: Any) -> bool:
+    if _equal(now, before):
+        return False
+    from course_lib.grading.runner import unchanged  # loads torch, for tensors only
+
+    return not unchanged(now, before)
 
 
 def _equal(got: Any, wanted: Any) -> bool:
