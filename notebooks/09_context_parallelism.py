@@ -1069,9 +1069,9 @@ check("09-3", merge)
 # - `comm.start_exchange(axis, [(x, axis.next)], [(like, axis.previous)])` starts a message each way; its `.wait()` gives the list
 #   of what has arrived. `x` must not be written meanwhile.
 #
-# Blocks of later ranks are sent on, not attended to. Checked on one to four ranks: outputs, bytes and peers, how
-# often you attend, and that the exchange of the next block has then started without a wait. No input may be
-# overwritten. `cp.ring_attention` and `comm.ring` refuse; forward only.
+# Blocks of later ranks are sent on, not attended to. Checked on one to three ranks, and on two pairs of ranks at once:
+# outputs, bytes and peers, how often you attend, and that the exchange of the next block has then started without a
+# wait. No input may be overwritten. `cp.ring_attention` and `comm.ring` refuse; forward only.
 
 
 # %% course={"ex": "09-4", "role": "answer"}

@@ -186,8 +186,8 @@ class Function(Exercise):
         except NotRight as error:
             return _Call(args, None, str(error))
         call = shown_call(self.names[0], args)
-        for name, own in given.items():
-            if own is not args[name] and not _equal(own, args[name]):
+        for name, now in given.items():
+            if now is not args[name] and _changed(now, args[name]):
                 reason = f"{call} changed its argument {name}: copy it before you change it"
                 return _Call(args, None, reason)
         got = self._read(value)
@@ -240,8 +240,18 @@ class _Call:
 
 
 def _copied(value: Any) -> Any:
-    """Return a deep copy of a container, because an answer may change its arguments."""
-    return copy.deepcopy(value) if isinstance(value, dict | list | set | tuple) else value
+    """Return a deep copy of a container or tensor, because an answer may change its arguments."""
+    tensor = type(value).__module__ == "torch"  # without an import: the command line needs no torch
+    own = tensor or isinstance(value, dict | list | set | tuple)
+    return copy.deepcopy(value) if own else value
+
+
+def _changed(now: Any, before: Any) -> bool:
+    if _equal(now, before):
+        return False
+    from course_lib.grading.runner import unchanged  # loads torch, for tensors only
+
+    return not unchanged(now, before)
 
 
 def plain(value: Any) -> Any:

@@ -1,0 +1,687 @@
+"""Lesson 09, context parallelism: what the exercises give, and what they expect."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from fractions import Fraction
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from course_lib.cp.blockwise import PLAIN
+from course_lib.cp.blockwise import merge as merge_into
+from course_lib.grading.answers import NotRight, shown
+from course_lib.grading.compare import agrees
+from course_lib.grading.draw import Draw
+from course_lib.grading.exercise import Answer, Case, Function, Instance, Wrong
+from course_lib.grading.graders.runner import lesson_09 as runner
+from course_lib.grading.runner import Observed
+from course_lib.grading.trials import Given, Look, Mistake, OnRanks, Trial
+from course_lib.grading.worked import Worked
+from course_lib.model import causal_attention
+
+BY_HAND = Worked(
+    id="09-1",
+    title="positions and score entries, by hand",
+    names=("table",),
+    hints=(
+        "Draw the triangle: 16 rows of queries, 16 columns of keys. The query at position p has "
+        "p + 1 entries. Which rows does each rank hold?",
+        "Add p + 1 over the positions that a rank holds. By turn: its own block is a small "
+        "triangle. Of another block, count the keys that come before each of the rank's queries. "
+        "In turn t rank r has the block of rank r - t.",
+        "Zig-zag makes 8 chunks of 2 and gives rank r chunks r and 7 - r. Rank 1: 3 + 4 + 13 + 14 "
+        "entries. Merged: the weight of an output is the sum of its block's exponentials.",
+    ),
+    mistakes=(
+        Wrong({"contiguous": [1, 5, 9, 13]}, "these are not neighbors, but every fourth position."),
+        Wrong({"contiguous": [0, 1, 2, 3]}, "these are rank 0's: ranks are counted from 0."),
+        Wrong({"zig-zag": [2, 3, 14, 15]}, "the pairs of chunks are 0, 7; 1, 6; 2, 5 and 3, 4."),
+        Wrong({"zig-zag": [1, 14]}, "a chunk has two positions, and a rank has two chunks."),
+        Wrong({"entries, contiguous": [64] * 4}, "causal: a query sees no later key."),
+        Wrong({"entries, contiguous": [10] * 4}, "a rank's queries see earlier blocks too."),
+        Wrong({"entries, contiguous": [6, 22, 38, 54]}, "the query at position p sees itself too."),
+        Wrong({"entries, zig-zag": [10, 26, 42, 58]}, "these are the contiguous ones."),
+        Wrong(
+            {"imbalance": Fraction(29, 5)}, "divide the most entries by the mean, not the least."
+        ),
+        Wrong({"imbalance": 4}, "divide by the mean of the ranks' entries."),
+        Wrong({"blocks": [1, 2, 3, 0]}, "blocks arrive from the previous rank, not from the next."),
+        Wrong(
+            {"by turn, contiguous": [10, 16, 16, 16]},
+            "blocks of later ranks are passed on, and rank 1's queries see none of their keys.",
+        ),
+        Wrong({"by turn, contiguous": [16, 16, 0, 0]}, "the own block has a causal mask."),
+        Wrong(
+            {"by turn, zig-zag": [10, 16, 8, 0]},
+            "rank 1 sees half of every other block: either two of its queries see all of it, or "
+            "all four see its early chunk.",
+        ),
+        Wrong({"merged": 4}, "this is the mean of the two outputs: weigh them."),
+        Wrong({"merged": 8}, "this is their sum: the weights add up to 1."),
+        Wrong({"merged": 5}, "exchange the weights: the block with the larger sum weighs more."),
+        Wrong({"bytes": [400, 800]}, "there are n - 1 turns: a rank has its own block already."),
+        Wrong({"bytes": [300, 300]}, "backward sends K and V once more, and dK and dV too."),
+    ),
+    wanted={
+        "contiguous": [4, 5, 6, 7],
+        "zig-zag": [2, 3, 12, 13],
+        "entries, contiguous": [10, 26, 42, 58],
+        "entries, zig-zag": [34, 34, 34, 34],
+        "imbalance": Fraction(29, 17),
+        "blocks": [1, 0, 3, 2],
+        "by turn, contiguous": [10, 16, 0, 0],
+        "by turn, zig-zag": [10, 8, 8, 8],
+        "merged": 3,
+        "bytes": [300, 600],
+    },
+)
+
+
+# --- 09-2 ----------------------------------------------------------------------------------------
+
+
+def _chunks(*numbers: int, chunk: int) -> list[int]:
+    """Return the positions of the chunks with these numbers."""
+    return [place for each in numbers for place in range(each * chunk, (each + 1) * chunk)]
+
+
+def _positions(rank: int, n: int, chunk: int) -> list[int]:
+    return _chunks(rank, 2 * n - 1 - rank, chunk=chunk)
+
+
+def _mirrored(rank: int, n: int, chunk: int) -> list[int]:
+    early = _chunks(rank, chunk=chunk)
+    return early + [2 * n * chunk - 1 - place for place in early]
+
+
+def _ranks(
+    sizes: tuple[int, ...], low: int, high: int
+) -> Callable[[random.Random], list[Instance]]:
+    """Draw all ranks of one sequence, with ``low`` to ``high`` positions per chunk."""
+
+    def draw(rng: random.Random) -> list[Instance]:
+        n, chunk = rng.choice(sizes), rng.randint(low, high)
+        return [{"rank": rank, "n": n, "chunk": chunk} for rank in range(n)]
+
+    return draw
+
+
+def _as_list(value: Any) -> list[int]:
+    value = value.tolist() if hasattr(type(value), "tolist") else value
+    if isinstance(value, str | dict) or not hasattr(type(value), "__iter__"):
+        raise NotRight(f"expected positions, such as [0, 1, 6, 7], got {shown(value)}")
+    found = list(value)
+    for each in found:
+        if isinstance(each, bool) or not hasattr(each, "__index__"):
+            raise NotRight(f"expected whole numbers, got {shown(each)}")
+    return [int(each) for each in found]
+
+
+POSITIONS = Function(
+    id="09-2",
+    title="the positions of zig-zag",
+    names=("positions",),
+    hints=(
+        "The sequence has 2n chunks. Rank 0 holds the first and the last, rank 1 the second and "
+        "the last but one.",
+        "Chunk c holds the positions from c times chunk up to (c + 1) times chunk. Rank r holds "
+        "chunks r and 2n - 1 - r.",
+        "[*range(rank * chunk, (rank + 1) * chunk), *range(late * chunk, (late + 1) * chunk)].",
+    ),
+    mistakes=(
+        Wrong(
+            lambda rank, n, chunk: _chunks(2 * rank, 2 * rank + 1, chunk=chunk),
+            "This is the contiguous layout: two neighboring chunks.",
+        ),
+        Wrong(
+            lambda rank, n, chunk: [rank, 2 * n - 1 - rank],
+            "These are the numbers of the chunks; return the positions in them.",
+        ),
+        Wrong(
+            lambda rank, n, chunk: _chunks(rank, 2 * n - rank, chunk=chunk),
+            "The last chunk is number 2n - 1: chunks are counted from 0.",
+        ),
+        Wrong(
+            lambda rank, n, chunk: _chunks(rank, n - 1 - rank, chunk=chunk),
+            "There are 2n chunks: each rank holds two of them.",
+        ),
+        Wrong(
+            lambda rank, n, chunk: list(range(rank, 2 * n * chunk, n)),
+            "This is the striped layout: every n-th position.",
+        ),
+        Wrong(
+            lambda rank, n, chunk: _chunks(rank, n + rank, chunk=chunk),
+            "These are chunks r and n + r, so the last rank computes more than the first. Count "
+            "the second chunk from the end.",
+        ),
+        Wrong(
+            _mirrored,
+            "The positions are right, but the late ones descend: return them in ascending order.",
+        ),
+        Wrong(
+            lambda rank, n, chunk: _chunks(2 * n - 1 - rank, rank, chunk=chunk),
+            "The chunks are right, but the early one comes first.",
+        ),
+        Wrong(lambda rank, n, chunk: _chunks(rank, chunk=chunk), "The late chunk is missing."),
+    ),
+    reference=_positions,
+    normal=_as_list,
+    drawn=(
+        Case("two ranks", _ranks((2,), 2, 5)),
+        Case("three, five or six ranks", _ranks((3, 5, 6), 2, 5)),
+        Case("seven to eleven ranks", _ranks((7, 9, 10, 11), 3, 7)),
+        Case("chunks of one position", _ranks((3, 4, 5, 6), 1, 1)),
+        Case("one rank", lambda rng: [{"rank": 0, "n": 1, "chunk": rng.randint(2, 4) + more}
+                                      for more in (0, 3)]),
+    ),
+    refused=("course_lib.cp.layout:positions", "course_lib.cp.layout:ZIGZAG.chunks"),
+)  # fmt: skip
+
+
+# --- 09-3 ----------------------------------------------------------------------------------------
+
+
+class _Pair:
+    """(out, lse), equal to another pair up to rounding. An error of lse is one of the weights."""
+
+    def __init__(self, out: Tensor, lse: Tensor) -> None:
+        self.out, self.lse = out, lse
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, _Pair):
+            return False
+        largest = other.lse.nan_to_num(posinf=0, neginf=0).abs().amax().item()
+        terms = 16 + 2 * int(largest)
+        return agrees(self.out, other.out, terms) and agrees(self.lse, other.lse, 16)
+
+    __hash__ = None  # type: ignore[assignment]
+
+    def __repr__(self) -> str:
+        dtype = "" if self.out.dtype == self.lse.dtype == torch.float32 else f" ({self.out.dtype})"
+        return f"out {_digits(self.out)}, lse {_digits(self.lse)}{dtype}"
+
+
+def _digits(x: Tensor) -> str:
+    if x.dim():
+        return f"[{', '.join(map(_digits, x))}]"
+    return f"{x.item():.{7 if x.dtype == torch.float32 else 12}g}"
+
+
+def _as_pair(value: Any) -> _Pair:
+    try:
+        out, lse = value
+    except (TypeError, ValueError):
+        raise NotRight(f"expected a pair (out, lse), got {shown(value)}") from None
+    for name, each, shape in (("out", out, "rows, features"), ("lse", lse, "rows")):
+        if not isinstance(each, Tensor):
+            raise NotRight(f"expected {name} to be a tensor, got {shown(each)}")
+        if each.dim() != shape.count(",") + 1:
+            raise NotRight(f"expected {name} of shape [{shape}], got {list(each.shape)}")
+    return _Pair(out.detach(), lse.detach())
+
+
+def _merge(out_1: Tensor, lse_1: Tensor, out_2: Tensor, lse_2: Tensor) -> tuple[Tensor, Tensor]:
+    weight = torch.sigmoid(lse_2 - lse_1)[:, None]
+    return out_1 + (out_2 - out_1) * weight, torch.logaddexp(lse_1, lse_2)
+
+
+def _wrong(message: str, *, out: Answer | None = None, lse: Answer | None = None) -> Wrong:
+    """Return a mistake in ``out``, in ``lse``, or in both."""
+    return Wrong(
+        lambda *given: (
+            out(*given) if out else _merge(*given)[0],
+            lse(*given) if lse else _merge(*given)[1],
+        ),
+        message,
+    )
+
+
+def _relative(message: str, top: Callable[[Tensor, Tensor], Any], *, lse: bool = True) -> Wrong:
+    """Return the mistake of a merge with exponentials relative to ``top``."""
+
+    def sums(lse_1: Tensor, lse_2: Tensor) -> tuple[Tensor, Tensor]:
+        return (lse_1 - top(lse_1, lse_2)).exp(), (lse_2 - top(lse_1, lse_2)).exp()
+
+    def merged(out_1: Tensor, lse_1: Tensor, out_2: Tensor, lse_2: Tensor) -> Tensor:
+        a, b = sums(lse_1, lse_2)
+        return (a[:, None] * out_1 + b[:, None] * out_2) / (a + b)[:, None]
+
+    def added(out_1: Tensor, lse_1: Tensor, out_2: Tensor, lse_2: Tensor) -> Tensor:
+        return top(lse_1, lse_2) + sum(sums(lse_1, lse_2)).log()
+
+    return _wrong(message, out=merged, lse=added if lse else None)
+
+
+FAR = (
+    "exp of this difference is infinite where lse_2 is far larger: subtract the larger of the two."
+)
+
+
+def _blocks(low: float, high: float, *, apart: float = 2, empty: bool = False,
+            wide: bool = False) -> Callable[[random.Random], list[Instance]]:  # fmt: skip
+    """Draw attentions on two blocks. ``low`` and ``high`` bound lse, per row; ``apart`` is how far
+    the lse of the two blocks are from each other. ``empty`` rows see no key of the first block.
+    ``wide`` is float64 with gaps between elements."""
+
+    def draw(rng: random.Random) -> list[Instance]:
+        found = []
+        dtype = torch.float64 if wide else torch.float32
+        for rows, features in rng.sample([(2, 3), (3, 2), (3, 1), (1, 4), (2, 1), (4, 2)], 3):
+            values = Draw(0, rng.randrange(2**31), dtype)
+            middle = torch.tensor([rng.uniform(low, high) for _ in range(rows)], dtype=dtype)
+            lse_1, lse_2 = middle + values.normal(2, rows, scale=apart)
+            out_1, out_2 = values.normal(2, features, rows).mT if wide else values.normal(
+                2, rows, features)  # fmt: skip
+            if empty:
+                out_1[: (rows + 1) // 2], lse_1[: (rows + 1) // 2] = 0.0, -torch.inf
+            found.append({"out_1": out_1, "lse_1": lse_1, "out_2": out_2, "lse_2": lse_2})
+        return found
+
+    return draw
+
+
+MERGE = Function(
+    id="09-3",
+    title="merge two partial attentions",
+    names=("merge",),
+    hints=(
+        "Each output is an average over its own block's keys. By which sum of exponentials was it "
+        "divided, and by which sum is the output on both blocks divided?",
+        "Block 2's weight is exp(lse_2) / (exp(lse_1) + exp(lse_2)), which is a sigmoid of a "
+        "difference. The new lse is the logarithm of that sum. Neither needs exp of a large "
+        "number.",
+        "w = torch.sigmoid(lse_2 - lse_1)[:, None]; return out_1 + w * (out_2 - out_1), "
+        "torch.logaddexp(lse_1, lse_2).",
+    ),
+    mistakes=(
+        _wrong(
+            "This is the mean of the outputs: the block with the larger sum weighs more.",
+            out=lambda out_1, lse_1, out_2, lse_2: (out_1 + out_2) / 2,
+        ),
+        _wrong(
+            "This is the sum of the outputs: the weights add up to 1.",
+            out=lambda out_1, lse_1, out_2, lse_2: out_1 + out_2,
+        ),
+        _wrong(
+            "The weights of the two blocks are exchanged.",
+            out=lambda out_1, lse_1, out_2, lse_2: _merge(out_2, lse_1, out_1, lse_2)[0],
+        ),
+        _wrong(
+            "out is right. lse: add the sums of exponentials, not their logarithms.",
+            lse=lambda out_1, lse_1, out_2, lse_2: lse_1 + lse_2,
+        ),
+        _wrong(
+            "out is right. lse: this is the larger of the two, not the logarithm of the sum.",
+            lse=lambda out_1, lse_1, out_2, lse_2: torch.maximum(lse_1, lse_2),
+        ),
+        _wrong(
+            "out is right. lse: the mean of two logarithms is not the logarithm of the sum.",
+            lse=lambda out_1, lse_1, out_2, lse_2: (lse_1 + lse_2) / 2,
+        ),
+        _wrong(
+            "The outputs are weighted by the logarithms: the weights are their exponentials.",
+            out=lambda out_1, lse_1, out_2, lse_2: (
+                out_1 + (out_2 - out_1) * (lse_2 / (lse_1 + lse_2))[:, None]
+            ),
+        ),
+        _wrong(
+            "The outputs are already divided by their own sums: divide by the new sum too.",
+            out=lambda out_1, lse_1, out_2, lse_2: (
+                lse_1.exp()[:, None] * out_1 + lse_2.exp()[:, None] * out_2
+            ),
+        ),
+        Wrong(lambda *given: given[2:], "This is the second block alone."),
+        _relative(
+            "exp of a large lse is infinite or 0 in float32: take exp of differences only.",
+            lambda lse_1, lse_2: torch.zeros_like(lse_1),
+        ),
+        _relative(
+            "One maximum for all rows: exp is 0 in a row far below it. Take one per row.",
+            lambda lse_1, lse_2: torch.maximum(lse_1.max(), lse_2.max()),
+        ),
+        _relative(FAR, lambda lse_1, lse_2: lse_1),
+        _relative(FAR, lambda lse_1, lse_2: lse_1, lse=False),
+    ),
+    reference=_merge,
+    normal=_as_pair,
+    drawn=(
+        Case("two blocks", _blocks(-2, 2)),
+        Case("rows that see no key of the first block", _blocks(-2, 2, empty=True)),
+        Case("lse beyond the range of exp", _blocks(150, 300)),
+        Case("lse far below zero", _blocks(-300, -150)),
+        Case("rows with lse far from each other", _blocks(-400, 400)),
+        Case("blocks with lse far from each other", _blocks(-100, 100, apart=200)),
+        Case("float64, with gaps between elements", _blocks(-2, 2, wide=True)),
+    ),
+    refused=("course_lib.cp.blockwise:merge",),
+)
+
+
+# --- 09-4 ----------------------------------------------------------------------------------------
+
+
+def _sequence(trial: Trial, draw: Draw) -> Any:
+    groups, group, features = draw.size(1, 2), draw.size(1, 3), draw.size(2, 5)
+    batch, rows = draw.size(1, 3), trial.n * draw.size(2, 4)
+    shapes = {"q": (batch, groups * group, rows, features)}
+    shapes |= dict.fromkeys("kv", (batch, rows, groups, features))
+    whole = {name: draw.normal(*shape) for name, shape in shapes.items()}
+    whole["q"] = whole["q"].transpose(1, 2)
+    return [
+        {name: x.chunk(trial.n, 1)[rank].clone() for name, x in whole.items()}
+        for rank in range(trial.n)
+    ], whole
+
+
+def _ring(
+    given: Given,
+    *,
+    own: bool = True,
+    other: bool = False,
+    later: bool = False,
+    turns: int = 99,
+    late: int = 0,
+    backward: bool = False,
+    add: str = "merge",
+) -> list[Tensor]:
+    """Return each rank's output with a mistake. ``own`` and ``other`` say which blocks get the
+    causal mask; in a turn the answer takes the block for that of ``late`` ranks before."""
+    found = []
+    for rank, q in enumerate(given["q"]):
+        out, lse = torch.zeros_like(q), q.new_full(q.shape[:-1], -torch.inf)
+        for turn in range(min(given.n, turns)):
+            source = (rank + turn if backward else rank - turn) % given.n
+            taken = (rank - turn - late) % given.n
+            if taken > rank and not later:
+                continue
+            causal = own if taken == rank else other
+            block = PLAIN.forward(q, given["k"][source], given["v"][source], causal)
+            if add == "merge":
+                merge_into(out, lse, *block)
+            else:
+                out = out + block[0] if add == "sum" else block[0]
+        found.append(out)
+    return found
+
+
+def _block(given: Given) -> int:
+    return int(given["k"][0].nbytes + given["v"][0].nbytes)
+
+
+def _messages(given: Given, ranks: list[Observed]) -> str:
+    sent = (given.n - 1) * _block(given)
+    for rank, seen in enumerate(ranks):
+        if others := sorted({call.op for call in seen.calls} - {"send", "recv"}):
+            return (
+                f"expected rank {rank} to send messages only, got {', '.join(others)}: the ring "
+                "sends each block from a rank to the next"
+            )
+        sends = [call for call in seen.calls if call.op == "send"]
+        peers = sorted({call.ranks[call.peer] for call in sends if call.peer is not None})
+        if peers != [seen.values["next"]]:
+            to = f"messages to ranks {', '.join(map(str, peers))}" if peers else "no message"
+            return f"expected rank {rank} to send to the next rank of the axis only, got {to}"
+        got = sum(call.payload for call in sends)
+        if got != sent:
+            return (
+                f"expected rank {rank} to send {sent:,} bytes, n - 1 times K and V of one rank, "
+                f"got {got:,} bytes"
+            )
+    return ""
+
+
+def _attended(given: Given, ranks: list[Observed]) -> str:
+    for rank, seen in enumerate(ranks):
+        if (got := len(seen.values["blocks"])) != rank + 1:
+            return (
+                f"expected rank {rank} to call attend {rank + 1} times, got {got}: its queries see "
+                "its own block and those of earlier ranks"
+            )
+    return ""
+
+
+def _ahead(given: Given, ranks: list[Observed]) -> str:
+    block = _block(given)
+    for rank, seen in enumerate(ranks):
+        for turn, (sent, received) in enumerate(seen.values["blocks"]):
+            place = f"rank {rank}, turn {turn}"
+            if sent // block < min(turn + 1, given.n - 1):
+                return (
+                    f"{place}: expected the next exchange to be started before attend, got none: "
+                    "start it, call attend, and then wait"
+                )
+            if received // block > turn:
+                return (
+                    f"{place}: the next block was waited for before attend was called on this one: "
+                    "start the exchange, call attend, and then wait"
+                )
+    return ""
+
+
+RING = OnRanks(
+    id="09-4",
+    title="ring attention forward",
+    names=("ring_attention",),
+    hints=(
+        "n turns. Which rank's block do you have in turn t? Three cases: your own block, the block "
+        "of an earlier rank, the block of a later rank.",
+        "In each turn but the last: start the exchange, attend and merge if the block is visible, "
+        "then wait. Own block: causal. Earlier rank: all of it. Later rank: only pass it on.",
+        "block = torch.stack((k, v)); for turn in range(n): in_flight = comm.start_exchange(axis, "
+        "[(block, axis.next)], [(block, axis.previous)]) but in the last turn; if turn <= "
+        "axis.rank: merge_into(out, lse, *attend(q, *block, turn == 0)); block = "
+        "in_flight.wait()[0].",
+    ),
+    act=runner.ring,
+    draw=_sequence,
+    expected=lambda given: {
+        "outputs": list(causal_attention(*given.whole.values()).chunk(given.n, 1))
+    },
+    terms=64,
+    mistakes=(
+        Mistake(
+            "each rank attended to its own block alone: the blocks of earlier ranks are missing",
+            {"outputs": lambda given: _ring(given, turns=1)},
+        ),
+        Mistake(
+            "queries saw keys of later ranks: pass the block of a later rank on, and do not attend "
+            "to it",
+            {"outputs": lambda given: _ring(given, later=True)},
+        ),
+        Mistake(
+            "the causal mask was used on blocks of earlier ranks too: all their keys are visible",
+            {"outputs": lambda given: _ring(given, other=True)},
+        ),
+        Mistake(
+            "the own block needs the causal mask: a query sees no later key",
+            {"outputs": lambda given: _ring(given, own=False)},
+        ),
+        Mistake(
+            "the blocks' outputs are summed: weigh them by their log-sum-exp, with merge_into",
+            {"outputs": lambda given: _ring(given, add="sum")},
+        ),
+        Mistake(
+            "only the last block is in the result: merge each block into out and lse",
+            {"outputs": lambda given: _ring(given, add="last")},
+        ),
+        *(
+            Mistake(
+                "blocks are taken for blocks of the wrong rank: in turn t rank r has the block of "
+                "rank (r - t) mod n",
+                {"outputs": lambda given, late=late: _ring(given, late=late)},
+            )
+            for late in (1, -1)
+        ),
+        Mistake(
+            "blocks are sent to the previous rank: send to axis.next and receive from "
+            "axis.previous",
+            {"outputs": lambda given: _ring(given, backward=True)},
+        ),
+    ),
+    looks=(
+        Look("wire", "messages to the next rank, K and V only", _messages),
+        Look("wire", "blocks attended to", _attended),
+        Look("wire", "the next block is in flight during attend", _ahead),
+    ),
+    hang="A rank whose queries need no more blocks must still pass on the blocks that other ranks "
+    "wait for",
+    refused=(
+        "course_lib.cp.ring:RingAttention.forward",
+        "course_lib.cp.gather:GatherAttention.forward",
+        "course_lib.cp.blockwise:attend",
+        "course_lib.comm.p2p:ring",
+    ),
+)
+
+
+# --- 09-5 ----------------------------------------------------------------------------------------
+
+ROWS, HEADS = 1, 2  # dimensions
+SHARDED = {"outputs of to_rows": "q", "outputs of attention between them": "y",
+           "gradients of q": "dq", "gradients of k": "dk", "gradients of v": "dv"}  # fmt: skip
+
+
+def _heads(trial: Trial, draw: Draw) -> Any:
+    groups, group, features = draw.size(1, 2), draw.size(1, 3), draw.size(1, 5)
+    batch, rows = draw.size(2, 3), trial.n * draw.size(1, 4)
+    heads = dict.fromkeys(("q", "dy"), groups * group) | dict.fromkeys("kv", groups)
+    whole = {
+        name: draw.normal(batch, rows, trial.n * heads[name], features)
+        for name in ("q", "k", "v", "dy")
+    }
+    return [
+        {name: x.chunk(trial.n, ROWS)[rank].contiguous() for name, x in whole.items()}
+        for rank in range(trial.n)
+    ], whole
+
+
+def _attention(given: Given) -> dict[str, Any]:
+    leaves = [given.whole[name].clone().requires_grad_() for name in "qkv"]
+    y = causal_attention(*leaves)
+    dq, dk, dv = torch.autograd.grad(y, leaves, given.whole["dy"])
+    whole = {"q": given.whole["q"], "y": y.detach(), "dq": dq, "dk": dk, "dv": dv}
+    found = {name: list(whole[key].chunk(given.n, ROWS)) for name, key in SHARDED.items()}
+    return {"outputs of to_heads": list(whole["q"].chunk(given.n, HEADS)), **found}
+
+
+ORDER = "the heads are in the wrong order: join the received shards along dim 2"
+
+
+def _joined(name: str, message: str, change: Callable[[Tensor, int], Any]) -> Mistake:
+    """Return a mistake in what function ``name`` joins: ``change(x, n)`` is its result by rank."""
+    return Mistake(
+        message,
+        {
+            f"outputs of {name}": lambda given: [
+                x.contiguous() for x in change(given.whole["q"], given.n)
+            ]
+        },
+    )
+
+
+def _torn(x: Tensor, n: int) -> list[Tensor]:
+    """Read the stacked shards that arrived as if they were joined."""
+    shape = (x.shape[0], x.shape[1], x.shape[2] // n, x.shape[3])
+    return [torch.stack(heads.chunk(n, ROWS)).reshape(shape) for heads in x.chunk(n, HEADS)]
+
+
+def _flat(x: Tensor, n: int) -> list[Tensor]:
+    """Split the memory of x in place of its heads."""
+    shape = (x.shape[0], x.shape[1], x.shape[2] // n, x.shape[3])
+    runs = [rows.reshape(-1).chunk(n) for rows in x.chunk(n, ROWS)]
+    return [torch.cat([run[rank] for run in runs]).view(shape) for rank in range(n)]
+
+
+def _by_rank(x: Tensor, n: int) -> list[Tensor]:
+    """Return the heads of each rank, of one rank's rows: [n, rows of the rank, ...]."""
+    return [torch.stack(rows.chunk(n, HEADS)) for rows in x.chunk(n, ROWS)]
+
+
+def _ways(given: Given, ranks: list[Observed]) -> str:
+    for rank, seen in enumerate(ranks):
+        for name, size, calls in seen.values["ways"]:
+            exchanged = [payload for op, payload in calls if op == "all_to_all"]
+            sent = sum(payload for op, payload in calls if op == "send")
+            others = {op for op, _ in calls} - {"all_to_all", "send", "recv"}
+            by_messages = not exchanged and sent == size * (given.n - 1) // given.n
+            if others or not ((exchanged == [size] and not sent) or by_messages):
+                made = ", ".join(f"{op} of {payload:,} bytes" for op, payload in calls)
+                return (
+                    f"{name}: expected one all_to_all of {size:,} bytes, which is x, from rank "
+                    f"{rank}, got {made or 'no network operation'}"
+                )
+    return ""
+
+
+ULYSSES = OnRanks(
+    id="09-5",
+    title="Ulysses' all-to-all in raw PyTorch",
+    names=("to_heads", "to_rows"),
+    hints=(
+        "Before: few positions of all heads. After: all positions of few heads. Which shard of x "
+        "does rank r need, and where do you put the shard that arrives from rank s?",
+        "Split x along heads into n shards, stack them so that pieces[r] is the shard for rank r, "
+        "exchange, and join the result along positions, in rank order. Back: split along "
+        "positions, join along heads.",
+        "pieces = torch.stack(x.chunk(n, 2)); received = torch.empty_like(pieces); "
+        "dist.all_to_all_single(received, pieces); return torch.cat(list(received), 1). Back: "
+        "chunk(n, 1) and cat(..., 2).",
+    ),
+    axes=("outputs", "gradients"),
+    trials=(Trial(2), Trial(4, dtype=torch.float64, strided=True), Trial(3), Trial(1)),
+    act=runner.ulysses,
+    draw=_heads,
+    expected=_attention,
+    terms=64,
+    mistakes=(
+        _joined(
+            "to_heads",
+            "to_heads returned x: no rank exchanged anything",
+            lambda x, n: x.chunk(n, ROWS),
+        ),
+        _joined(
+            "to_heads",
+            "rank r has every n-th head: it needs neighboring heads, as chunk gives them",
+            lambda x, n: [x[:, :, rank::n] for rank in range(n)],
+        ),
+        _joined(
+            "to_heads",
+            "the positions are not joined in the order of the ranks",
+            lambda x, n: [torch.cat(y.chunk(n, ROWS)[::-1], ROWS) for y in x.chunk(n, HEADS)],
+        ),
+        _joined(
+            "to_heads",
+            "rank r has the heads of rank n - 1 - r",
+            lambda x, n: x.chunk(n, HEADS)[::-1],
+        ),
+        _joined(
+            "to_heads",
+            "positions and sequences are mixed up: join the received shards along dim 1",
+            _torn,
+        ),
+        _joined(
+            "to_heads",
+            "all_to_all_single splits along dim 0, where x has its sequences: split x along heads "
+            "and stack the shards first",
+            _flat,
+        ),
+        _joined(
+            "to_rows",
+            f"{ORDER}, one rank after the other",
+            lambda x, n: [torch.stack(list(y), 3).flatten(2, 3) for y in _by_rank(x, n)],
+        ),
+        _joined(
+            "to_rows",
+            f"{ORDER}, in the order of the ranks",
+            lambda x, n: [torch.cat(list(y)[::-1], HEADS) for y in _by_rank(x, n)],
+        ),
+    ),
+    looks=(Look("wire", "one all-to-all each way", _ways),),
+    refused=("course_lib.comm.transfer:issue",),
+)  # fmt: skip
+
+
+EXERCISES = (BY_HAND, POSITIONS, MERGE, RING, ULYSSES)
