@@ -898,10 +898,12 @@ check("08-2", warm_up)
 # %% [markdown] course={"ex": "08-3"}
 # ## 08-3 A linear's split backward
 # y = x Wᵀ + b, as in `F.linear(x, weight, bias)`. Write the backward: the gradient of x now, the gradients of weight
-# and bias on request. Return `(dx, later)`, where `later()` returns `(dweight, dbias)`.
+# and bias on request. Return `(dx, later)`, where `later()` computes and returns `(dweight, dbias)`. A second `later()`
+# returns the same values or raises an error.
 #
 # x may be (T, D) or (B, S, D); dy has the same dims with F features at the end; weight is (F, D). The gradients of
-# weight and bias sum over all positions. x and dy must not change, and no autograd is needed.
+# weight and bias sum over all positions, and have the dtype of the inputs. x and dy must not change, and no autograd
+# is needed.
 
 
 # %% course={"ex": "08-3", "role": "answer"}
@@ -959,22 +961,22 @@ check("08-4", rows_of_zb_h1)
 # %% [markdown] course={"ex": "08-5"}
 # ## 08-5 Send early, in raw PyTorch
 # Backward of one micro-batch on one rank, with torch and `torch.distributed` alone; the default group exists. Rank r
-# holds stage r and has run its forward. Receive the gradient of y, send that of x *before* any gradient of a weight
-# is computed, and then add the weights' gradients to their `.grad`. It is called for several micro-batches, one after
-# the other.
+# holds stage r and has run its forward. Receive the gradient of y, send the gradient of x *before* any gradient of a
+# weight or bias is computed, and then add the gradients of the parameters to their `.grad`. The function is called for
+# several micro-batches, one after the other.
 #
 # `torch.autograd.grad(y, inputs, dy)` computes the gradients of `inputs` alone and returns them; with `retain_graph=True` the graph is
 # there for a second time.
 #
-# Checked on one to four ranks: the gradients of all weights; on four, one message per micro-batch, peers and bytes,
-# and that no weight's gradient was computed before the message was sent.
+# Checked on one to four ranks: the gradients of all weights and biases, one message per micro-batch with its peer and
+# bytes, and that no gradient of a weight or bias was computed before the message was sent.
 
 
 # %% course={"ex": "08-5", "role": "answer"}
 def backward_in_halves(x, y, parameters, dy):
     """Leaves the gradients in ``parameters``; returns nothing.
 
-    x           this stage's input; wants a gradient, but on rank 0
+    x           this stage's input; requires a gradient, except on rank 0
     y           its output, with its graph
     parameters  the stage's weights, a list; p.grad is None before the first micro-batch
     dy          the gradient of y on the last rank; None on the others, which receive it from

@@ -192,18 +192,23 @@ class OnRanks(Exercise):
     )
 
     @cached_property
+    def _main(self) -> tuple[Trial, ...]:
+        """The trials that are judged first: on several ranks, or all where each has one rank."""
+        return tuple(trial for trial in self.trials if trial.n > 1) or self.trials
+
+    @cached_property
     def _cases(self) -> list[_Case]:
-        several = [trial for trial in self.trials if trial.n > 1]
         cases = [
             _Case(axis, f"{axis}, {trial.title}", (trial,), self._result_look(axis),
-                  first=trial.n > 1 and axis not in self.later)
+                  first=trial in self._main and axis not in self.later)
             for trial in self.trials for axis in self.axes
         ]  # fmt: skip
         if self.calls:
-            cases.append(_Case("wire", "operations and bytes", tuple(several), self._operations))
-        cases.append(_Case("wire", "every call is waited for", tuple(several), self._waited))
+            cases.append(_Case("wire", "operations and bytes", self._main, self._operations))
+        if self._main[0].n > 1:
+            cases.append(_Case("wire", "every call is waited for", self._main, self._waited))
         for look in self.looks:
-            trials = self.trials if look.one_rank else tuple(several)
+            trials = self.trials if look.one_rank else self._main
             cases.append(_Case(look.axis, look.title, trials, look.look))
         return cases
 
@@ -311,7 +316,8 @@ class OnRanks(Exercise):
         hint = f". {self.hang}" if self.hang and apart else ""
         if self.hang and "(SIGABRT)" in error.report.splitlines()[0]:
             hint = f". A possible reason: {self.hang}"
-        return f"on {trial.world} rank{'s' * (trial.world > 1)} {said(error, deadline)}{hint}"
+        where = f"on {trial.world} rank{'s' * (trial.world > 1)} " if self._main[0].n > 1 else ""
+        return f"{where}{said(error, deadline)}{hint}"
 
     def _result_look(self, axis: str) -> Callable[[Given, list[Observed]], str]:
         def look(given: Given, ranks: list[Observed]) -> str:
@@ -323,6 +329,8 @@ class OnRanks(Exercise):
                 if axis_of(name) == axis:
                     got = [rank.values.get(name) for rank in ranks]
                     if message := described(name, got, wanted, self.terms):
+                        if given.n == 1:  # there is no other rank
+                            message = re.sub(r" (on|from) rank 0\b,?", "", message)
                         return self._mistake(given, ranks, name, message)
             return ""
 
@@ -332,7 +340,7 @@ class OnRanks(Exercise):
         """Return the message of the classic mistake with these results, or ``message``."""
         if unwaited := self._waited(given, ranks):
             return f"{unwaited} ({message})"
-        for mistake in self.mistakes if given.n > 1 else ():
+        for mistake in self.mistakes if given.trial in self._main else ():
             if name in mistake.results and all(
                 self._same(given, ranks, each, compute, mistake.unset)
                 for each, compute in mistake.results.items()
