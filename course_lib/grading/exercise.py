@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import math
 import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from decimal import Decimal
+from numbers import Real
 from typing import Any
 
 from course_lib.grading.answers import (
@@ -23,6 +26,7 @@ Answer = Callable[..., Any]
 Answers = Any  # an Answer, a table in an exercise worked by hand, or a tuple of several answers
 Instance = dict[str, Any]  # the arguments of one call, by name, in order
 DRAWS = 50
+RELATIVE, ABSOLUTE = 1e-6, 1e-9  # rounding of a float; a mistake is much larger
 
 
 def each(answers: Answers) -> tuple[Answer, ...]:
@@ -117,15 +121,17 @@ class Case:
 class Function(Exercise):
     """An exercise that asks for one function without ranks, judged by ``reference``.
 
-    ``normal`` converts a result to the form in which it is compared. If this is impossible, it
-    raises NotRight with a reason, which is shown after the call in the verdict. ``refused`` are
-    library functions ("course_lib.layout:make_layout") that would be the answer: they raise an
-    error while an answer is judged.
+    ``normal`` converts a result, after ``plain``, to the form in which it is compared. If this is
+    impossible, it raises NotRight with a reason, which is shown after the call in the verdict.
+    Floats may differ by ``relative``. ``refused`` are library functions
+    ("course_lib.layout:make_layout") that would be the answer: they raise an error while an answer
+    is judged.
     """
 
     reference: Answer = field(repr=False)
     drawn: tuple[Case, ...] = field(repr=False)
     normal: Callable[[Any], Any] = field(repr=False, default=lambda value: value)
+    relative: float = RELATIVE
     refused: tuple[str, ...] = ()
     mistakes: tuple[Wrong, ...] = field(default=(), repr=False, kw_only=True)
 
@@ -150,7 +156,7 @@ class Function(Exercise):
         """Return arguments for ``case`` with which None, every constant and the stub fail."""
         for _ in range(DRAWS):
             instances = case.draw(rng)
-            wanted = [self.normal(self.reference(*args.values())) for args in instances]
+            wanted = [self._wanted(args) for args in instances]
             constants: list[Answer] = [lambda *_, value=value: value for value in wanted]
             trivial = [*constants, lambda *_: None, *([each(self.stub)[0]] if self.stub else [])]
             if not any(self._passes(answer, instances) for answer in trivial):
@@ -163,7 +169,7 @@ class Function(Exercise):
     def _call(self, answer: Answer, args: Instance) -> _Call:
         """Call ``answer`` once and describe what is wrong with its result."""
         given = {name: _copied(value) for name, value in args.items()}
-        wanted = self.normal(self.reference(*args.values()))
+        wanted = self._wanted(args)
         try:
             with refusing(self.refused):
                 value = called(self.names[0], answer, given)
@@ -177,15 +183,19 @@ class Function(Exercise):
         got = self._read(value)
         if isinstance(got, _Unfit):
             return _Call(args, got, f"{call}: {got.reason}")
-        if _equal(got, wanted):
+        if alike(got, wanted, self.relative):
             return _Call(args, got)
         said = f"    {call}:\n    expected {shown(wanted)},\n    got {shown(got)}"
         return _Call(args, got, said)
 
+    def _wanted(self, args: Instance) -> Any:
+        """Return the right result in the form in which it is compared."""
+        return self.normal(plain(self.reference(*args.values())))
+
     def _read(self, value: Any) -> Any:
         """Return ``value`` in the form in which it is compared, or why this is impossible."""
         try:
-            return self.normal(value)
+            return self.normal(plain(value))
         except NotRight as error:
             return _Unfit(str(error))
 
@@ -198,7 +208,7 @@ class Function(Exercise):
 
     def _same(self, answer: Answer, call: _Call) -> bool:
         try:
-            return _equal(self._read(answer(*call.args.values())), call.got)
+            return alike(self._read(answer(*call.args.values())), call.got, self.relative)
         except Exception:
             return False
 
@@ -222,6 +232,40 @@ class _Call:
 def _copied(value: Any) -> Any:
     """Return a copy of a plain container, because an answer may change its arguments."""
     return type(value)(value) if isinstance(value, dict | list) else value
+
+
+def plain(value: Any) -> Any:
+    """Return a result with Python's own numbers and with lists in place of tuples.
+
+    Numbers and arrays of numpy, Decimal and Fraction become int or float. Tensors and values of
+    other types are returned unchanged.
+    """
+    if isinstance(value, dict):
+        return {plain(key) if _is_number(key) else key: plain(one) for key, one in value.items()}
+    if type(value) in (list, tuple):
+        return [plain(one) for one in value]
+    if type(value).__module__ == "numpy" and hasattr(value, "tolist"):
+        return value.tolist()
+    if not _is_number(value) or isinstance(value, int | float):
+        return value
+    rounded = float(value)
+    whole = int(value) if abs(rounded) < 2**63 else None
+    return whole if whole == value else rounded
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, Real | Decimal)
+
+
+def alike(got: Any, wanted: Any, relative: float = RELATIVE) -> bool:
+    """Return whether two results are equal, floats up to rounding, inside lists and dicts too."""
+    if type(got) is type(wanted) in (list, tuple) and len(got) == len(wanted):
+        return all(alike(one, other, relative) for one, other in zip(got, wanted, strict=True))
+    if isinstance(got, dict) and isinstance(wanted, dict) and got.keys() == wanted.keys():
+        return all(alike(got[key], one, relative) for key, one in wanted.items())
+    if isinstance(got, int | float) and isinstance(wanted, float):
+        return abs(got) < 2**1000 and math.isclose(got, wanted, rel_tol=relative, abs_tol=ABSOLUTE)
+    return _equal(got, wanted)
 
 
 def _equal(got: Any, wanted: Any) -> bool:
