@@ -319,8 +319,8 @@ class OnRanks(Exercise):
 
     def _mistake(self, given: Given, ranks: list[Observed], name: str, message: str) -> str:
         """Return the message of the classic mistake with these results, or ``message``."""
-        if unwaited := self._waited(given, ranks):
-            return f"{unwaited} ({message})"
+        if cause := self._waited(given, ranks) or outside(given, ranks):
+            return f"{cause} ({message})"
         for mistake in self.mistakes if given.n > 1 else ():
             if name in mistake.results and all(
                 self._same(given, ranks, each, compute) for each, compute in mistake.results.items()
@@ -350,7 +350,6 @@ class OnRanks(Exercise):
 
     def _operations(self, given: Given, ranks: list[Observed]) -> str:
         assert self.calls is not None
-        group = max((call.ranks for one in ranks for call in one.calls), key=len, default=())
         for rank, observed in enumerate(ranks):
             wanted = [WireCall(*call) for call in self.calls(given, rank)]
             if observed.calls != wanted:
@@ -359,12 +358,7 @@ class OnRanks(Exercise):
                     f"expected {_listed(wanted)} from rank {rank}, got "
                     f"{_listed(observed.calls)}{why}"
                 )
-            if given.trial.beside > 1 and len(group) > given.n:
-                return (
-                    f"rank {rank} sent to ranks {list(group)}: expected its calls to use the group "
-                    f"of the axis, which has {given.n} ranks; pass group=axis.group"
-                )
-        return ""
+        return outside(given, ranks)
 
     def _waited(self, given: Given, ranks: list[Observed]) -> str:
         for rank, observed in enumerate(ranks):
@@ -475,6 +469,34 @@ def _one(call: WireCall) -> str:
     return (
         f"{call.op} {'to' if call.op == 'send' else 'from'} {call.peer} of {call.payload:,} bytes"
     )
+
+
+def outside(given: Given, ranks: list[Observed]) -> str:
+    """Return which rank used a group that is larger than that of the axis, or ""."""
+    for rank, observed in enumerate(ranks):
+        for call in observed.calls:
+            if given.trial.beside > 1 and len(call.ranks) > given.n:
+                return (
+                    f"rank {rank} sent to ranks {list(call.ranks)}: expected its calls to use the "
+                    f"group of the axis, which has {given.n} ranks; pass group=axis.group"
+                )
+    return ""
+
+
+def at_most(limit: Callable[[Given, int], int], why: str) -> Callable[..., str]:
+    """Return a look at the payload of a rank's calls, which may be ``limit(given, rank)`` bytes."""
+
+    def look(given: Given, ranks: list[Observed]) -> str:
+        for rank, observed in enumerate(ranks):
+            sent, most = sum(call.payload for call in observed.calls), limit(given, rank)
+            if sent > most:
+                return (
+                    f"expected rank {rank} to hand at most {most:,} bytes to the network, got "
+                    f"{sent:,} ({_listed(observed.calls)}): {why}"
+                )
+        return outside(given, ranks)
+
+    return look
 
 
 def on_axis(trials: Sequence[Trial], **changed: Any) -> tuple[Trial, ...]:
