@@ -949,11 +949,11 @@ check("13-2", fitting)
 # ## 13-3 The same token on every rank
 # The vocabulary is sharded: this rank has the logits of `logits_BVt.shape[1]` neighboring tokens, the first of which
 # is number `first` of the vocabulary; rank 0 has the lowest. Return the token of the largest logit of all ranks, for
-# each request, the same on every rank. Of equal logits the lowest token wins.
+# each request, the same on every rank. Of equal logits the lowest token wins. Ranks may have different numbers of tokens.
 #
-# Checked on two and four ranks, with equal logits on two ranks too, and on one. The logits must not change, and a
-# rank hands at most 16 bytes per request to the network. `comm.all_gather(x, axis)` joins along dim 0;
-# `inference.choose` refuses.
+# The check looks at two and three ranks, at pairs of four ranks and at one, with equal and nearly equal logits in float32,
+# float64 and bfloat16. The logits must not change, and a rank hands at most 16 bytes per request to the network.
+# `comm.all_gather(x, axis)` joins along dim 0; `inference.choose` refuses.
 
 
 # %% course={"ex": "13-3", "role": "answer"}
@@ -978,9 +978,10 @@ check("13-3", greedy)
 # attention on *all* rows, on every rank: softmax(q·k / √K) v, with H heads of K features. The order of rows does not
 # matter, and nothing is masked.
 #
-# Checked on two and four ranks, with scores in the hundreds too (exp of 100 does not fit float32), and on one. No
-# input may be overwritten and no rows of the cache may be sent: a rank may hand H (K + 2) elements per request to the
-# network. You may use `comm` and `dist`; the library's parts refuse.
+# The check looks at two and three ranks, at pairs of four ranks and at one, also with scores in the hundreds and far
+# below zero (exp of 100 does not fit float32, and exp of -110 is 0). No input may be overwritten and no rows of the
+# cache may be sent: a rank may hand H (K + 2) elements per request to the network. You may use `comm` and `dist`;
+# `inference.context` refuses.
 
 
 # %% course={"ex": "13-4", "role": "answer"}

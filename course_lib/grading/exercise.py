@@ -28,6 +28,7 @@ Answer = Callable[..., Any]
 Answers = Any  # an Answer, a table in an exercise worked by hand, or a tuple of several answers
 Instance = dict[str, Any]  # the arguments of one call, by name, in order
 DRAWS = 50
+ROOM = 160  # characters of a result in a message
 RELATIVE, ABSOLUTE = 1e-6, 1e-9  # rounding of a float; a mistake is much larger
 
 
@@ -195,8 +196,16 @@ class Function(Exercise):
             return _Call(args, got, f"{call}: {got.reason}")
         if alike(got, wanted, self.relative):
             return _Call(args, got)
-        said = f"    {call}:\n    expected {shown(wanted)},\n    got {shown(got)}"
-        return _Call(args, got, said)
+        return _Call(args, got, self._said(call, got, wanted))
+
+    def _said(self, call: str, got: Any, wanted: Any) -> str:
+        """Show two results; of lists too long to be shown, the first elements that differ."""
+        lists = type(got) is type(wanted) is list and len(got) == len(wanted)
+        if lists and len(repr(wanted)) > ROOM:
+            pairs = enumerate(zip(got, wanted, strict=True))
+            place = next(n for n, pair in pairs if not alike(*pair, self.relative))
+            call, got, wanted = f"{call}[{place}]", got[place], wanted[place]
+        return f"    {call}:\n    expected {shown(wanted)},\n    got {shown(got)}"
 
     def _wanted(self, args: Instance) -> Any:
         """Return the right result in the form in which it is compared."""

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from course_lib.grading.refuse import refusing
 from course_lib.grading.wire import WireCall, WireCalls
+from course_lib.launch import begun as all_begun
 from course_lib.mesh import Axis, Mesh, make_mesh
 from course_lib.trace import PeakLiveBytes
 
@@ -77,6 +78,7 @@ def graded(
     if strided:
         given = [{name: _strided(value) for name, value in each.items()} for each in given]
     before = copy.deepcopy(given)
+    all_begun()  # from here on time counts
     with refusing(refused):
         begun = [_begin(act, answers, each, axis, mesh) for each in given]
         going = list(begun)

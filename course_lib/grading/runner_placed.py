@@ -17,6 +17,11 @@ def call_forward(answers: Answers, given: Inputs, axis: Axis, mesh: Mesh) -> dic
     return {OUTPUT: answers[0](*given.values(), axis)}
 
 
+def call_raw(answers: Answers, given: Inputs, axis: Axis, mesh: Mesh) -> dict[str, Any]:
+    """Call ``answer(*inputs)``, which uses the default group."""
+    return {OUTPUT: answers[0](*given.values())}
+
+
 def call_with_gradients(answers: Answers, given: Inputs, axis: Axis, mesh: Mesh) -> dict[str, Any]:
     """Call ``answer(*inputs, axis)`` and its backward."""
     inputs = {name: value for name, value in given.items() if name != UPSTREAM}

@@ -11,7 +11,7 @@ from __future__ import annotations
 import random
 import re
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import groupby
@@ -20,19 +20,30 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from course_lib.grading.answers import NotRight, guarded, shown
+from course_lib.grading.answers import (
+    BLOCKED,
+    BUSY,
+    CHECK,
+    START,
+    TOTAL,
+    NotRight,
+    TooBusy,
+    bounded_output,
+    shown,
+)
 from course_lib.grading.compare import agrees, difference
 from course_lib.grading.draw import Draw
 from course_lib.grading.exercise import Answer, Exercise
+from course_lib.grading.live import shown_if_slow
 from course_lib.grading.ranked import LATER, RESULTS, _starved, _torch_as_it_comes, said
 from course_lib.grading.runner import Act, Inputs, Observed, Placement, graded
+from course_lib.grading.turns import turn
 from course_lib.grading.verdict import CaseResult
 from course_lib.grading.wire import WireCall
-from course_lib.launch import RankDeadline, RankError, run, warm_up
+from course_lib.launch import Limits, RankDeadline, RankError, run, warm_up
 from course_lib.layout import DEFAULT_ORDER
 
 CALLS = 2  # per launch, with other values and shapes
-PATIENCE = 15.0  # seconds for a second try, if the machine was too busy for the first
 COUNTS = {1: "one rank", 2: "two ranks", 3: "three ranks", 4: "four ranks", 6: "six ranks"}
 
 
@@ -223,19 +234,17 @@ class OnRanks(Exercise):
             warm_up()  # imports must not count against the deadline of the first check
             seen: dict[int, list[Seen]] = {}
             found: dict[str, str] = {}
+            end = time.monotonic() + CHECK
             try:
                 for case in sorted(self._cases, key=lambda case: not case.first):
                     if not case.first and any(found[each.title] for each in self._firsts):
                         found[case.title] = LATER
                         continue
-                    found[case.title] = ""  # the launches of a case may fail
-                    try:
-                        found[case.title] = self._look(case, seen, answers, rng, deadline)
-                    except NotRight:
-                        del found[case.title]
-                        raise
+                    found[case.title] = self._look(case, seen, answers, rng, deadline, end)
             except NotRight as error:  # another launch would fail in the same way
                 return self._broken(found, str(error))
+            except TooBusy as error:
+                return self._not_judged(found, str(error))
         return [
             CaseResult(case.axis, case.title, found[case.title],
                        judged=found[case.title] != LATER)
@@ -256,6 +265,16 @@ class OnRanks(Exercise):
             for case in self._cases
         ]  # fmt: skip
 
+    def _not_judged(self, found: Mapping[str, str], reason: str) -> list[CaseResult]:
+        """Return the cases when the machine was too busy: those that were judged stay judged."""
+        seen = {title: text for title, text in found.items() if text != LATER}
+        return [
+            CaseResult(case.axis, case.title, seen[case.title])
+            if case.title in seen
+            else CaseResult(case.axis, case.title, reason, judged=False, busy=True)
+            for case in self._cases
+        ]
+
     def _look(
         self,
         case: _Case,
@@ -263,41 +282,53 @@ class OnRanks(Exercise):
         answers: Sequence[Answer],
         rng: random.Random,
         deadline: float,
+        end: float,
     ) -> str:
+        text = f"case {self._cases.index(case) + 1} of {self.total}: {case.title}"
         for trial in case.trials:
             number = self.trials.index(trial)
             if number not in seen:
-                seen[number] = self._launch(trial, rng.randrange(2**31), answers, deadline)
+                left = end - time.monotonic()
+                with shown_if_slow(text, CHECK - left):
+                    seed = rng.randrange(2**31)
+                    seen[number] = self._launch(trial, seed, answers, deadline, left)
             for each in seen[number]:
                 if message := case.look(each.given, each.ranks):
                     return message + each.place
         return ""
 
     def _launch(
-        self, trial: Trial, seed: int, answers: Sequence[Answer], deadline: float
+        self, trial: Trial, seed: int, answers: Sequence[Answer], deadline: float, left: float
     ) -> list[Seen]:
+        """Run a trial; if the machine was too busy, run it once more, alone and with more time.
+
+        ``left`` are the seconds that the check has left for new launches, ``deadline`` is the CPU
+        time of a rank. Raises NotRight with what went wrong, TooBusy after the second try.
+        """
         groups = range(len(trial.groups))
         drawn = [[self.given(trial, seed, call, group) for group in groups]
                  for call in range(CALLS)]  # fmt: skip
         inputs = [_by_global_rank(trial, given) for given in drawn]
-        start = time.monotonic()
-        try:
-            with guarded(deadline + 5):  # limits the output; the launch enforces the deadline
-                made = run(
-                    graded, self.act, self.refused, trial.placement, trial.strided, inputs,
-                    *answers, n=trial.world, timeout=deadline,
-                )  # fmt: skip
-        except RankError as error:
-            if _starved(error) and time.monotonic() - start < PATIENCE:
-                return self._launch(trial, seed, answers, PATIENCE)
-            raise NotRight(self._explained(error, trial, deadline)) from None
-        except TypeError as error:  # the answer cannot be sent to the ranks
-            raise NotRight(str(error)) from None
-        return [
-            Seen(drawn[call][group], [made[rank][call] for rank in ranks], group, call)
-            for call in range(CALLS)
-            for group, ranks in enumerate(trial.groups)
-        ]
+        for alone in (False, True) if left > 0 else ():
+            limits = Limits(deadline, BLOCKED, TOTAL * (1 + alone), START)
+            try:
+                with turn(alone=alone), bounded_output():
+                    made = run(
+                        graded, self.act, self.refused, trial.placement, trial.strided, inputs,
+                        *answers, n=trial.world, limits=limits,
+                    )  # fmt: skip
+            except RankError as error:
+                if _starved(error):
+                    continue
+                raise NotRight(self._explained(error, trial)) from None
+            except TypeError as error:  # the answer cannot be sent to the ranks
+                raise NotRight(str(error)) from None
+            return [
+                Seen(drawn[call][group], [made[rank][call] for rank in ranks], group, call)
+                for call in range(CALLS)
+                for group, ranks in enumerate(trial.groups)
+            ]
+        raise TooBusy(BUSY)
 
     def given(self, trial: Trial, seed: int, call: int = 0, group: int = 0) -> Given:
         """Return the inputs of one call on one group, drawn from ``seed``.
@@ -309,7 +340,7 @@ class OnRanks(Exercise):
         ranks, whole = drawn if isinstance(drawn, tuple) else (drawn, None)
         return Given(trial, ranks, whole, self.expected, trial.groups[group])
 
-    def _explained(self, error: RankError, trial: Trial, deadline: float) -> str:
+    def _explained(self, error: RankError, trial: Trial) -> str:
         if isinstance(error.exception, NotImplementedError):
             return f"{self.names[0]} is not written yet ({error.exception})"
         apart = isinstance(error, RankDeadline) and len(_places(error)) > 1
@@ -317,7 +348,7 @@ class OnRanks(Exercise):
         if self.hang and "(SIGABRT)" in error.report.splitlines()[0]:
             hint = f". A possible reason: {self.hang}"
         where = f"on {trial.world} rank{'s' * (trial.world > 1)} " if self._main[0].n > 1 else ""
-        return f"{where}{said(error, deadline)}{hint}"
+        return f"{where}{said(error)}{hint}"
 
     def _result_look(self, axis: str) -> Callable[[Given, list[Observed]], str]:
         def look(given: Given, ranks: list[Observed]) -> str:
@@ -338,8 +369,8 @@ class OnRanks(Exercise):
 
     def _mistake(self, given: Given, ranks: list[Observed], name: str, message: str) -> str:
         """Return the message of the classic mistake with these results, or ``message``."""
-        if unwaited := self._waited(given, ranks):
-            return f"{unwaited} ({message})"
+        if cause := self._waited(given, ranks) or outside(given, ranks):
+            return f"{cause} ({message})"
         for mistake in self.mistakes if given.trial in self._main else ():
             if name in mistake.results and all(
                 self._same(given, ranks, each, compute, mistake.unset)
@@ -389,7 +420,6 @@ class OnRanks(Exercise):
 
     def _operations(self, given: Given, ranks: list[Observed]) -> str:
         assert self.calls is not None
-        group = max((call.ranks for one in ranks for call in one.calls), key=len, default=())
         for rank, observed in enumerate(ranks):
             wanted = [WireCall(*call) for call in self.calls(given, rank)]
             if observed.calls != wanted:
@@ -398,12 +428,7 @@ class OnRanks(Exercise):
                     f"expected {_listed(wanted)} from rank {rank}, got "
                     f"{_listed(observed.calls)}{why}"
                 )
-            if given.trial.beside > 1 and len(group) > given.n:
-                return (
-                    f"rank {rank} sent to ranks {list(group)}: expected its calls to use the group "
-                    f"of the axis, which has {given.n} ranks; pass group=axis.group"
-                )
-        return ""
+        return outside(given, ranks)
 
     def _waited(self, given: Given, ranks: list[Observed]) -> str:
         for rank, observed in enumerate(ranks):
@@ -509,8 +534,6 @@ def _by_global_rank(trial: Trial, groups: Sequence[Given]) -> list[Inputs]:
     return [inputs[rank] for rank in range(trial.world)]
 
 
-
-
 def _listed(calls: Sequence[WireCall]) -> str:
     """Return the calls in words; equal ones in a row are counted."""
     runs = [(call, len(list(same))) for call, same in groupby(calls, key=_one)]
@@ -524,6 +547,34 @@ def _one(call: WireCall) -> str:
     return (
         f"{call.op} {'to' if call.op == 'send' else 'from'} {call.peer} of {call.payload:,} bytes"
     )
+
+
+def outside(given: Given, ranks: list[Observed]) -> str:
+    """Return which rank used a group that is larger than that of the axis, or ""."""
+    for rank, observed in enumerate(ranks):
+        for call in observed.calls:
+            if given.trial.beside > 1 and len(call.ranks) > given.n:
+                return (
+                    f"rank {rank} sent to ranks {list(call.ranks)}: expected its calls to use the "
+                    f"group of the axis, which has {given.n} ranks; pass group=axis.group"
+                )
+    return ""
+
+
+def at_most(limit: Callable[[Given, int], int], why: str) -> Callable[..., str]:
+    """Return a look at the payload of a rank's calls, which may be ``limit(given, rank)`` bytes."""
+
+    def look(given: Given, ranks: list[Observed]) -> str:
+        for rank, observed in enumerate(ranks):
+            sent, most = sum(call.payload for call in observed.calls), limit(given, rank)
+            if sent > most:
+                return (
+                    f"expected rank {rank} to hand at most {most:,} bytes to the network, got "
+                    f"{sent:,} ({_listed(observed.calls)}): {why}"
+                )
+        return outside(given, ranks)
+
+    return look
 
 
 def on_axis(trials: Sequence[Trial], **changed: Any) -> tuple[Trial, ...]:
