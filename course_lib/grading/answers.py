@@ -20,11 +20,12 @@ BUSY = "not judged, because the machine was too busy, twice: end other programs,
 MOST_PRINTED = 20_000  # characters of output per check
 DEADLINE = 5.0  # of CPU time, per rank
 BLOCKED = 2.0  # in which all ranks wait for each other
-TOTAL = 60.0  # of wall-clock time, twice that when a busy machine makes a second try necessary
+TOTAL = 60.0  # of wall-clock time
+AGAIN = 180.0  # the same in the second try, when the machine was too busy for the first
 START = 120.0  # of wall-clock time before that: ranks start, and inputs are drawn
 TURN = 60.0  # of waiting for the launches of other checks, before a second try or after theirs
 CHECK = 240.0  # of wall-clock time after which a check starts no further launch
-LONGEST = CHECK + 2 * (TURN + START) + 3 * TOTAL  # a check ends before
+LONGEST = CHECK + 2 * (TURN + START) + TOTAL + AGAIN  # a check ends before
 
 
 class NotRight(Exception):

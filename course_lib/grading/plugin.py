@@ -13,7 +13,6 @@ from typing import Any
 
 import pytest
 
-from course_lib.grading.answers import LONGEST
 from course_lib.grading.catalog import course
 from course_lib.grading.verdict import MIME
 
@@ -25,6 +24,8 @@ MOST_PRINTED = 10_000  # characters stored per printed message, to limit memory
 
 def timeout_of(cell: Any, plain: float) -> float:
     """Return the timeout of a cell in seconds: a check must reach its own limits before."""
+    from course_lib.grading.answers import LONGEST
+
     return max(plain, LONGEST + 20) if course(cell).get("role") == "check" else plain
 
 

@@ -14,6 +14,7 @@ import torch
 
 from course_lib.grading import registry
 from course_lib.grading.answers import (
+    AGAIN,
     BLOCKED,
     BUSY,
     CHECK,
@@ -208,7 +209,7 @@ class Ranked(Exercise):
         case = next(k for k, look in enumerate(self.looks, 1) if look.trial == number)
         text = f"case {case} of {len(self.looks)}: {self.looks[case - 1].title}"
         for alone in (False, True) if left > 0 else ():
-            limits = Limits(deadline, BLOCKED, TOTAL * (1 + alone), START)
+            limits = Limits(deadline, BLOCKED, AGAIN if alone else TOTAL, START)
             try:
                 with turn(alone=alone), shown_if_slow(text, CHECK - left), bounded_output():
                     ranks = run(

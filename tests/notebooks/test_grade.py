@@ -11,7 +11,7 @@ import nbformat
 import pytest
 from nbformat.v4 import new_code_cell, new_markdown_cell, new_notebook, new_output
 
-from course_lib.grading.answers import CHECK, LONGEST, START, TOTAL, TURN
+from course_lib.grading.answers import AGAIN, CHECK, LONGEST, START, TOTAL, TURN
 from course_lib.grading.merge import merge, pristine, read
 from course_lib.grading.plugin import timeout_of
 from course_lib.grading.run import Score, grade, run_nbval
@@ -327,7 +327,7 @@ def test_nbval_waits_longer_than_a_check_takes():
     assert timeout_of(check, 30) > LONGEST
     assert timeout_of(cell("00-1", "answer", "1"), 30) == 30
     most = CHECK + TURN + START + TOTAL  # the last launch, and then once more with more time
-    assert most + TURN + START + 2 * TOTAL <= LONGEST
+    assert most + TURN + START + AGAIN <= LONGEST
 
 
 def test_prints_warnings_and_50_MB_change_no_mark(hand_in):
