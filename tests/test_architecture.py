@@ -42,7 +42,7 @@ NO_TORCH = {"aliases", "schedule", "ledger", "layout", "cli", "doctor"}  # at im
 # Of grading, what the command line imports before it knows that it must grade: json is enough.
 LIGHT = {
     f"grading/{name}.py"
-    for name in "catalog desk merge plugin progress report run syllabus".split()
+    for name in "answers catalog desk merge plugin progress report run syllabus".split()
 }
 HEAVY = {"torch", "numpy", "matplotlib", "nbformat", "IPython", "jupytext"}
 DISTRIBUTED = {"mesh", "comm", "checkpoint", "launch", "bench"}

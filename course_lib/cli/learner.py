@@ -62,11 +62,14 @@ def _lesson_table(found: list[LessonLine]) -> list[str]:
         _sum(sum(lab.done for lab in labs), len(labs)),
     )
     minutes = [str(sum(each.minutes[kind] or 0 for each in here)) for kind in (0, 1)]
+    stricter = [ex for lesson in here for ex in lesson.stricter]
+    note = f"You passed {', '.join(stricter)} before the checks became stricter: still done."
     return [
         *rows,
         ROW.format("", "all", *minutes, *sums),
         "",
         "Minutes to read and run, and to build; * is an elective. course start NN: begin.",
+        *([note] if stricter else []),
     ]
 
 

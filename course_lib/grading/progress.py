@@ -26,9 +26,11 @@ class Entry:
         return self.best == self.total > 0
 
     def attempt(self, passed: int, total: int) -> None:
-        """Count an attempt."""
+        """Count an attempt. An exercise that is done stays done, also when its checks have become
+        stricter since."""
         self.attempts += 1
-        self.best, self.total = max(min(self.best, total), passed), total
+        if not self.done or passed == total > 0:
+            self.best, self.total = max(min(self.best, total), passed), total
 
 
 class Progress:

@@ -40,8 +40,8 @@ class LessonLine:
     """A lesson and how far the learner is with it.
 
     ``minutes`` are those to read and run, and to build; None where the lesson says none, as an
-    untimed one does. ``points`` is what its exercises give together. Where the lesson is not in
-    the folder, ``here`` is False and all that is known is its name.
+    untimed one does. ``points`` are those of all its exercises, and ``each`` by exercise. If the
+    lesson is not in the folder, ``here`` is False and only its name is known.
     """
 
     number: str
@@ -50,6 +50,7 @@ class LessonLine:
     title: str = ""
     minutes: tuple[int | None, int | None] = (None, None)
     points: int = 0
+    each: Mapping[str, int] = field(default_factory=dict)
     exercises: Mapping[str, Entry] = field(default_factory=dict)
     lab: Entry | None = None  # None: the lesson has none
 
@@ -65,8 +66,18 @@ class LessonLine:
 
     @property
     def earned(self) -> int:
-        """Points at the best attempt of each exercise."""
-        return sum(entry.best for entry in self.exercises.values())
+        """Points at the best attempt of each exercise; all of them for one that is done."""
+        return sum(
+            self.each[ex] if entry.done else min(entry.best, self.each[ex])
+            for ex, entry in self.exercises.items()
+        )
+
+    @property
+    def stricter(self) -> list[str]:
+        """Exercises that were done before their checks had as many cases as today."""
+        return [
+            ex for ex, entry in self.exercises.items() if entry.done and entry.total < self.each[ex]
+        ]
 
 
 def lessons(root: Path) -> list[LessonLine]:
@@ -111,6 +122,7 @@ def _line(root: Path, file: Path, progress: Progress) -> LessonLine:
         title=title,
         minutes=_minutes("\n".join(sources[:2])),
         points=sum(exercise.points for exercise in exercises),
+        each={exercise.id: exercise.points for exercise in exercises},
         exercises={exercise.id: progress.of(exercise.id) for exercise in exercises},
         lab=progress.lab(number) if number in _labs(sources) else None,
     )

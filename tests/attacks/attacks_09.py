@@ -495,7 +495,7 @@ ATTACKS = {
     "09-3": Attacks(
         wrong=(
             Wrong(_by_library, words=REFUSAL),
-            Wrong(lambda *given: _merge(*given)[0], words="expected a pair (out, lse)"),
+            Wrong(lambda *given: _merge(*given)[0], words="expected "),
             Wrong(
                 lambda *given: (_merge(*given)[0], _merge(*given)[1][:, None]),
                 words="expected lse of shape [rows], got [",

@@ -77,6 +77,7 @@ BY_HAND = Worked(
         "merged": 3,
         "bytes": [300, 600],
     },
+    unordered=frozenset({"contiguous", "zig-zag"}),
 )
 
 
