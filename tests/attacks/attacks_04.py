@@ -665,7 +665,7 @@ ATTACKS = {
             Wrong(_TwoHalves, words="one for each of"),
             Wrong(_Late, words="as soon as it is full"),
             Wrong(_OnTheWorld, words="the axis has the ranks"),
-            Wrong(_NeverWaits, words="before wait() had returned"),
+            Wrong(_NeverWaits, words="never waited for it"),
             Wrong(_OnTheClass, words="gradients of the shards"),
         ),
         right=(_Right, _RightLater),
