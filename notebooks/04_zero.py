@@ -880,8 +880,8 @@ check("04-1", table)
 # %% [markdown] course={"ex": "04-2"}
 # ## 04-2 The bounds of a shard
 # A flat tensor of `elements` is padded at its end until `n` equal shards fit, with as little padding as possible. Which
-# *elements* does a rank own? Write the one line that is missing. A shard may hold padding alone: then begin and end are both
-# `elements`.
+# *elements* does a rank own? Write the one line that is missing. A shard may hold only padding: then begin and end are
+# both `elements`.
 
 
 # %% course={"ex": "04-2", "role": "answer"}
@@ -907,8 +907,8 @@ check("04-2", bounds)
 # `update` is the optimizer: it keeps a moment of the size that it is given, and treats every element alike.
 #
 # The check looks at the weights after three steps on one to four ranks (once a rank has only padding), at one shard
-# for `update` per step, and at the bytes sent: as many as one all-reduce of the padded gradients. `F.pad(x, (0, k))`
-# puts k zeros behind x.
+# for `update` per step, and at the bytes sent: as many as one all-reduce of the padded gradients. `weights` and
+# `gradients` must not change. `F.pad(x, (0, k))` puts k zeros behind x.
 
 
 # %% course={"ex": "04-3", "role": "answer"}
@@ -934,20 +934,20 @@ check("04-3", sharded_step)
 
 # %% [markdown] course={"ex": "04-4"}
 # ## 04-4 Gradients leave while backward runs
-# The class below is stage 2 but for its two methods that matter. `shards[k]` is this rank's shard of bucket k, and the
-# optimizer updates these shards alone.
+# The class below is stage 2 without its two most important methods. `shards[k]` is this rank's shard of bucket k, and
+# the optimizer updates only these shards.
 #
 # - Autograd calls `ready` when a parameter's gradient of one backward is computed. When that fills a bucket, the
 #   bucket is sent, this rank's shard of the sum is added to `shards[k].grad`, and the full gradients are freed:
 #   `p.grad = None`.
 # - A step may have several micro-batches, each with a backward of its own. Every one sends its buckets.
-# - `step` updates the shards, lets all parameters follow, and forgets the shards' gradients.
+# - `step` updates the shards, gathers them into all parameters, and resets the shards' gradients.
 #
 # Losses are divided already: gradients are summed. Backward completes the buckets in one order on all ranks, and `ready` may
 # wait for what it sends.
 #
-# The check looks at the shards' gradients and, after two steps, the weights, on one to four ranks; at calls and
-# bytes; and that the gradients of all buckets are never alive at once.
+# The check trains two models in turn, on one to four ranks. It looks at the shards' gradients, at the weights after
+# two steps, and at calls and bytes. The gradients of all buckets must never be alive at once.
 
 
 # %% course={"ex": "04-4", "role": "answer"}
@@ -1021,7 +1021,7 @@ check("04-4", Zero2)
 # dW only this rank's shard of the sum over the ranks stays. (The last layer may stay gathered from forward to
 # backward.)
 #
-# The check compares y, the gradients and the bytes on one to four ranks. The shards must not be overwritten, and the
+# The check compares y, the gradients and the bytes on one to four ranks. No argument may be overwritten, and the
 # weights of all layers must never be alive at once.
 #
 # Of use: `dist.all_gather(parts, shard)` and `dist.reduce_scatter(mine, parts)`, where `parts` is a list of n tensors. Both fill

@@ -37,7 +37,7 @@ CHECKS = {"00-1": 'check("00-1", coordinates)', "00-2": 'check("00-2", groups)'}
 SOLVED = {"00-1": COORDINATES, "00-2": GROUPS}
 
 
-POINTS = {"00-1": 4, "00-2": 4, "02-4": 8}
+POINTS = {"00-1": 4, "00-2": 4, "02-4": 10}
 
 
 def cell(ex: str, role: str, source: str):
@@ -342,8 +342,8 @@ def test_prints_warnings_and_50_MB_change_no_mark(hand_in):
 @pytest.mark.parametrize(
     ("old", "new", "passed", "words"),
     [
-        ("", "", 8, ""),
-        ("2 * (axis.size - 1)", "axis.size - 1", 0, "the all-gather half is missing"),
+        ("", "", 10, ""),
+        ("2 * (axis.size - 1)", "axis.size - 1", 0, "n-1 turns that copy the sums, is missing"),
         ("pieces = [", "comm.recv(x, axis, axis.next)\n    pieces = [", 0, "was at: recv, line 2"),
         ("pieces = [", "return comm.ring_all_reduce(x, axis)\n    pieces = [", 0, "you are asked"),
     ],
@@ -352,7 +352,7 @@ def test_prints_warnings_and_50_MB_change_no_mark(hand_in):
 def test_an_answer_on_real_ranks(hand_in, old, new, passed, words):
     result = hand_in(ring_notebook(RING.replace(old, new)), name="02_ring.ipynb")
     score = result.scores["02-4"]
-    assert score.total == 8
+    assert score.total == 10
     assert score.passed == passed
     assert words in score.message
 
