@@ -882,9 +882,9 @@ check("01-3", count)
 # that it does not matter how busy your computer is. Note that ranks may compute for different times, and an
 # all-reduce waits for the last rank. This wait is not time on the network.
 #
-# Checked on one to four ranks, once with a rank that is late; and that the gradient was really sent. Of use:
-# `machine.barrier()` waits until all ranks are there; `comm.all_reduce_max(x, axis)` gives every rank the elementwise maximum
-# over the ranks of a tensor x.
+# The check runs on groups of one to three ranks, with other times in each. In some cases one rank is late: any rank,
+# not only rank 0. The check also looks whether the gradient was sent. Of use: `machine.barrier()` waits until all ranks
+# are there; `comm.all_reduce_max(x, axis)` gives every rank the elementwise maximum over the ranks of a tensor x.
 
 
 # %% course={"ex": "01-4", "role": "answer"}
@@ -916,16 +916,17 @@ check("01-4", limit)
 # storage once, and in full, however many tensors share it and however little of it they show.
 #
 # Return the number of the fullest rank and its bytes, on every rank. `torch.distributed` alone: `course_lib` refuses here. The
-# default process group stands already.
+# default process group exists already.
 #
-# The check runs on one to four ranks and allows small messages only: sizes, no tensors.
+# The check runs on one to four ranks and allows small messages only: sizes, no tensors. Sizes are exact, also of large
+# storages.
 #
 # Of use: `t.untyped_storage()` has `.data_ptr()` and `.nbytes()`; `dist.all_gather(parts, x)` fills the list of tensors `parts`.
 
 
 # %% course={"ex": "01-5", "role": "answer"}
 def fullest(tensors):
-    """(rank, bytes) of the rank that keeps most, the same on all ranks; two whole numbers."""
+    """Return (rank, bytes) of the rank that stores most, the same on all ranks: whole numbers."""
     # BEGIN SOLUTION
     storages = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors}
     mine = torch.tensor(sum(storages.values()))

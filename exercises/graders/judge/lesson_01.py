@@ -1,0 +1,643 @@
+"""Lesson 01, memory, FLOPs and traffic: what the exercises give, and what they expect."""
+
+from __future__ import annotations
+
+import math
+import random
+from collections.abc import Callable, Sequence
+from decimal import Decimal
+from numbers import Real
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from course_lib.grading.answers import NotRight, shown
+from course_lib.grading.draw import Draw
+from course_lib.grading.exercise import Case, Function, Instance, Wrong
+from course_lib.grading.graders.runner import lesson_01 as runner
+from course_lib.grading.placed import bytes_of
+from course_lib.grading.runner import Observed
+from course_lib.grading.trials import TRIALS, Given, Look, Mistake, OnRanks, Trial
+from course_lib.grading.worked import Worked
+from course_lib.ledger import wire
+
+BY_HAND = Worked(
+    id="01-1",
+    title="a model counted by hand",
+    names=("table",),
+    hints=(
+        "Write down the shape of each matrix of the small block; a head has 4 / 2 = 2 features. "
+        "For the large model begin with bytes per parameter, and with FLOPs per parameter and "
+        "token.",
+        "q and o are 4 x 4, k and v 4 x 2, the MLP has three of 4 x 6. State is 16 bytes per "
+        "parameter. A run is 6 P T FLOPs. A ring of n sends 2(n-1)/n of the gradients; 400 Gb/s "
+        "are 50 GB/s.",
+        "128 = 48 + 72 + 8. Days: 6 * 36e9 * 960e9 / 4e14 / 86400. Sending: 2 * 15/16 * 72 GB / "
+        "50 GB/s. Computing: 6 * 36e9 * 4000 / 4e14.",
+    ),
+    mistakes=(
+        Wrong({"block": 144}, "k and v have one head of 2 features, not as many as q."),
+        Wrong({"block": 104}, "the MLP of a llama has three matrices: gate, up and down."),
+        Wrong({"block": 120}, "the two norms have a weight for each feature too."),
+        Wrong({"parameters": 300}, "embedding and head are two tables here."),
+        Wrong({"parameters": 336}, "there is one more norm after the last block."),
+        Wrong({"parameters": 256}, "these are the blocks alone."),
+        Wrong(
+            {"state, bytes": 4080},
+            "that is 12 bytes per parameter: weights and gradients have 2 bytes each as well.",
+        ),
+        Wrong(
+            {"state, bytes": 6120},
+            "that is 18 bytes per parameter: gradients have 2 bytes here, not 4.",
+        ),
+        Wrong({"cache, bytes": 800}, "keys and values: two of them in each layer."),
+        Wrong(
+            {"cache, bytes": 3200},
+            "one head of keys and values is stored, however many query heads use it.",
+        ),
+        Wrong({"state, GB": 72}, "weights alone are an eighth of it: 16 bytes per parameter."),
+        Wrong({"state, GB": 432}, "weights and gradients, 2 bytes each, belong to it too."),
+        Wrong({"state, GiB": 576}, "GB are 1e9 bytes, GiB are 2**30: there are fewer of them."),
+        Wrong({"state, GiB": 576 * 2**30 / 1e9}, "the other way round: a GiB is larger."),
+        Wrong({"GPUs": 7}, "7 GPUs have 560 GB: round up."),
+        Wrong({"GPUs": 1}, "weights would fit on one GPU, the state does not."),
+        Wrong(
+            {"days, 1 GPU": 2000},
+            "2 FLOPs per parameter and token are the forward alone: backward has 4 more.",
+        ),
+        Wrong({"days, 1 GPU": 144000}, "these are hours."),
+        Wrong({"sent, GB": 72}, "that is the tensor; a ring sends 2(n-1)/n times as much."),
+        Wrong({"sent, GB": 67.5}, "an all-reduce has two halves, and each sends (n-1)/n."),
+        Wrong({"sent, GB": 144}, "a rank does not send its own shard to itself: (n-1)/n."),
+        Wrong({"sending, s": 0.3375}, "Gb/s are bits: a byte has eight."),
+        Wrong({"computing, s": 34.56}, "that is the work of all 16 GPUs: each has 4,000 tokens."),
+        Wrong({"computing, s": 0.72}, "that is the forward alone."),
+        Wrong({"binds": "compute"}, "the limit is what takes longer."),
+    ),
+    wanted={
+        "block": 128,
+        "parameters": 340,
+        "state, bytes": 5440,
+        "cache, bytes": 1600,
+        "state, GB": 576,
+        "state, GiB": 576e9 / 2**30,
+        "GPUs": 8,
+        "days, 1 GPU": 6000,
+        "days, 500 GPUs": 12,
+        "sent, GB": 135,
+        "sending, s": 2.7,
+        "computing, s": 2.16,
+        "binds": "network",
+    },
+)
+
+
+# --- 01-2 ----------------------------------------------------------------------------------------
+
+
+class _Tokens(float):
+    """A number that equals another up to a relative error of 1e-9."""
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, float) and math.isclose(float(self), float(other), rel_tol=1e-9)
+
+    __hash__ = float.__hash__
+
+    def __repr__(self) -> str:
+        return f"{float(self):.10g}"
+
+
+def _as_tokens(value: Any) -> _Tokens:
+    number = value.item() if callable(getattr(value, "item", None)) else value
+    if not isinstance(number, Real | Decimal) or isinstance(number, bool):
+        raise NotRight(f"expected a number of tokens, got {shown(value)}")
+    return _Tokens(number)
+
+
+def _least(n: int, width: int, per_parameter: int, flops: float, gbits: int) -> float:
+    return 2 * (n - 1) / n * width / (gbits * 1e9 / 8) * flops / per_parameter
+
+
+def _links(width: int, per_parameter: int, *sizes: int) -> Callable[[random.Random], Any]:
+    """Three links and GPUs, each with another number of ranks."""
+
+    def draw(rng: random.Random) -> list[Instance]:
+        return [
+            {
+                "n": n,
+                "width": width,
+                "per_parameter": per_parameter,
+                "flops": rng.randint(50, 900) * 1e12,
+                "gbits": rng.choice((25, 100, 200, 400, 800, 3600)),
+            }
+            for n in rng.sample(sizes, 3)
+        ]
+
+    return draw
+
+
+def _times(factor: Callable[[int, int, int], float]) -> Callable[..., float]:
+    """Return an answer with the right result times ``factor(n, width, per_parameter)``."""
+    return lambda n, width, per_parameter, flops, gbits: (
+        _least(n, width, per_parameter, flops, gbits) * factor(n, width, per_parameter)
+    )
+
+
+TOKENS = Function(
+    id="01-2",
+    title="the tokens that a link wants",
+    names=("least_tokens",),
+    hints=(
+        "Write down the seconds of computing and of sending for a model of P parameters and t "
+        "tokens. Where is P on both sides?",
+        "Computing: per_parameter P t / flops. Sending: 2(n-1)/n P width over the bytes per "
+        "second; gbits are 1e9 bits each. P cancels.",
+        "2 * (n - 1) / n * width / (gbits * 1e9 / 8) * flops / per_parameter.",
+    ),
+    mistakes=(
+        *(
+            Wrong(_times(factor), message)
+            for factor, message in (
+                (lambda n, width, per: 1 / 8, "Gb/s are bits: a byte has eight of them."),
+                (lambda n, width, per: 1 / 64, "Gb/s divided by eight are GB/s: you multiplied."),
+                (
+                    lambda n, width, per: 1 / 2,
+                    "An all-reduce has two halves, and each sends (n-1)/n of the gradients.",
+                ),
+                (
+                    lambda n, width, per: n / (n - 1),
+                    "A rank does not send its own shard to itself: 2(n-1)/n, not 2.",
+                ),
+                (
+                    lambda n, width, per: n,
+                    "That is all ranks together: return the tokens of one GPU.",
+                ),
+                (lambda n, width, per: 1 / width, "These are elements: each has width bytes."),
+                (
+                    lambda n, width, per: per / 6,
+                    "A parameter costs 8 FLOPs per token with full recomputation: per_parameter.",
+                ),
+                (
+                    lambda n, width, per: 2 / width,
+                    "This takes 2 bytes for every gradient: use width.",
+                ),
+                (
+                    lambda n, width, per: per / 2,
+                    "2 FLOPs are those of the forward: per_parameter has the backward too.",
+                ),
+                (lambda n, width, per: 1e9, "gbits counts 1e9 bits per second each."),
+            )
+        ),
+        Wrong(
+            lambda *given: 1 / _least(*given),
+            "The fraction is upside down: a faster GPU needs more tokens, a faster link fewer.",
+        ),
+    ),
+    reference=_least,
+    normal=_as_tokens,
+    drawn=(
+        Case("bfloat16, six FLOPs", _links(2, 6, 2, 4, 7, 16)),
+        Case("float32 gradients", _links(4, 6, 3, 8, 24, 64)),
+        Case("full recomputation", _links(2, 8, 8, 32, 128, 500)),
+        Case("a thousand GPUs and more", _links(4, 8, 1024, 2048, 16_384)),
+    ),
+)
+
+
+# --- 01-3 ----------------------------------------------------------------------------------------
+
+Count = Callable[[int, int, int, int, int, int, bool], int]
+
+
+def _count(la: int, h: int, a: int, kv: int, f: int, v: int, tied: bool) -> int:
+    return la * (2 * h * h + 2 * h * kv * (h // a) + 3 * h * f + 2 * h) + h + v * h * (2 - tied)
+
+
+def _off(more: Count) -> Count:
+    """Return an answer with the right count and what ``more`` adds to it."""
+    return lambda *given: _count(*given) + more(*given)
+
+
+def _as_whole(value: Any) -> int:
+    if isinstance(value, bool) or not (hasattr(value, "__index__") or isinstance(value, float)):
+        raise NotRight(f"expected a whole number, got {shown(value)}")
+    if int(value) != value:
+        raise NotRight(f"expected a whole number of parameters, got {shown(value)}")
+    return int(value)
+
+
+def _models(*, grouped: bool, tied: bool) -> Callable[[random.Random], list[Instance]]:
+    """Three models of odd sizes; ``grouped``: fewer heads of keys and values than of queries."""
+
+    def draw(rng: random.Random) -> list[Instance]:
+        found = []
+        for _ in range(3):
+            kv_heads = rng.choice((1, 3, 5) if grouped else (3, 5, 8))
+            heads = kv_heads * (rng.choice((2, 3, 7)) if grouped else 1)
+            found.append(
+                {
+                    "layers": rng.randint(3, 126),
+                    "hidden": heads * 2 * rng.randrange(33, 80, 2),
+                    "heads": heads,
+                    "kv_heads": kv_heads,
+                    "ffn": rng.randint(301, 20_000),
+                    "vocab": rng.randrange(30_001, 130_000, 2),
+                    "tied": tied,
+                }
+            )
+        return found
+
+    return draw
+
+
+COUNT = Function(
+    id="01-3",
+    title="parameters from shapes",
+    names=("count",),
+    hints=(
+        "Count a block first: which matrices has it, and what shape has each? Then count what is "
+        "before and after all blocks.",
+        "q and o are hidden x hidden; k and v are hidden x (kv_heads * size of a head); the MLP is "
+        "three times hidden x ffn; two norms of hidden. Outside the blocks: one norm and one or "
+        "two tables.",
+        "kv = kv_heads * (hidden // heads); block = 2*hidden*hidden + 2*hidden*kv + 3*hidden*ffn + "
+        "2*hidden; layers * block + hidden + vocab * hidden * (1 if tied else 2).",
+    ),
+    mistakes=(
+        *(
+            Wrong(_off(more), message)
+            for more, message in (
+                (
+                    lambda la, h, a, kv, f, v, tied: la * 2 * h * (h - kv * (h // a)),
+                    "Keys and values have kv_heads heads, not as many as queries.",
+                ),
+                (
+                    lambda la, h, a, kv, f, v, tied: la * 2 * h * (kv - kv * (h // a)),
+                    "kv_heads counts heads: each has hidden / heads features.",
+                ),
+                (
+                    lambda la, h, a, kv, f, v, tied: -la * h * f,
+                    "The MLP has three matrices: gate, up and down.",
+                ),
+                (
+                    lambda la, h, a, kv, f, v, tied: -(2 * la + 1) * h,
+                    "The norms are left out: two in a block, one after them.",
+                ),
+                (
+                    lambda la, h, a, kv, f, v, tied: -la * h,
+                    "A block has two norms: one before attention, one before the MLP.",
+                ),
+                (
+                    lambda la, h, a, kv, f, v, tied: -h,
+                    "There is one more norm between the last block and the head.",
+                ),
+                (
+                    lambda la, h, a, kv, f, v, tied: v * h if tied else 0,
+                    "Tied embedding and head are one table: it counts once.",
+                ),
+                (
+                    lambda la, h, a, kv, f, v, tied: 0 if tied else -v * h,
+                    "Where they are not tied, embedding and head are two tables.",
+                ),
+                (
+                    lambda la, h, a, kv, f, v, tied: -la * h * h,
+                    "Attention has an output matrix too: o.",
+                ),
+                (
+                    lambda la, h, a, kv, f, v, tied: la * (2 * kv * (h // a) + 2 * f + 3 * h),
+                    "These linears have no biases.",
+                ),
+                (
+                    lambda *given: int(torch.tensor(_count(*given)).float()) - _count(*given),
+                    "The count was rounded: float32 has 24 bits, so add up whole numbers.",
+                ),
+            )
+        ),
+        Wrong(
+            lambda la, h, *rest: 12 * la * h * h,
+            "12 L h^2 is a rule of thumb: count every matrix.",
+        ),
+    ),
+    reference=_count,
+    refused=(
+        "course_lib.model.counting:parameter_sizes",
+        "course_lib.model.counting:parameter_count",
+        "course_lib.model.counting:block_parameter_count",
+        "course_lib.model.decoder:build_model",
+    ),
+    normal=_as_whole,
+    drawn=(
+        Case("as many heads of keys as of queries", _models(grouped=False, tied=False)),
+        Case("grouped queries", _models(grouped=True, tied=False)),
+        Case("tied", _models(grouped=True, tied=True)),
+    ),
+)
+
+
+# --- 01-4 ----------------------------------------------------------------------------------------
+
+
+def _situation(trial: Trial, call: int) -> tuple[list[float], float]:
+    """Return the seconds of computing by rank, and the seconds of the all-reduce.
+
+    In their order: equal ranks; a slow link; a late rank 0, for which an all-reduce without a
+    barrier waits; ranks whose sum is longer than the all-reduce; a late last rank, which the mean
+    and rank 0 hide.
+    """
+    others = trial.n - 1
+    if trial.beside > 1:
+        return ([0.7] + [0.6] * others, 1.0) if call else ([1.5] + [0.05] * others, 0.3)
+    if trial.n == 3:
+        return ([0.5] * trial.n, 0.9) if call else ([0.1] * others + [1.0], 0.6)
+    if trial.n == 1:
+        return [0.2 + call], 0.0
+    return [0.1 if call else 1.0] * trial.n, 1.2 if call else 0.2
+
+
+def _step(trial: Trial, draw: Draw) -> Any:
+    computing, sending = _situation(trial, draw.call)
+    scale = 0.05 * float(draw.integers(10, 30))
+    elements = draw.size(300, 900)
+    return [
+        {
+            "gradient": draw.tensor(4 * elements + draw.call),
+            "computing": scale * seconds,
+            "sending": scale * sending,
+        }
+        for seconds in computing
+    ]
+
+
+def _limits(given: Given, *, together: bool = True, over: Any = max) -> list[str]:
+    """Return what each rank says with a barrier or without one. ``over`` makes one time of the
+    computing of all ranks; None: each rank has its own."""
+    computing, sending = given["computing"], given["sending"][0]
+    sent = [sending + (not together) * (max(computing) - own) for own in computing]
+    if over is None:
+        return [runner.LIMITS[a <= b] for a, b in zip(computing, sent, strict=True)]
+    return [runner.LIMITS[over(computing) <= max(sent)]] * given.n
+
+
+def _ring(given: Given) -> float:
+    return float(wire("all_reduce", bytes_of(given["gradient"][0]), given.n))
+
+
+def _longer(given: Given, ranks: list[Observed], name: str) -> str:
+    return "" if name == "bytes" else "the limit is what takes longer by machine.now()"
+
+
+def _gradient_sent(given: Given, ranks: list[Observed]) -> str:
+    size = bytes_of(given["gradient"][0])
+    for rank, observed in enumerate(ranks):
+        if not any(call.op == "all_reduce" and call.payload == size for call in observed.calls):
+            return (
+                f"expected an all_reduce of the gradient, {size:,} bytes, on rank {rank}, got "
+                "none: call machine.all_reduce(gradient) and measure it"
+            )
+        if group := next((call.ranks for call in observed.calls if len(call.ranks) > given.n), ()):
+            return (
+                f"rank {rank} sent to ranks {list(group)}: expected its calls to use the group of "
+                f"the axis, which has {given.n} ranks"
+            )
+    return ""
+
+
+LIMIT = OnRanks(
+    id="01-4",
+    title="which limit binds",
+    names=("limit",),
+    hints=(
+        "You need two times: of compute() on the slowest rank, and of the all-reduce when no rank "
+        "is late for it.",
+        "Take the time of compute(). A barrier lets all ranks begin the all-reduce together: take "
+        "its time. Then the maximum of both over the ranks, so that all say the same.",
+        "t = machine.now(); machine.compute(); a = machine.now() - t; machine.barrier(); the same "
+        "for machine.all_reduce(gradient), b; longest = comm.all_reduce_max(torch.tensor([a, b]), "
+        "axis). The bytes: 2 * (n - 1) / n * gradient.nbytes.",
+    ),
+    act=runner.limit,
+    draw=_step,
+    expected=lambda given: {"bytes": _ring(given), "limit": _limits(given)},
+    mistakes=(
+        *(
+            Mistake(message, {"bytes": results})
+            for message, results in (
+                (
+                    "an all-reduce has two halves, and each sends (n-1)/n of the gradient",
+                    lambda given: _ring(given) / 2,
+                ),
+                (
+                    "that is the gradient itself; a rank sends 2(n-1)/n of it",
+                    lambda given: float(bytes_of(given["gradient"][0])),
+                ),
+                (
+                    "a rank does not send its own shard to itself: 2(n-1)/n, not 2",
+                    lambda given: 2.0 * bytes_of(given["gradient"][0]),
+                ),
+                ("these are elements; each has 4 bytes", lambda given: _ring(given) / 4),
+                (
+                    "that is what all ranks send together: return the bytes of one rank",
+                    lambda given: _ring(given) * given.n,
+                ),
+            )
+        ),
+        *(
+            Mistake(message, {"limit": results})
+            for message, results in (
+                (
+                    "the ranks disagree: a step is as long as its slowest rank; take the maximum "
+                    "over the ranks",
+                    lambda given: _limits(given, over=None),
+                ),
+                (
+                    "the ranks disagree: a step is as long as its slowest rank; take the maximum "
+                    "over the ranks",
+                    lambda given: _limits(given, together=False, over=None),
+                ),
+                (
+                    "the times of the ranks are added, but the ranks compute at the same time: "
+                    "take the maximum over the ranks",
+                    lambda given: _limits(given, over=sum),
+                ),
+                (
+                    "this is not the time of the slowest rank, which is the last one here: take "
+                    "the maximum over the ranks, not the mean or rank 0's time",
+                    lambda given: (
+                        _limits(given, over=lambda times: sum(times) / len(times))
+                        if max(given["computing"]) == given["computing"][-1]
+                        else []
+                    ),
+                ),
+                (
+                    "an all-reduce that some ranks begin early contains the wait for the rank that "
+                    "is late: let all ranks begin it together, after machine.barrier(), and take "
+                    "the maximum of compute() over the ranks, not the minimum",
+                    lambda given: _limits(given, together=False),
+                ),
+            )
+        ),
+    ),
+    explain=_longer,
+    trials=(
+        TRIALS[0],
+        Trial(2, beside=2, strided=True, name="groups 0, 2 and 1, 3, one rank is late"),
+        Trial(3, name="three ranks, the last one is late"),
+        Trial(1),
+    ),
+    looks=(Look("wire", "the gradient is sent", _gradient_sent),),
+)
+
+
+# --- 01-5 ----------------------------------------------------------------------------------------
+
+# What each rank has: the fullest first, before the ranks are shuffled. No two have equal bytes.
+KINDS = {
+    4: ("plain", "narrow", "views", "tied"),
+    2: ("plain", "views"),
+    3: ("small part", "plain", "narrow"),
+    1: ("views",),
+}
+LARGE = 500_000  # bytes of a storage that float32 can no longer count exactly: 36 times this
+MOST_SENT = 4096  # bytes of one rank's calls
+
+
+def _plans(trial: Trial, draw: Draw) -> Any:
+    unit = 8 * draw.size(100, 300) + (LARGE if trial.n == 3 else 0)
+    order = draw.integers(0, 2**30, trial.n).argsort().tolist()
+    if trial.n == 4:  # a loop that leaves out the last rank or the first one is wrong
+        order.remove(0)
+        order.insert(0 if draw.call else trial.n - 1, 0)
+    return [
+        {"kind": KINDS[trial.n][kind], "unit": unit + 8 * rank, "beside": 3 + 2 * rank}
+        for rank, kind in enumerate(order)
+    ]
+
+
+def _storages(tensors: Sequence[Tensor]) -> int:
+    """Return the bytes of all storages, each once."""
+    found = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors}
+    return sum(found.values())
+
+
+def _parts_shown(tensors: Sequence[Tensor]) -> int:
+    """Return the bytes of the largest tensor in each storage."""
+    found: dict[int, int] = {}
+    for t in tensors:
+        key = t.untyped_storage().data_ptr()
+        found[key] = max(found.get(key, 0), t.nbytes)
+    return sum(found.values())
+
+
+def _sizes(given: Given, count: Callable[[Sequence[Tensor]], int] = _storages) -> list[int]:
+    return [count(runner.tensors_of(plan)) for plan in given.ranks]
+
+
+def _chosen(sizes: Sequence[int], pick: Callable[..., int] = max) -> dict[str, Any]:
+    return {"rank": sizes.index(pick(sizes)), "bytes": pick(sizes)}
+
+
+def _pair(message: str, both: Callable[[Given], dict[str, Any]]) -> Mistake:
+    return Mistake(
+        message,
+        {name: lambda given, name=name: both(given)[name] for name in ("rank", "bytes")},
+    )
+
+
+def _who(given: Given, ranks: list[Observed], name: str) -> str:
+    pairs = [(each.values["rank"], each.values["bytes"]) for each in ranks]
+    if any(pair != pairs[0] for pair in pairs):
+        return f"the ranks disagree: {', '.join(map(str, pairs))}"
+    if pairs[0][1] == sum(_sizes(given)):
+        return "this is what all ranks store together: return the bytes of the fullest rank"
+    if name == "rank" and pairs[0][1] == max(_sizes(given)):
+        return f"the bytes are right, but rank {pairs[0][0]} does not have them"
+    return ""
+
+
+def _small(given: Given, ranks: list[Observed]) -> str:
+    for rank, observed in enumerate(ranks):
+        if (sent := sum(call.payload for call in observed.calls)) > MOST_SENT:
+            return (
+                f"expected at most {MOST_SENT:,} bytes from rank {rank}, got {sent:,}: sizes are "
+                "enough, send no tensors"
+            )
+    return ""
+
+
+FULLEST = OnRanks(
+    id="01-5",
+    title="the fullest rank, in raw PyTorch",
+    names=("fullest",),
+    hints=(
+        "Which two tensors have the same storage? Where does a storage begin, and how many bytes "
+        "has it?",
+        "A dict from data_ptr() to nbytes() of each tensor's untyped_storage() has every storage "
+        "once. Gather the sum of its values from all ranks, and take the largest.",
+        "own = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors}; x "
+        "= torch.tensor(sum(own.values())); parts = [torch.zeros_like(x) for _ in "
+        "range(dist.get_world_size())]; dist.all_gather(parts, x); then index of the largest.",
+    ),
+    trials=(
+        Trial(4, name="four ranks, views and ties"),
+        Trial(2),
+        Trial(3, name="three ranks, a part of a large storage"),
+        Trial(1),
+    ),
+    act=runner.fullest,
+    draw=_plans,
+    expected=lambda given: _chosen(_sizes(given)),
+    mistakes=(
+        _pair(
+            "every rank names itself: nothing was gathered",
+            lambda given: {"rank": list(range(given.n)), "bytes": _sizes(given)},
+        ),
+        *(
+            _pair(message, lambda given, count=count: _chosen(_sizes(given, count)))
+            for count, message in (
+                (
+                    lambda tensors: int(torch.tensor(_storages(tensors)).float()),
+                    "the bytes were rounded: float32 has 24 bits, so send whole numbers (int64)",
+                ),
+                (
+                    _parts_shown,
+                    "a storage stays in memory in full, however small a part a tensor shows",
+                ),
+                (
+                    lambda tensors: sum(t.nbytes for t in tensors),
+                    "tensors that share a storage are counted several times",
+                ),
+                (
+                    lambda tensors: sum(t.numel() for t in tensors),
+                    "these are elements, not bytes",
+                ),
+                (
+                    lambda tensors: sum(4 * t.numel() for t in tensors),
+                    "not every element has 4 bytes: there are other dtypes",
+                ),
+                (
+                    lambda tensors: sum(t.untyped_storage().nbytes() for t in tensors),
+                    "storages of several tensors are counted several times",
+                ),
+                (len, "this is the number of tensors"),
+            )
+        ),
+        _pair(
+            "expected (rank, bytes): these are exchanged",
+            lambda given: dict(
+                zip(("bytes", "rank"), _chosen(_sizes(given)).values(), strict=True)
+            ),
+        ),
+        _pair("the last rank is left out", lambda given: _chosen(_sizes(given)[:-1])),
+        _pair(
+            "rank 0 is left out",
+            lambda given: _chosen([0, *_sizes(given)[1:]]),
+        ),
+        _pair("this is the rank with the least", lambda given: _chosen(_sizes(given), min)),
+    ),
+    explain=_who,
+    looks=(Look("wire", "sizes alone are sent", _small),),
+    refused=("course_lib.comm.transfer:issue", "course_lib.trace.memory:state_bytes"),
+)
+
+EXERCISES = (BY_HAND, TOKENS, COUNT, LIMIT, FULLEST)
