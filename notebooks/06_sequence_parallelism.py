@@ -947,8 +947,8 @@ check("06-1", rows)
 # A column linear whose input is sharded by rows. Write the one line that returns y of all positions on this rank's
 # features, such that autograd computes the right gradients of the rows and of the weight.
 #
-# The check looks at outputs and gradients on two and four ranks, at outputs on one, and at one all-gather forward and
-# one reduce-scatter backward. You may use the operators of `comm`; `sp.enter` refuses.
+# The check looks at outputs and gradients on one to three ranks and on two pairs of ranks at once, and at one
+# all-gather forward and one reduce-scatter backward. You may use the operators of `comm`; `sp.enter` refuses.
 
 
 # %% course={"ex": "06-2", "role": "answer"}
@@ -973,7 +973,8 @@ check("06-2", column_on_rows)
 # `.grad` fully. `comm.shard_spec(p)` says how the ranks of the axis shard a parameter, or returns None if it is
 # replicated. The gradient of a sharded parameter is fully reduced already.
 #
-# The check looks at the gradients of both kinds on two, three and four ranks, and at one all-reduce for all of them.
+# The check looks at the gradients of both kinds on one to three ranks and on two pairs of ranks at once, and at one
+# all-reduce for all of them. Gradients may be non-contiguous.
 # `comm.all_reduce(x, axis)` returns the sum; `comm.sum_gradients` and `sp.sum_gradients` refuse.
 
 
@@ -1005,9 +1006,10 @@ check("06-3", sum_partial)
 #
 # Forward returns the loss of each token, (T,), on every rank. Backward receives a gradient for each of them.
 #
-# The check looks at losses and the gradient of each rank's logits on two and four ranks, and at losses on one. Logits
-# are near 200, so that their exponential is infinite. Forward may send three numbers per token, in all-reduces,
-# backward nothing. You may use `comm.all_reduce` and `comm.all_reduce_max`; `tp.loss_sum` refuses.
+# The check looks at losses and the gradient of each rank's logits on one to three ranks and on two pairs of ranks at
+# once. Logits may be several hundred above or below 0, so that their exponential is infinite or 0. Forward may send
+# three numbers per token, in all-reduces, backward nothing. You may use `comm.all_reduce` and `comm.all_reduce_max`;
+# `tp.loss_sum` refuses.
 
 
 # %% course={"ex": "06-4", "role": "answer"}
@@ -1055,8 +1057,8 @@ check("06-4", VocabLoss)
 # parts)` takes one. You need no autograd function: `torch.autograd.grad` gives the gradients of this rank's partial
 # sum.
 #
-# The check looks at the four results on two to four ranks, and at y on one. No input may be overwritten, and a rank
-# sends no more than two gathers of rows and two reduce-scatters: save x for backward.
+# The check looks at the four results on one to four ranks. No input may be overwritten, and a rank sends no more than
+# two gathers of rows and two reduce-scatters: save x for backward.
 
 
 # %% course={"ex": "06-5", "role": "answer"}

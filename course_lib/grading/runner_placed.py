@@ -31,8 +31,8 @@ def call_with_gradients(answers: Answers, given: Inputs, axis: Axis, mesh: Mesh)
         if isinstance(value, Tensor) and value.is_floating_point()
     }
     y = answers[0](*inputs.values(), axis)
-    if not isinstance(y, Tensor):
-        return {OUTPUT: y}
+    if not isinstance(y, Tensor) or y.shape != given[UPSTREAM].shape:
+        return {OUTPUT: y.detach() if isinstance(y, Tensor) else y}
     if not y.requires_grad:
         raise Unfit(
             "expected a result with a gradient: the collectives of comm have no backward; use its "

@@ -93,11 +93,6 @@ def _positions(rank: int, n: int, chunk: int) -> list[int]:
     return _chunks(rank, 2 * n - 1 - rank, chunk=chunk)
 
 
-def _mirrored(rank: int, n: int, chunk: int) -> list[int]:
-    early = _chunks(rank, chunk=chunk)
-    return early + [2 * n * chunk - 1 - place for place in early]
-
-
 def _ranks(
     sizes: tuple[int, ...], low: int, high: int
 ) -> Callable[[random.Random], list[Instance]]:
@@ -159,7 +154,9 @@ POSITIONS = Function(
             "the second chunk from the end.",
         ),
         Wrong(
-            _mirrored,
+            lambda rank, n, chunk: (
+                _chunks(rank, chunk=chunk) + _chunks(2 * n - 1 - rank, chunk=chunk)[::-1]
+            ),
             "The positions are right, but the late ones descend: return them in ascending order.",
         ),
         Wrong(
@@ -408,6 +405,13 @@ def _ring(
     return found
 
 
+def _wrong_ring(message: str, **mistake: Any) -> Mistake:
+    return Mistake(message, {"outputs": lambda given: _ring(given, **mistake)})
+
+
+SOURCE = "in turn t rank r has the block of rank (r - t) mod n, not of another rank"
+
+
 def _block(given: Given) -> int:
     return int(given["k"][0].nbytes + given["v"][0].nbytes)
 
@@ -483,44 +487,18 @@ RING = OnRanks(
     },
     terms=64,
     mistakes=(
-        Mistake(
+        _wrong_ring(
             "each rank attended to its own block alone: the blocks of earlier ranks are missing",
-            {"outputs": lambda given: _ring(given, turns=1)},
+            turns=1,
         ),
-        Mistake(
-            "queries saw keys of later ranks: pass the block of a later rank on, and do not attend "
-            "to it",
-            {"outputs": lambda given: _ring(given, later=True)},
-        ),
-        Mistake(
-            "the causal mask was used on blocks of earlier ranks too: all their keys are visible",
-            {"outputs": lambda given: _ring(given, other=True)},
-        ),
-        Mistake(
-            "the own block needs the causal mask: a query sees no later key",
-            {"outputs": lambda given: _ring(given, own=False)},
-        ),
-        Mistake(
-            "the blocks' outputs are summed: weigh them by their log-sum-exp, with merge_into",
-            {"outputs": lambda given: _ring(given, add="sum")},
-        ),
-        Mistake(
-            "only the last block is in the result: merge each block into out and lse",
-            {"outputs": lambda given: _ring(given, add="last")},
-        ),
-        *(
-            Mistake(
-                "blocks are taken for blocks of the wrong rank: in turn t rank r has the block of "
-                "rank (r - t) mod n",
-                {"outputs": lambda given, late=late: _ring(given, late=late)},
-            )
-            for late in (1, -1)
-        ),
-        Mistake(
-            "blocks are sent to the previous rank: send to axis.next and receive from "
-            "axis.previous",
-            {"outputs": lambda given: _ring(given, backward=True)},
-        ),
+        _wrong_ring("queries saw keys of later ranks: only pass these blocks on", later=True),
+        _wrong_ring("the causal mask was used on blocks of earlier ranks too", other=True),
+        _wrong_ring("the own block needs the causal mask: a query sees no later key", own=False),
+        _wrong_ring("the blocks' outputs are summed: weigh them by their log-sum-exp", add="sum"),
+        _wrong_ring("only the last block is in the result: merge all blocks", add="last"),
+        _wrong_ring(SOURCE, late=1),
+        _wrong_ring(SOURCE, late=-1),
+        _wrong_ring("blocks are sent to the previous rank: send to axis.next", backward=True),
     ),
     looks=(
         Look("wire", "messages to the next rank, K and V only", _messages),
@@ -573,14 +551,8 @@ ORDER = "the heads are in the wrong order: join the received shards along dim 2"
 
 def _joined(name: str, message: str, change: Callable[[Tensor, int], Any]) -> Mistake:
     """Return a mistake in what function ``name`` joins: ``change(x, n)`` is its result by rank."""
-    return Mistake(
-        message,
-        {
-            f"outputs of {name}": lambda given: [
-                x.contiguous() for x in change(given.whole["q"], given.n)
-            ]
-        },
-    )
+    return Mistake(message, {f"outputs of {name}": lambda given: list(
+        change(given.whole["q"], given.n))})  # fmt: skip
 
 
 def _torn(x: Tensor, n: int) -> list[Tensor]:
@@ -638,11 +610,7 @@ ULYSSES = OnRanks(
     expected=_attention,
     terms=64,
     mistakes=(
-        _joined(
-            "to_heads",
-            "to_heads returned x: no rank exchanged anything",
-            lambda x, n: x.chunk(n, ROWS),
-        ),
+        _joined("to_heads", "no rank exchanged anything", lambda x, n: x.chunk(n, ROWS)),
         _joined(
             "to_heads",
             "rank r has every n-th head: it needs neighboring heads, as chunk gives them",
@@ -653,22 +621,9 @@ ULYSSES = OnRanks(
             "the positions are not joined in the order of the ranks",
             lambda x, n: [torch.cat(y.chunk(n, ROWS)[::-1], ROWS) for y in x.chunk(n, HEADS)],
         ),
-        _joined(
-            "to_heads",
-            "rank r has the heads of rank n - 1 - r",
-            lambda x, n: x.chunk(n, HEADS)[::-1],
-        ),
-        _joined(
-            "to_heads",
-            "positions and sequences are mixed up: join the received shards along dim 1",
-            _torn,
-        ),
-        _joined(
-            "to_heads",
-            "all_to_all_single splits along dim 0, where x has its sequences: split x along heads "
-            "and stack the shards first",
-            _flat,
-        ),
+        _joined("to_heads", "the heads of rank n - 1 - r", lambda x, n: x.chunk(n, HEADS)[::-1]),
+        _joined("to_heads", "join the received shards along dim 1, the positions", _torn),
+        _joined("to_heads", "all_to_all_single splits along dim 0: stack the shards first", _flat),
         _joined(
             "to_rows",
             f"{ORDER}, one rank after the other",

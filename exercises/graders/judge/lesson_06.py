@@ -1,0 +1,496 @@
+"""Lesson 06, sequence parallelism: what the exercises give, and what they expect."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from course_lib.grading.draw import Draw
+from course_lib.grading.exercise import Wrong
+from course_lib.grading.graders.runner import lesson_06 as runner
+from course_lib.grading.placed import Placed, bytes_of, sharded
+from course_lib.grading.runner import Observed
+from course_lib.grading.trials import TRIALS, Given, Look, Mistake, OnRanks, Trial, on_axis
+from course_lib.grading.worked import Worked
+
+BY_HAND = Worked(
+    id="06-1",
+    title="rows, bytes and words, by hand",
+    names=("rows",),
+    hints=(
+        "The operator that leaves a region sums the parts and gives each rank its rows of the sum. "
+        "In backward, the operator that enters a region does the same with gradients.",
+        "A rank has the norm's gradient of its own rows: dx times the norm's input, summed. An "
+        "all-reduce sends 2(n-1)/n of x, a gather or a reduce-scatter of rows (n-1)/n. Softmax is "
+        "e^(z - m) over the sum of all ranks.",
+        "Leave: 1 + 10 and 2 + 20 for rank 0. Norm, rank 0: 4 times 1 plus 4 times 2. Bytes: 4 "
+        "all-reduces of 1,500; or 8, or 10 halves of 750. Kept: 10 + 24/8, 4 + 30/8, 34/8. The sum "
+        "over words is 2.",
+    ),
+    mistakes=(
+        Wrong({"rows": [[11, 22, 33, 44]] * 2}, "an all-reduce gives this; a rank gets its rows."),
+        Wrong({"rows": [[1, 2], [30, 40]]}, "each rank took its rows of its own part: sum first."),
+        Wrong({"rows": [[11, 33], [22, 44]]}, "rank 0 has the first two rows, rank 1 the others."),
+        Wrong(
+            {"dx": [[1, 1], [4, 4]]},
+            "each rank took its rows of its own gradient; both ranks used every row: sum first.",
+        ),
+        Wrong({"dx": [[2, 2], [3, 3]]}, "sum the gradients; do not average them."),
+        Wrong({"norm parts": [6, 6]}, "this is the sum; each rank has the part of its own rows."),
+        Wrong({"norm": 3}, "sum the parts; do not average them."),
+        Wrong({"norm": 12}, "this is rank 0's part, of its own rows."),
+        Wrong({"bytes": [6000] * 3}, "the third gathers x once more for each region, in backward."),
+        Wrong({"bytes": [6000, 3000, 4500]}, "a layer has 4 gathers and 4 reduce-scatters."),
+        Wrong(
+            {"bytes": [4000, 4000, 5000]},
+            "this is the payload; a ring all-reduce sends 2(n-1)/n of it.",
+        ),
+        Wrong({"full": 12000}, "forward runs twice, backward once."),
+        Wrong({"full": 6000}, "recomputation sends forward's two all-reduces again."),
+        Wrong(
+            {"kept": [13, 4.25, 4.25]},
+            "the second saves the inputs of both regions in full: 2 bytes per element each.",
+        ),
+        Wrong({"kept": [4.25, 7.75, 4.25]}, "tensor parallelism stores 10 of the 34 in full."),
+        Wrong({"dz": [[0.5, 0.25], [0.125, 0.125]]}, "this is softmax; subtract 1 at the target."),
+        Wrong({"dz": [[2 / 3, 1 / 3], [-0.5, 0.5]]}, "divide by the sum of all ranks."),
+        Wrong({"heads": [0, 1, 0, 1]}, "query heads 0 to 3, on ranks 0 and 1, use head 0."),
+    ),
+    wanted={
+        "rows": [[11, 22], [33, 44]],
+        "dx": [[4, 4], [6, 6]],
+        "norm parts": [12, -6],
+        "norm": 6,
+        "bytes": [6000, 6000, 7500],
+        "full": 9000,
+        "kept": [13, 7.75, 4.25],
+        "dz": [[0.5, 0.25], [-0.875, 0.125]],
+        "heads": [0, 0, 1, 1],
+    },
+)  # fmt: skip
+
+
+# --- 06-2 ----------------------------------------------------------------------------------------
+
+
+def _column(trial: Trial, draw: Draw) -> dict[str, Tensor]:
+    hidden = draw.size(2, 5)
+    return {
+        "x": draw.normal(draw.size(1, 3), trial.n * draw.size(1, 3), hidden),
+        "weight": draw.normal(trial.n * draw.size(1, 4), hidden),
+    }
+
+
+def _own_rows_of_own_gradient(given: Given) -> list[Tensor]:
+    own = zip(given["gradient that arrives"], given["weight"], strict=True)
+    return [(dy @ w).chunk(given.n, 1)[rank] for rank, (dy, w) in enumerate(own)]
+
+
+SCATTERS = {"all_to_all": "reduce_scatter"}  # comm on gloo: shards to their ranks, which sum them
+
+
+def _gather_and_scatter(given: Given, ranks: list[Observed]) -> str:
+    rows = bytes_of(given["x"][0])
+    wanted = [("all_gather", rows), ("reduce_scatter", rows * given.n)]
+    for rank, seen in enumerate(ranks):
+        if [(SCATTERS.get(call.op, call.op), call.payload) for call in seen.calls] != wanted:
+            made = ", ".join(f"{call.op} of {call.payload:,} bytes" for call in seen.calls)
+            return (
+                f"expected an all_gather of {rows:,} bytes forward and a reduce_scatter of "
+                f"{rows * given.n:,} bytes backward from rank {rank}, got {made or 'no operation'}"
+            )
+    return ""
+
+
+ENTER = Placed(
+    id="06-2",
+    title="rows enter a region",
+    names=("column_on_rows",),
+    hints=(
+        "The product needs all positions. Which operator of comm makes them from rows, and what "
+        "does its backward do?",
+        "Every rank uses all rows, each for its own features. The gradient of a row is therefore a "
+        "sum over the ranks, and the rank that holds the row needs it. That is a gather whose "
+        "backward is a reduce-scatter, along dim 1.",
+        "F.linear(comm.gather_from_sequence(x_BScD, axis, 1), weight_FtD).",
+    ),
+    axes=("outputs", "gradients"),
+    whole=_column,
+    inputs={"x": sharded(1), "weight": sharded(0)},
+    output=sharded(2),
+    reference=F.linear,
+    mistakes=(
+        Mistake(
+            "these are this rank's rows only: the region needs all positions",
+            {"outputs": lambda given: list(map(F.linear, given["x"], given["weight"]))},
+        ),
+        Mistake(
+            "the positions are not joined along dim 1",
+            {
+                "outputs": lambda given: [
+                    F.linear(torch.cat(given["x"]), weight) for weight in given["weight"]
+                ]
+            },
+        ),
+        Mistake(
+            "the product was computed first and then gathered: each rank has other features, so "
+            "gather x",
+            {
+                "outputs": lambda given: torch.cat(
+                    list(map(F.linear, given["x"], given["weight"])), 1
+                )
+            },
+        ),
+        Mistake(
+            "backward took this rank's rows of its own gradient, but every rank used these rows, "
+            "each for its own features: sum them over the ranks",
+            {"gradient of x": _own_rows_of_own_gradient},
+        ),
+        Mistake(
+            "the gradients of the weights are summed over ranks that hold different features: each "
+            "rank's gradient is complete",
+            {"gradient of weight": lambda given: sum(given.expected["gradient of weight"])},
+        ),
+    ),
+    looks=(Look("wire", "one gather, one reduce-scatter", _gather_and_scatter),),
+    refused=("course_lib.sp:enter", "course_lib.sp:_EnterAgain.forward"),
+)
+
+
+# --- 06-3 ----------------------------------------------------------------------------------------
+
+REPLICATED = [kind for kind, dim in runner.DIMS.items() if dim is None]
+SHARDED = [kind for kind, dim in runner.DIMS.items() if dim is not None]
+
+
+def _gradients(trial: Trial, draw: Draw) -> list[dict[str, Tensor]]:
+    """Every rank has the parameters in the same order, with gradients of its own."""
+    kinds = draw.random.sample(sorted(runner.DIMS), len(runner.DIMS))
+    count = {"vector": 1, "matrix": 2, "3-D": 3}
+    shapes = {
+        kind: [draw.size(1, 5) for _ in range(next(count[w] for w in kind.split() if w in count))]
+        for kind in kinds
+    }
+    return [{kind: draw.tensor(*shapes[kind]) for kind in kinds} for _ in range(trial.n)]
+
+
+def _total(given: Given, kind: str) -> Tensor:
+    return torch.stack(given[kind]).sum(0)
+
+
+def _mistaken(
+    message: str, kinds: list[str], results: Callable[[Given, str], Any]
+) -> list[Mistake]:
+    return [
+        Mistake(
+            message, {f"gradients of the {kind}": lambda given, kind=kind: results(given, kind)}
+        )
+        for kind in kinds
+    ]
+
+
+NORMS = OnRanks(
+    id="06-3",
+    title="the sum that norms need",
+    names=("sum_partial",),
+    hints=(
+        "A replicated parameter was used on this rank's rows only. A sharded one was used on all "
+        "positions. Which of them have fully reduced gradients?",
+        "Take the parameters whose comm.shard_spec is None, put their gradients into one flat "
+        "tensor, all-reduce it, and split the sum into their gradients again.",
+        "flat = torch.cat([p.grad.flatten() for p in whole]); total = comm.all_reduce(flat, axis); "
+        "parts = total.split([p.numel() for p in whole]); p.grad = part.view_as(p).",
+    ),
+    axes=("gradients", "weights"),
+    later=("weights",),
+    act=runner.norms,
+    draw=_gradients,
+    expected=lambda given: (
+        {"weights that changed": [[] for _ in range(given.n)]}
+        | {f"gradients of the {kind}": _total(given, kind) for kind in REPLICATED}
+        | {f"gradients of the {kind}": given[kind] for kind in SHARDED}
+    ),
+    mistakes=(
+        *_mistaken(
+            "each rank still has the gradient of its own rows: sum it over the ranks",
+            REPLICATED,
+            lambda given, kind: given[kind],
+        ),
+        *_mistaken(
+            "this is the average over the ranks: sum, do not divide",
+            REPLICATED,
+            lambda given, kind: _total(given, kind) / given.n,
+        ),
+        *_mistaken(
+            "every rank has the gradient of rank 0: sum the gradients of all ranks",
+            REPLICATED,
+            lambda given, kind: given[kind][0],
+        ),
+        *_mistaken(
+            "the ranks store different shards of this parameter, and each shard's gradient is "
+            "fully reduced: leave it as it is",
+            SHARDED,
+            _total,
+        ),
+    ),
+    calls=lambda given, rank: [
+        ("all_reduce", sum(bytes_of(given[kind][rank]) for kind in REPLICATED))
+    ],
+    calls_why="Put all gradients that need the sum into one flat tensor",
+    in_place=tuple(runner.DIMS),
+    refused=("course_lib.sp:sum_gradients", "course_lib.comm.held:sum_gradients"),
+)  # fmt: skip
+
+
+# --- 06-4 ----------------------------------------------------------------------------------------
+
+
+def _parts(whole: Tensor, n: int, padding: float) -> list[Tensor]:
+    """Return the columns of each rank, padded to equal widths."""
+    words = -(-whole.shape[1] // n)
+    padded = F.pad(whole, (0, words * n - whole.shape[1]), value=padding)
+    return [part.contiguous() for part in padded.chunk(n, 1)]
+
+
+def _logits(trial: Trial, draw: Draw) -> Any:
+    tokens, words = draw.size(3, 7), draw.size(2, 5)
+    vocabulary = trial.n * words - (trial.size and draw.size(1, words - 1))
+    heights = draw.normal(tokens, 1, scale=200)
+    heights[:2] = torch.tensor([[300.0], [-300.0]])
+    z = draw.normal(tokens, vocabulary, scale=2) + heights
+    targets = draw.integers(0, vocabulary - 1, tokens)
+    targets[0], targets[1] = 0, vocabulary - 1
+    given = {"targets": targets, "dloss": draw.upstream(tokens)}
+    ranks = [{"z": part} | given for part in _parts(z, trial.n, -torch.inf)]
+    return ranks, {"z": z} | given
+
+
+def _cross_entropy(given: Given) -> dict[str, Any]:
+    z = given.whole["z"].clone().requires_grad_()
+    losses = F.cross_entropy(z, given.whole["targets"], reduction="none")
+    losses.backward(given.whole["dloss"])
+    assert z.grad is not None
+    return {"losses": losses.detach(), "gradients of the logits": _parts(z.grad, given.n, 0.0)}
+
+
+def _simulated(
+    given: Given, *, top: str = "all", own_sum: bool = False, target: str = "all"
+) -> list[Tensor]:
+    """Return each rank's losses with a mistake in the maximum, the sum or the target's logit."""
+    parts, width = given["z"], given["z"][0].shape[1]
+    tops = [part.amax(1) for part in parts]
+    if top != "own":
+        most = torch.stack(tops).amax(0)
+        tops = [most if top == "all" else torch.zeros_like(most)] * given.n
+    sums = [(part - m[:, None]).exp().sum(1) for part, m in zip(parts, tops, strict=True)]
+    hits = []
+    for rank, part in enumerate(parts):
+        local = given.whole["targets"] - (rank * width if target != "global ids" else 0)
+        mine = (local >= 0) & (local < width)
+        logits = part.gather(1, local.masked_fill(~mine, 0)[:, None])[:, 0]
+        hits.append(logits if target == "not masked" else logits.masked_fill(~mine, 0.0))
+    return [
+        (sums[rank] if own_sum else sum(sums)).log()
+        + tops[rank]
+        - (hits[rank] if target == "own" else sum(hits))
+        for rank in range(given.n)
+    ]
+
+
+def _losses(message: str, **mistake: Any) -> Mistake:
+    return Mistake(message, {"losses": lambda given: _simulated(given, **mistake)})
+
+
+def _dz(message: str, change: Callable[[Tensor, Tensor, Tensor], Tensor]) -> Mistake:
+    """Return a mistake in backward: ``change(softmax, one-hot targets, dloss)`` is its result."""
+
+    def results(given: Given) -> list[Tensor]:
+        z, dloss = given.whole["z"], given.whole["dloss"][:, None]
+        onehot = F.one_hot(given.whole["targets"], z.shape[1]).to(z.dtype)
+        return _parts(change(z.softmax(1), onehot, dloss), given.n, 0.0)
+
+    return Mistake(message, {"gradients of the logits": results})
+
+
+def _three_numbers(given: Given, ranks: list[Observed]) -> str:
+    most = 3 * bytes_of(given.whole["dloss"])
+    for rank, seen in enumerate(ranks):
+        if backward := seen.values["sent in backward"]:
+            op, size = backward[0]
+            return f"expected no call in backward from rank {rank}, got {op} of {size:,} bytes"
+        made = ", ".join(f"{call.op} of {call.payload:,} bytes" for call in seen.calls)
+        sent = sum(call.payload for call in seen.calls)
+        if sent > most or any(call.op != "all_reduce" for call in seen.calls):
+            return (
+                f"forward: expected all_reduces of {most:,} bytes at most from rank {rank}, three "
+                f"numbers per token, got {made}"
+            )
+    return ""
+
+
+LOSS = OnRanks(
+    id="06-4",
+    title="a loss that never gathers logits",
+    names=("VocabLoss",),
+    hints=(
+        "Write down log-sum-exp with a maximum in it. Which three numbers of a token does no rank "
+        "have by itself?",
+        "The maximum (comm.all_reduce_max), the sum of e^(z - max), and the target's logit, which "
+        "one rank has: the others add 0 to the sum. The column on this rank is target minus rank "
+        "times words, if it is in 0..words-1. Backward is softmax, less 1 where the target is on "
+        "this rank, times the gradient of the token's loss.",
+        "top = comm.all_reduce_max(z.amax(1), axis); exp = (z - top[:, None]).exp(); total = "
+        "comm.all_reduce(exp.sum(1), axis); own = z.gather(1, rows[:, None])[:, 0].masked_fill("
+        "~mine, 0.0); return total.log() + top - comm.all_reduce(own, axis).",
+    ),
+    axes=("outputs", "gradients"),
+    trials=(*on_axis(TRIALS[:2], size=1), *TRIALS[2:]),  # size 1: with padding
+    act=runner.loss,
+    draw=_logits,
+    expected=_cross_entropy,
+    terms=600,  # a logit of several hundred is subtracted from another
+    mistakes=(
+        _losses("e to the power of a logit is infinite or 0: subtract the maximum", top="none"),
+        _losses("each rank subtracted its own maximum: all ranks need the same one", top="own"),
+        _losses("each rank divided by the sum over its own words: all words count", own_sum=True),
+        _losses("the target's logit is on one rank only: sum it over the ranks", target="own"),
+        _losses("a rank without the target's word adds a logit: it adds 0", target="not masked"),
+        _losses("targets are words of the full vocabulary: subtract rank times words",
+                target="global ids"),
+        _dz("subtract 1 from softmax at the target's word", lambda p, onehot, dloss: p * dloss),
+        _dz("the gradient that arrives at each token's loss is missing",
+            lambda p, onehot, dloss: p - onehot),
+    ),
+    looks=(Look("wire", "three numbers per token, forward only", _three_numbers),),
+    refused=(
+        "course_lib.tp.layers:loss_sum",
+        "course_lib.tp.layers:_VocabCrossEntropy.forward",
+    ),
+)  # fmt: skip
+
+
+# --- 06-5 ----------------------------------------------------------------------------------------
+
+DIMS = {"x": 0, "weight_in": 0, "weight_out": 1, "dy": 0}
+
+
+def _region(trial: Trial, draw: Draw) -> Any:
+    tokens, hidden, inner = trial.n * draw.size(1, 3), draw.size(3, 6), trial.n * draw.size(2, 4)
+    whole = {
+        "x": draw.normal(tokens, hidden),
+        "weight_in": draw.normal(hidden, inner).mT,  # not contiguous
+        "weight_out": draw.normal(hidden, inner),
+        "dy": draw.normal(tokens, hidden),
+    }
+    return [
+        {name: x.chunk(trial.n, DIMS[name])[rank].clone() for name, x in whole.items()}
+        for rank in range(trial.n)
+    ], whole
+
+
+def _step(x: Tensor, weight_in: Tensor, weight_out: Tensor, dy: Tensor) -> dict[str, Tensor]:
+    leaves = [each.clone().requires_grad_() for each in (x, weight_in, weight_out)]
+    y = (leaves[0] @ leaves[1].mT).relu() @ leaves[2].mT
+    gradients = torch.autograd.grad(y, leaves, dy)
+    names = (f"gradients of {name}" for name in ("x", "weight_in", "weight_out"))
+    return {"outputs": y.detach()} | dict(zip(names, gradients, strict=True))
+
+
+def _shards(given: Given) -> dict[str, list[Tensor]]:
+    found = _step(**given.whole)
+    return {
+        name: list(each.chunk(given.n, DIMS.get(name.removeprefix("gradients of "), 0)))
+        for name, each in found.items()
+    }
+
+
+def _own(name: str) -> Callable[[Given], list[Tensor]]:
+    """Return each rank's rows of its own part of a sum."""
+
+    def results(given: Given) -> list[Tensor]:
+        x, dy = given.whole["x"], given.whole["dy"]
+        weights = zip(given["weight_in"], given["weight_out"], strict=True)
+        parts = [_step(x, a, b, dy)[name] for a, b in weights]
+        return [part.chunk(given.n)[rank] for rank, part in enumerate(parts)]
+
+    return results
+
+
+def _in_of_own_dy(given: Given) -> list[Tensor]:
+    """Return the gradients of weight_in with dy of the rank's own rows, and zeros elsewhere."""
+    found = []
+    for rank, dy in enumerate(given["dy"]):
+        own = [torch.zeros_like(dy)] * given.n
+        own[rank] = dy
+        weights = given["weight_in"][rank], given["weight_out"][rank]
+        found.append(_step(given.whole["x"], *weights, torch.cat(own))["gradients of weight_in"])
+    return found
+
+
+def _two_and_two(given: Given, ranks: list[Observed]) -> str:
+    most = 4 * bytes_of(given.whole["x"]) * (given.n - 1) // given.n
+    for rank, seen in enumerate(ranks):
+        if (sent := sum(call.wire(given.n) for call in seen.calls)) > most:
+            made = ", ".join(f"{call.op} of {call.payload:,} bytes" for call in seen.calls)
+            return (
+                f"expected rank {rank} to send {most:,} bytes at most, two gathers of rows and two "
+                f"reduce-scatters, got {int(sent):,} ({made})"
+            )
+    return ""
+
+
+REGION = OnRanks(
+    id="06-5",
+    title="a region between rows in raw PyTorch",
+    names=("region_step",),
+    hints=(
+        "Inside the region every rank has all tokens and its shard of the features. What must it "
+        "gather before forward, what before backward, and which results are partial sums?",
+        "Gather x; the product of your features is a part of y for all tokens: reduce-scatter it. "
+        "Gather dy; backward gives complete gradients of your weights, and a part of dx for all "
+        "tokens: reduce-scatter that.",
+        "dist.all_gather(parts, x); whole = torch.cat(parts); part = (whole @ a.mT).relu() @ b.mT; "
+        "dist.reduce_scatter(y, list(part.detach().chunk(n))); then the same with dy and "
+        "torch.autograd.grad(part, [whole, a, b], dy_whole).",
+    ),
+    axes=("outputs", "gradients"),
+    trials=(Trial(2), Trial(4), Trial(3), Trial(1)),
+    act=runner.region,
+    draw=_region,
+    expected=_shards,
+    terms=64,
+    mistakes=(
+        Mistake(
+            "dy was not gathered: inside the region every rank needs dy of all tokens",
+            {
+                "gradients of x": _own("gradients of x"),
+                "gradients of weight_in": _in_of_own_dy,
+            },
+        ),
+        *(
+            Mistake(
+                f"{name} has this rank's rows of its own part, but every rank has a part of these "
+                "rows, from its features: use a reduce-scatter",
+                {key: _own(key)},
+            )
+            for name, key in (("y", "outputs"), ("dx", "gradients of x"))
+        ),
+        *(
+            Mistake(
+                "this is summed over ranks that hold different features: each rank's gradient is "
+                "complete",
+                {key: lambda given, key=key: sum(given.expected[key])},
+            )
+            for key in ("gradients of weight_in", "gradients of weight_out")
+        ),
+    ),
+    looks=(Look("wire", "at most the bytes of two all-reduces", _two_and_two),),
+    refused=("course_lib.comm.transfer:issue",),
+)
+
+
+EXERCISES = (BY_HAND, ENTER, NORMS, LOSS, REGION)
