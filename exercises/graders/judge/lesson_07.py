@@ -550,7 +550,8 @@ def _losses(given: Given, outputs: list[Tensor] | None = None) -> list[Tensor]:
 
 
 def _by_rank(given: Given, loss: Tensor) -> list[Tensor]:
-    return [torch.zeros_like(loss)] * (given.n - 1) + [loss]
+    """The loss as a float32, because an answer may add up in float32."""
+    return [torch.zeros(())] * (given.n - 1) + [loss.detach().float()]
 
 
 def _fed_with_the_batch(given: Given) -> list[Tensor]:

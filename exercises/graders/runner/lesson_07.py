@@ -60,7 +60,7 @@ def step(answers: Answers, given: Inputs, axis: Axis, mesh: Mesh) -> dict[str, A
     gradients, before = [p.grad for p in stage.parameters()], flat(stage.parameters())
     optimizer.step()
     return {
-        "loss": _number(loss, axis).to(batches[0][0].dtype),
+        "loss": _number(loss, axis),
         GRADIENT: flat(gradients) if all(g is not None for g in gradients) else None,
         BEFORE: before,
         AFTER: flat(stage.parameters()),
@@ -75,7 +75,7 @@ def _number(loss: Any, axis: Axis) -> Tensor:
         what = "the loss of the step" if axis.rank == axis.size - 1 else "0.0"
         raise Unfit(f"expected rank {axis.rank} to return {what}, got a {type(loss).__name__}")
     value = loss.detach() if isinstance(loss, Tensor) else float(loss)
-    return torch.as_tensor(value, dtype=torch.float64).reshape(())
+    return torch.as_tensor(value, dtype=torch.float32).reshape(())
 
 
 def flat(tensors: Any) -> Tensor:
