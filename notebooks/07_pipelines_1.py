@@ -1002,9 +1002,10 @@ check("07-3", rows_of_1f1b)
 # next rank, which at the same time has a gradient for it. Write the function that both of them call: it sends `mine`
 # to rank `peer`, and returns what `peer` sends, a new tensor of the shape and dtype of `like`.
 #
-# It is tried on two ranks, and on four in a row that do as 1F1B does: each exchanges with the next rank, then with
-# the previous one, several times. The default group exists; only the two ranks of an exchange call the function. The
-# check counts one message out and one in per exchange, their peer and their bytes; `mine` and `like` must not change.
+# The check runs it on two, three and four ranks in a row that do as 1F1B does: each rank exchanges with the next rank,
+# then with the previous one, several times. On four ranks, ranks 0 and 2 and ranks 1 and 3 also exchange. The default
+# group exists, the tensors are contiguous, and only the two ranks of an exchange call the function. Each exchange
+# sends and receives one message per rank, to and from `peer`, and waits for both; `mine` and `like` must not change.
 
 
 # %% course={"ex": "07-4", "role": "answer"}
@@ -1032,16 +1033,18 @@ check("07-4", swap)
 # Now the mechanism: forward and backward of all micro-batches on one rank, in the order of the given row. Rank r
 # holds stage r. Two functions of the library move tensors:
 #
-# - `comm.recv(like, axis, source=rank)` waits for a message and returns it, a new tensor of the shape of `like`;
+# - `comm.recv(like, axis, source=rank)` waits for a message and returns it, a new tensor of the shape and dtype of
+#   `like`;
 # - `comm.start_send(x, axis, to=rank)` sends x and returns *at once* a handle; call its `wait()` before you return.
 #
 # Messages of two ranks arrive in the order in which they were sent. All micro-batches have the same shape, and so
 # have all activations. The loss of the step is the mean over all micro-batches; `loss(y, target)` is the loss of one
 # micro-batch.
 #
-# The rows are those of 1F1B; p is 1 to 4. Compared with one process: the loss, all gradients, and the weights after
-# the optimizer, which steps when you have returned. Counted: 2(p-1)m messages in all, to neighbors only, and on rank
-# r the saved activations of at most p-r micro-batches.
+# The rows are those of 1F1B and GPipe; p is 1 to 4, and the axis may be a part of the world. The check compares with
+# one process: the loss, all gradients (backward adds them to what `.grad` holds), and the weights after the optimizer,
+# which steps when you have returned. It also looks at the order of the actions, at the messages (2(p-1)m in total, to
+# neighbors only), and at the saved activations: as many micro-batches as the row has in flight, p-r for 1F1B.
 
 
 # %% course={"ex": "07-5", "role": "answer"}

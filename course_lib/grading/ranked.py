@@ -281,7 +281,7 @@ def said(error: RankError) -> str:
 def _said(error: RankError) -> str:
     if isinstance(error, RankDeadline):
         places = "; ".join(error.standing.values())
-        waits = [line for line in error.standing.values() if re.search(r"was at: \S*send", line)]
+        waits = [line for line in error.standing.values() if re.search(r"was at: \S*send\b", line)]
         if len(waits) == len(error.standing):
             return (
                 "every rank waits in send: a send returns only when the other side receives, so "
