@@ -892,8 +892,8 @@ check("10-1", table)
 #
 # `ep` are the ranks that share all experts, `edp` those that hold the same ones, `data` all ranks with different tokens.
 #
-# The check looks at gradients on four ranks with ep = 2, 1 and 4, and on one. The given gradient must not change, and
-# a rank makes at most one all-reduce, and none where no sum is missing.
+# The check looks at gradients on four ranks with ep = 2, 1 (and tp = 2) and 4, on six with ep = 2, and on one. The given
+# gradient must not change, and a rank makes at most one all-reduce, and none where no sum is missing.
 
 
 # %% course={"ex": "10-2", "role": "answer"}
@@ -920,6 +920,7 @@ check("10-2", expert_gradient)
 #   probability.
 # - An expert takes at most `room` pairs: first all first choices, in the order of tokens, then all second ones, and
 #   so on. A pair beyond `room` is missing in the dict; the weights of the others do not change.
+# - Logits may be as large as 800 or as small as -800. The given lists must not change.
 #
 # `route([[2.0, 1.0, 0.0], [3.0, 0.0, 1.0]], 2, 1)` gives `[{0: 0.731, 1: 0.269}, {2: 0.119}]` (rounded): the second
 # token's first choice is expert 0, which is full.
@@ -960,8 +961,8 @@ check("10-3", route)
 # is the uneven all-to-all with a gradient. `torch.empty_like(rows).index_copy(0, places, rows)` puts rows into
 # places, for autograd too.
 #
-# The check looks at outputs and gradients of x, of the weights and of the experts, on two, three and four ranks, and
-# at outputs on one. Rows are sent by two all-to-alls forward and two backward, the rows of the pairs and no others.
+# The check looks at outputs and gradients of x, of the weights and of the experts, on two and three ranks, on pairs of
+# four ranks and on one. Rows are sent by two all-to-alls forward and two backward, the rows of the pairs and no others.
 # The library's layer and its parts refuse.
 
 
@@ -1002,9 +1003,9 @@ check("10-4", moe_layer)
 # exists. `dist.all_to_all_single(output, input, output_splits, input_splits)` takes the splits as lists of Python
 # numbers; without them it splits evenly.
 #
-# The check looks at outputs on two, three and four ranks and on one, also with an expert that no token chooses and a
-# rank without tokens. No input may be overwritten, and rows are sent by two all-to-alls, each needed row and no
-# other. You may send the counts in any way.
+# The check looks at outputs on two, three and four ranks and on one, also with an expert that no token chooses, a rank
+# without tokens and rows of float64. No input may be overwritten, and rows are sent by two all-to-alls, each needed row
+# and no other. You may send the counts in any way.
 
 
 # %% course={"ex": "10-5", "role": "answer"}

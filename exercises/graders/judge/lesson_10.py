@@ -1,0 +1,674 @@
+"""Lesson 10, expert parallelism: what the exercises give, and what they expect."""
+
+from __future__ import annotations
+
+import math
+import random
+from collections.abc import Callable, Iterable
+from copy import deepcopy
+from fractions import Fraction
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from course_lib.grading.answers import NotRight, shown
+from course_lib.grading.draw import Draw
+from course_lib.grading.exercise import Case, Function, Instance, Wrong
+from course_lib.grading.graders.runner import lesson_10 as runner
+from course_lib.grading.placed import bytes_of
+from course_lib.grading.runner_placed import UPSTREAM
+from course_lib.grading.trials import (
+    Given,
+    Look,
+    Mistake,
+    Observed,
+    OnRanks,
+    Trial,
+    outside,
+)
+from course_lib.grading.worked import Worked
+from course_lib.layout import DEFAULT_ORDER
+
+BY_HAND = Worked(
+    id="10-1",
+    title="six tokens and four experts, by hand",
+    names=("table",),
+    hints=(
+        "Make a table of ranks by experts: how many pairs of each rank have each expert. Nearly "
+        "all follows from its sums.",
+        "Rank 0 has [3, 1, 2, 0] pairs of the experts, rank 1 [2, 1, 1, 2]. Experts 0 and 1 are on "
+        "rank 0. A pair whose expert is on the other rank costs four rows: there and back, forward "
+        "and backward. Each rank sends two of these four.",
+        "Two pairs of rank 0 and three of rank 1 are sent: each rank sends 2 (2 + 3) rows of 32 "
+        "bytes. The capacity is 6/4 rounded up. Balance: 4 times the sum of f_e p_e with f = "
+        "[5/12, 2/12, 3/12, 2/12] and p = [2.4, 1.2, 1.2, 1.2] / 6.",
+    ),
+    mistakes=(
+        Wrong(
+            {"by expert": [2, 1, 1, 2]},
+            "these are the first choices alone: a pair is a token and one of its choices.",
+        ),
+        Wrong(
+            {"by expert": [3, 1, 2, 0]},
+            "these are rank 0's pairs; an expert computes the tokens of all ranks.",
+        ),
+        Wrong(
+            {"imbalance": 5 / 3},
+            "this is the busiest expert over the mean of the experts; use ranks.",
+        ),
+        Wrong({"imbalance": 7 / 5}, "divide the busiest rank by the mean, not by the other rank."),
+        Wrong({"imbalance": 6 / 7}, "this is the mean over the busiest rank; invert it."),
+        Wrong({"splits": [[4, 3], [2, 3]]}, "these are the rows that each rank receives."),
+        Wrong(
+            {"splits": [[3, 3], [3, 3]]},
+            "the splits are not even: count the pairs whose expert is on each rank.",
+        ),
+        Wrong(
+            {"splits": [[0, 2], [3, 0]]},
+            "rows whose expert is on the same rank are in the splits too: the all-to-all copies "
+            "them.",
+        ),
+        Wrong(
+            {"rows": [0, 1, 2, 0, 1, 2]},
+            "rows are sent sorted by expert, not in the order of the pairs.",
+        ),
+        Wrong(
+            {"rows": [0, 1, 2, 1, 0, 2]},
+            "within an expert, first choices come before second ones.",
+        ),
+        Wrong({"rows": [0, 1, 5, 4, 2, 3]}, "these are numbers of pairs; give each one's token."),
+        Wrong({"bytes": [768, 768]}, "this is all six pairs four times; some stay on the rank."),
+        Wrong(
+            {"bytes": [256, 384]},
+            "each rank also sends what it computes for the other rank: results forward, gradients "
+            "backward.",
+        ),
+        Wrong({"bytes": [160, 160]}, "this is forward alone; backward sends as much."),
+        Wrong({"bytes": [80, 80]}, "an element has 4 bytes."),
+        Wrong({"dropped": [3, 2]}, "capacity is rounded up: 6 pairs over 4 experts give 2."),
+        Wrong({"dropped": [2, 0]}, "expert 2 has two pairs and a capacity of 2."),
+        Wrong(
+            {"dropped": [0, 0]},
+            "each rank decides alone: of its own 6 pairs an expert takes 2.",
+        ),
+        Wrong({"balance": 17 / 60}, "multiply by the number of experts: an even load gives 1."),
+        Wrong({"balance": 6.8}, "divide by the number of tokens, so that an even load gives 1."),
+        Wrong(
+            {"balance": 34 / 15},
+            "f_e is the fraction of all 12 pairs; this divides by the 6 tokens.",
+        ),
+        Wrong(
+            {"summed with": [4, 5, 6, 7]},
+            "these ranks hold different experts; which hold the same ones as rank 5?",
+        ),
+        Wrong(
+            {"summed with": [0, 1, 2, 3, 4, 5, 6, 7]},
+            "that is right for the router; an expert's gradient is summed over the ranks that hold "
+            "it.",
+        ),
+        Wrong(
+            {"summed with": [4, 5]},
+            "with ep = 4, ranks 0 to 3 share the experts, and so do ranks 4 to 7.",
+        ),
+        Wrong(
+            {"too large": 2},
+            "backward of dispatch has already summed the tokens of all ep ranks.",
+        ),
+        Wrong({"too large": 8}, "it is divided by the 2 ranks of edp; 8 would be right."),
+        Wrong({"too large": Fraction(1, 4)}, "invert it: the divisor is too small."),
+    ),
+    wanted={
+        "by expert": [5, 2, 3, 2],
+        "imbalance": 7 / 6,
+        "splits": [[4, 2], [3, 3]],
+        "rows": [0, 1, 2, 1, 2, 0],
+        "bytes": [320, 320],
+        "dropped": [1, 0],
+        "balance": 17 / 15,
+        "summed with": [1, 5],
+        "too large": 4,
+    },
+    unordered=frozenset({"summed with"}),
+)
+
+
+# --- 10-2 ----------------------------------------------------------------------------------------
+
+
+def _on(n: int, tp: int = 1, **fields: Any) -> Trial:
+    """A trial with ``size`` ranks of ep."""
+    ep = fields["size"]
+    name = f"{n} ranks, {f'tp = {tp}, ' * (tp > 1)}ep = {ep}" if n > 1 else "one rank"
+    return Trial(n, order=DEFAULT_ORDER, sizes={"tp": tp, "ep": ep}, axis="ep", name=name, **fields)
+
+
+def _over(given: Given, same: Callable[[int, int], Any]) -> list[Tensor]:
+    """By rank: the sum over the ranks for which ``same(data rank, ep)`` is equal, per tp rank."""
+    tp, ep = given.trial.sizes["tp"], given.trial.size
+    key = [(rank % tp, same(rank // tp, ep)) for rank in range(given.n)]
+    gradients = given["gradient"]
+    return [
+        torch.stack([gradients[r] for r in range(given.n) if key[r] == key[rank]]).sum(0)
+        for rank in range(given.n)
+    ]
+
+
+def _divided(tensors: list[Tensor], by: float) -> list[Tensor]:
+    return [each / by for each in tensors]
+
+
+def _holders(given: Given) -> list[Tensor]:
+    return _over(given, lambda data, ep: data % ep)
+
+
+def _data(given: Given) -> list[Tensor]:
+    return _over(given, lambda data, ep: 0)
+
+
+def _sizes(given: Given) -> tuple[int, int]:
+    """The numbers of ranks of edp and of data."""
+    data = given.n // given.trial.sizes["tp"]
+    return data // given.trial.size, data
+
+
+def _gradients(trial: Trial, draw: Draw) -> list[dict[str, Any]]:
+    shape = draw.shape()
+    return [{"gradient": draw.tensor(*shape)} for _ in range(trial.n)]
+
+
+GRADIENT = OnRanks(
+    id="10-2",
+    title="the gradient of an expert",
+    names=("expert_gradient",),
+    hints=(
+        "Which tokens are in the gradient already, after backward of dispatch? And which ranks "
+        "hold the same expert?",
+        "The gradient contains the tokens of the ep group. Those of the other ep groups are "
+        "missing, and the ranks of edp have them. The loss was divided by the tokens of all.",
+        "comm.all_reduce(gradient, edp): a sum, and nothing is divided.",
+    ),
+    axes=("gradients",),
+    trials=(
+        _on(4, size=2),
+        _on(4, tp=2, size=1, dtype=torch.float64, strided=True),
+        _on(6, size=2),
+        _on(4, size=4),
+        _on(1, size=1),
+    ),
+    act=runner.gradient,
+    draw=_gradients,
+    expected=lambda given: {"gradients": _holders(given)},
+    mistakes=tuple(
+        Mistake(message, {"gradients": results})
+        for message, results in (
+            (
+                "each rank has the gradient of the tokens of its ep group: other groups hold the "
+                "same experts, and had other tokens",
+                lambda given: given["gradient"],
+            ),
+            (
+                "averaged over edp: the loss was divided by the tokens of all ranks, so gradients "
+                "are only summed",
+                lambda given: _divided(_holders(given), _sizes(given)[0]),
+            ),
+            (
+                "divided by the number of data ranks: the loss was divided by the tokens of all "
+                "ranks already",
+                lambda given: _divided(_holders(given), _sizes(given)[1]),
+            ),
+            (
+                "summed over all data ranks: the ranks of one ep group hold different experts",
+                _data,
+            ),
+            (
+                "averaged over all data ranks, as if all held this expert",
+                lambda given: _divided(_data(given), _sizes(given)[1]),
+            ),
+            (
+                "summed over ep: these ranks hold different experts, and their tokens are in the "
+                "gradient already",
+                lambda given: _over(given, lambda data, ep: data // ep),
+            ),
+            (
+                "summed over the world: ranks of tp hold different shards of the expert",
+                lambda given: torch.stack(given["gradient"]).sum(0),
+            ),
+        )
+    ),
+    calls=lambda given, rank: (
+        [("all_reduce", bytes_of(given["gradient"][0]))] * (_sizes(given)[0] > 1)
+    ),
+    calls_why="One all-reduce over edp is enough, and none if edp has one rank",
+)
+
+
+# --- 10-3 ----------------------------------------------------------------------------------------
+
+Routes = list[dict[int, float]]
+
+
+def _softmax(logits: list[float]) -> list[float]:
+    powers = [math.exp(each - max(logits)) for each in logits]
+    return [each / sum(powers) for each in powers]
+
+
+def _route(
+    logits: list[list[float]], choices: int, room: int,
+    *, shared: Callable[[int], bool] = lambda choices: choices > 1, by_choice: bool = True,
+    limited: bool = True, after: bool = False, sign: int = -1, per_choice: bool = False,
+) -> Routes:  # fmt: skip
+    """Return which experts serve each token, or what a mistake computes."""
+    chosen: list[dict[int, float]] = []
+    for token in logits:
+        order, p = (
+            sorted(range(len(token)), key=lambda e: sign * token[e])[:choices],
+            _softmax(token),
+        )
+        total = sum(p[expert] for expert in order) if shared(choices) else 1.0
+        chosen.append({expert: p[expert] / total for expert in order})
+    pairs = [(t, c) for c in range(choices) for t in range(len(logits))]
+    taken: dict[Any, int] = {}
+    served: Routes = [{} for _ in logits]
+    for t, c in pairs if by_choice else sorted(pairs):
+        expert = list(chosen[t])[c]
+        key = (expert, c * per_choice)
+        taken[key] = taken.get(key, 0) + 1
+        if taken[key] <= room or not limited:
+            served[t][expert] = chosen[t][expert]
+    if after:
+        served = [{e: w / sum(own.values()) for e, w in own.items()} for own in served]
+    return served
+
+
+def _as_routes(value: Any) -> Routes:
+    if not isinstance(value, list) or not all(isinstance(each, dict) for each in value):
+        raise NotRight(f"expected a list of dicts, one per token, got {shown(value)}")
+    try:
+        return [{int(expert): float(w) for expert, w in sorted(each.items())} for each in value]
+    except (TypeError, ValueError):
+        raise NotRight(
+            f"expected dicts from numbers of experts to weights, got {shown(value)}"
+        ) from None
+
+
+def _batches(choices: int, popular: int, share: float, far: int = 0) -> Any:
+    """Batches in which expert 0 has larger logits, and ``share`` of an even load fits. Logits are
+    exact in float32; those of some tokens are shifted by ``far`` or -``far``."""
+
+    def draw(rng: random.Random) -> list[Instance]:
+        found = []
+        for _ in range(3):
+            tokens, experts, k = rng.randint(5, 9), rng.randint(4, 7), choices
+            k += k > 2 and rng.random() < 0.5
+            logits = []
+            for token in range(tokens):
+                row = [each / 64 for each in rng.sample(range(-150, 150), experts)]
+                row[0] += popular + 1 / 128
+                logits.append([each + far * (token % 3 - 1) for each in row])
+            room = max(1, round(share * tokens * k / experts))
+            found.append({"logits": logits, "choices": k, "room": room})
+        return found
+
+    return draw
+
+
+ROUTING = Function(
+    id="10-3",
+    title="which experts serve a token",
+    names=("route",),
+    hints=(
+        "Softmax over all experts first. What is divided, once the largest are chosen, and what if "
+        "only one is? Then assign the pairs.",
+        "The weights of the chosen experts are divided by their sum when there are two or more. "
+        "Assign the first choices of all tokens, in order, and only then the second ones.",
+        "for c in range(choices): for t in range(tokens): expert = order[t][c]; if taken[expert] < "
+        "room: taken[expert] += 1; served[t][expert] = weight[t][c].",
+    ),
+    mistakes=tuple(
+        Wrong(partial(_route, **mistake), message)
+        for mistake, message in (
+            (
+                {"shared": lambda choices: False},
+                "These are the probabilities over all experts: with two choices or more they are "
+                "divided by the sum of the chosen.",
+            ),
+            (
+                {"shared": lambda choices: True},
+                "With one choice the weight is its probability: divided by itself it would always "
+                "be 1, and the router would learn nothing.",
+            ),
+            ({"limited": False}, "Nothing is dropped: an expert takes at most `room` pairs."),
+            (
+                {"by_choice": False},
+                "Pairs were assigned token by token: all first choices come before any second one.",
+            ),
+            ({"per_choice": True}, "First and second choices share the room of an expert."),
+            (
+                {"after": True},
+                "The weights of a token were divided again after pairs were dropped: a dropped "
+                "pair is missing in the sum.",
+            ),
+            ({"sign": 1}, "These are the experts with the smallest logits."),
+        )
+    ),
+    reference=_route,
+    normal=_as_routes,
+    relative=1e-5,  # softmax in float32
+    drawn=(
+        Case("two choices, room for all", _batches(2, 0, 9.0)),
+        Case("one choice", _batches(1, 0, 9.0)),
+        Case("a popular expert has no room", _batches(2, 2, 0.9)),
+        Case("three choices or more, little room", _batches(3, 1, 0.7)),
+        Case("logits of 800 and -800", _batches(2, 1, 0.9, far=800)),
+    ),
+    refused=("course_lib.ep.moe:route",),
+)
+
+
+# --- 10-4 ----------------------------------------------------------------------------------------
+
+
+def _tokens(trial: Trial, draw: Draw) -> list[dict[str, Any]]:
+    """Other numbers of tokens on each rank; on three ranks, all choose expert 0, none the last."""
+    hidden, own = draw.size(9, 13), draw.size(1, 3) if trial.n == 2 else trial.n % 3 + 2
+    experts = trial.n * own
+    choices = min(2 + draw.call, experts)
+    ranks = []
+    for rank in range(trial.n):
+        tokens = draw.size(3, 6) + 2 * (rank % 2)
+        liking_TE = draw.normal(tokens, experts).float()
+        if trial.n == 3:
+            liking_TE[:, 0], liking_TE[:, -1] = 9, -9
+        linears = [nn.Linear(hidden, hidden).to(trial.dtype) for _ in range(own)]
+        with torch.no_grad():
+            for p in nn.ModuleList(linears).parameters():
+                p.copy_(draw.normal(*p.shape, scale=0.3))
+        ranks.append(
+            {
+                "x_TD": draw.normal(tokens, hidden),
+                "experts_TC": liking_TE.topk(choices).indices,
+                "weights_TC": draw.normal(tokens, choices).abs() + 0.1,
+                "experts": linears,
+                UPSTREAM: draw.upstream(tokens, hidden),
+            }
+        )
+    return ranks
+
+
+def _sum_of(
+    given: Given, chosen: Iterable[Tensor] | None = None, *, power: int = 1, sort: bool = False
+) -> list[Tensor]:
+    """The layer's output per rank, from a single process with all experts; or with a mistake:
+    other experts are ``chosen``, weights have a ``power``, rows are left sorted by expert."""
+    experts = [expert for own in given["experts"] for expert in own]
+    found = []
+    for rank, numbers_TC in zip(given.ranks, chosen or given["experts_TC"], strict=True):
+        x, weights = rank["x_TD"], rank["weights_TC"]
+        all_TED = torch.stack([expert(x) for expert in experts], 1)
+        rows_TCD = all_TED[torch.arange(len(x))[:, None], numbers_TC]
+        if sort:
+            order = rank["experts_TC"].flatten().argsort(stable=True)
+            rows_TCD = rows_TCD.flatten(0, 1)[order].view_as(rows_TCD)
+        found.append((rows_TCD * weights[..., None] ** power).sum(1))
+    return found
+
+
+def _trained(given: Given) -> dict[str, Any]:
+    """Outputs and gradients of the single process."""
+    given = Given(given.trial, deepcopy(given.ranks))
+    leaves = {
+        name: [each.requires_grad_() for each in given[name]] for name in ("x_TD", "weights_TC")
+    }
+    outputs = _sum_of(given)
+    torch.autograd.backward(outputs, given[UPSTREAM])
+    found: dict[str, Any] = {"outputs": [each.detach() for each in outputs]}
+    found |= {f"gradient of {name}": [each.grad for each in own] for name, own in leaves.items()}
+    for number in range(len(given["experts"][0])):
+        for name in ("weight", "bias"):
+            found[f"gradient of the {name} of experts[{number}]"] = [
+                getattr(own[number], name).grad for own in given["experts"]
+            ]
+    return found
+
+
+def _renumbered(given: Given, number: Callable[[Tensor, int, int], Tensor]) -> list[Tensor]:
+    """``number(experts_TC, rank, experts per rank)``, per rank."""
+    own = len(given["experts"][0])
+    return [number(each, rank, own) for rank, each in enumerate(given["experts_TC"])]
+
+
+def _by_expert_first(given: Given) -> list[Tensor]:
+    """The experts of the pairs if arrived rows are split as if they were sorted by expert."""
+    n, own = given.n, len(given["experts"][0])
+    flat = [each.flatten() for each in given["experts_TC"]]
+    used = [each.clone() for each in flat]
+    for rank in range(n):
+        places = [
+            (source, int(place))
+            for source, each in enumerate(flat)
+            for place in each.argsort(stable=True)
+            if int(each[place]) // own == rank
+        ]
+        numbers = sorted(int(flat[source][place]) for source, place in places)
+        for (source, place), number in zip(places, numbers, strict=True):
+            used[source][place] = number
+    return [each.view_as(old) for each, old in zip(used, given["experts_TC"], strict=True)]
+
+
+def _rows(
+    chosen: str, per_rank: Callable[[Given], int], times: int
+) -> Callable[[Given, list[Observed]], str]:
+    """Look whether a rank sent the rows of its pairs, and back the rows that its experts computed,
+    each ``times``, and beside these only small messages such as counts."""
+
+    def look(given: Given, ranks: list[Observed]) -> str:
+        own = per_rank(given)
+        row = max(bytes_of(x_TD[:1]) for x_TD in given["x_TD"])  # a rank may have no tokens
+        pairs = torch.cat([each.flatten() for each in given[chosen]])
+        for rank, observed in enumerate(ranks):
+            leaving, arriving = given[chosen][rank].numel(), int((pairs // own == rank).sum())
+            calls = [(call.op, call.payload) for call in observed.calls]
+            wanted = [("all_to_all", row * leaving), ("all_to_all", row * arriving)] * times
+            for call in wanted:
+                if call not in calls:
+                    break
+                calls.remove(call)
+            else:
+                if sum(payload for _, payload in calls) <= 16 * (given.n * given.n * own + leaving):
+                    continue
+            sent = ", ".join(f"{call.op} of {call.payload:,} bytes" for call in observed.calls)
+            return (
+                f"expected {2 * times} all-to-alls of rows from rank {rank}: its {leaving} pairs "
+                f"({row * leaving:,} bytes), and back the {arriving} that it computes "
+                f"({row * arriving:,} bytes){', in forward and in backward' * (times > 1)}; got "
+                f"{sent or 'no network operation'}"
+            )
+        return outside(given, ranks)
+
+    return look
+
+
+LAYER = OnRanks(
+    id="10-4",
+    title="there and back",
+    names=("moe_layer",),
+    hints=(
+        "Five steps: sort the pairs by expert, send the counts to all ranks, send the rows, "
+        "compute, send back. What must be undone at the end, so that each row finds its token?",
+        "order_P = experts_TC.flatten().argsort(stable=True) sorts the pairs; pair p is a row of "
+        "token p // C. An all_gather of the counts of all experts tells every rank what arrives. "
+        "Rows arrive by rank and within a rank by expert: split them into n times e pieces.",
+        "table = comm.all_gather(counts_E[None], axis).unflatten(1, (n, e))[:, axis.rank] are the "
+        "pieces; sends = counts_E.view(n, e).sum(1).tolist(), receives = table.sum(1).tolist(). "
+        "Piece number i goes through experts[i % e]. Back: comm.all_to_all_v(done, axis, receives, "
+        "sends), then torch.empty_like(rows).index_copy(0, order_P, rows).",
+    ),
+    axes=("outputs", "gradients"),
+    act=runner.layer,
+    draw=_tokens,
+    expected=_trained,
+    terms=64,
+    mistakes=tuple(
+        Mistake(message, {"outputs": results})
+        for message, results in (
+            ("the results are summed without their weights", partial(_sum_of, power=0)),
+            ("the weights are applied twice", partial(_sum_of, power=2)),
+            (
+                "rows came back sorted by expert, and were taken for the pairs in order: put each "
+                "into its pair's place",
+                partial(_sum_of, sort=True),
+            ),
+            (
+                "each rank used its own experts: send the rows to the ranks that hold the experts",
+                lambda given: _sum_of(
+                    given, _renumbered(given, lambda e, rank, own: e % own + rank * own)
+                ),
+            ),
+            (
+                "experts[0] computed all rows of its rank: use the expert that each pair chose",
+                lambda given: _sum_of(given, _renumbered(given, lambda e, _, own: e // own * own)),
+            ),
+            (
+                "arrived rows were split as if they were sorted by expert: they arrive by rank, "
+                "and within a rank by expert",
+                lambda given: _sum_of(given, _by_expert_first(given)),
+            ),
+        )
+    ),
+    looks=(
+        Look(
+            "wire",
+            "the rows of the pairs, and no others",
+            _rows("experts_TC", lambda given: len(given["experts"][0]), 2),
+        ),
+    ),
+    refused=(
+        "course_lib.ep.parallel:ExpertParallelMoE.through_experts",
+        "course_lib.ep.parallel:ExpertParallelMoE.own_experts",
+        "course_lib.ep.parallel:splits",
+        "course_lib.ep.parallel:sorted_by_expert",
+        "course_lib.ep.parallel:combine",
+    ),
+)
+
+
+# --- 10-5 ----------------------------------------------------------------------------------------
+
+
+def _one_each(trial: Trial, draw: Draw) -> list[dict[str, Any]]:
+    """On three ranks, no token chooses expert 1 and rank 2 has no tokens."""
+    hidden, alone = draw.size(9, 13), trial.n == 3
+    ranks = []
+    for rank in range(trial.n):
+        tokens = 0 if alone and rank == 2 else draw.size(4, 7) + 2 * rank
+        experts_T = draw.integers(0, trial.n - 1, tokens)
+        experts_T[: tokens // 3 + 1] = 0  # never even
+        if alone:
+            experts_T[experts_T == 1] = 2
+        ranks.append(
+            {
+                "x_TD": draw.normal(tokens, hidden),
+                "experts_T": experts_T.flip(0) if rank % 2 else experts_T,
+                "matrix": draw.normal(hidden, hidden, scale=0.3),
+            }
+        )
+    return ranks
+
+
+def _computed(given: Given, rows: list[Tensor], chosen: Iterable[Tensor]) -> list[Tensor]:
+    """Each of ``rows`` after its ``chosen`` expert, per rank."""
+    matrices = torch.stack(given["matrix"])
+    return [
+        torch.tanh(torch.einsum("td,tde->te", x_TD, matrices[numbers_T]))
+        for x_TD, numbers_T in zip(rows, chosen, strict=True)
+    ]
+
+
+def _sorted(given: Given, rows: list[Tensor]) -> list[Tensor]:
+    """``rows`` in the order of their experts."""
+    chosen = given["experts_T"]
+    return [row[each.argsort(stable=True)] for row, each in zip(rows, chosen, strict=True)]
+
+
+def _results(given: Given) -> list[Tensor]:
+    return _computed(given, given["x_TD"], given["experts_T"])
+
+
+RAW = OnRanks(
+    id="10-5",
+    title="there and back in raw PyTorch",
+    names=("through_experts",),
+    hints=(
+        "A rank knows what it sends, but not what arrives. Which small message tells it? And rows "
+        "for one rank must be neighbors.",
+        "order = experts_T.argsort(stable=True); sends = experts_T.bincount(minlength=n); an "
+        "all_to_all_single of sends gives receives. Then rows out with (receives, sends), the "
+        "expert, rows back with (sends, receives), and y[order] = the returned rows.",
+        "arrived = x.new_empty(sum(receives), D); dist.all_to_all_single(arrived, x[order], "
+        "receives, sends); back the same with empty_like(x) and the two lists exchanged; then y = "
+        "torch.empty_like(x); y[order] = returned.",
+    ),
+    axes=("outputs",),
+    trials=(
+        Trial(2),
+        Trial(4, dtype=torch.float64),
+        Trial(3, name="three ranks, an expert and a rank without tokens"),
+        Trial(1),
+    ),
+    act=runner.raw,
+    draw=_one_each,
+    expected=lambda given: {"outputs": _results(given)},
+    mistakes=tuple(
+        Mistake(message, {"outputs": results})
+        for message, results in (
+            (
+                "the rows came back sorted by expert and stayed so: put each into its token's "
+                "place",
+                lambda given: _sorted(given, _results(given)),
+            ),
+            (
+                "y = returned[order] sorts the rows again: y[order] = returned is the inverse",
+                lambda given: _sorted(given, _sorted(given, _results(given))),
+            ),
+            (
+                "the rows were not sorted before they were sent: rows for one rank must be "
+                "neighbors",
+                lambda given: _computed(
+                    given, given["x_TD"], [each.sort().values for each in given["experts_T"]]
+                ),
+            ),
+            (
+                "these are the tokens as they were: no expert computed them",
+                lambda given: given["x_TD"],
+            ),
+            (
+                "every token went through the expert of its own rank",
+                lambda given: _computed(
+                    given,
+                    given["x_TD"],
+                    [torch.full_like(each, rank) for rank, each in enumerate(given["experts_T"])],
+                ),
+            ),
+            (
+                "these are the rows that this rank's expert computed: send them back",
+                lambda given: [
+                    torch.cat(
+                        [
+                            y[each == rank]
+                            for y, each in zip(_results(given), given["experts_T"], strict=True)
+                        ]
+                    )
+                    for rank in range(given.n)
+                ],
+            ),
+        )
+    ),
+    looks=(
+        Look("wire", "the rows there and back, and no others", _rows("experts_T", lambda _: 1, 1)),
+    ),
+    refused=("course_lib.comm.transfer:issue",),
+)
+
+EXERCISES = (BY_HAND, GRADIENT, ROUTING, LAYER, RAW)
