@@ -15,9 +15,10 @@ import torch
 from torch import Tensor
 
 from course_lib.grading.draw import Draw
+from course_lib.grading.ranked import OnRanks
 from course_lib.grading.runner import Act
 from course_lib.grading.runner_placed import OUTPUT, UPSTREAM, call_forward, call_with_gradients
-from course_lib.grading.trials import Given, OnRanks, Trial
+from course_lib.grading.trials import Given, Trial
 
 
 @dataclass(frozen=True)

@@ -1,20 +1,19 @@
-"""Exercises that run on real ranks: each trial is one launch, each case examines its results."""
+"""Exercises that run on real ranks: the launches, the cases, and the words for what failed."""
 
 from __future__ import annotations
 
 import random
 import re
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 import torch
 
-from course_lib.grading import registry
 from course_lib.grading.answers import (
-    AGAIN,
     BLOCKED,
     BUSY,
     CHECK,
@@ -24,18 +23,29 @@ from course_lib.grading.answers import (
     TooBusy,
     bounded_output,
 )
+from course_lib.grading.draw import Draw
 from course_lib.grading.exercise import Answer, Exercise
 from course_lib.grading.live import shown_if_slow
-from course_lib.grading.refuse import refusing
+from course_lib.grading.runner import Act, Inputs, Observed, graded
+from course_lib.grading.trials import (
+    TRIALS,
+    Expected,
+    Given,
+    Look,
+    Mistake,
+    Trial,
+    axis_of,
+    described,
+    listed,
+    one,
+    outside,
+)
 from course_lib.grading.turns import turn
-from course_lib.grading.verdict import AXES, CaseResult
-from course_lib.grading.waits import waits
-from course_lib.grading.wire import WireCall, WireCalls
-from course_lib.launch import Limits, RankDeadline, RankError, begun, run, warm_up
-from course_lib.mesh import Mesh, make_mesh
-from course_lib.trace import PeakLiveBytes
+from course_lib.grading.verdict import CaseResult
+from course_lib.grading.wire import WireCall
+from course_lib.launch import Limits, RankDeadline, RankError, run, warm_up
 
-RESULTS = ("outputs", "gradients", "weights")  # the results; the other axes are costs
+CALLS = 2  # per launch, with other values and shapes
 DEAF = (
     ". Every rank waits for a message: either no rank has sent one, or the handle that isend "
     "returned was dropped before its wait(), and its message was lost"
@@ -49,206 +59,327 @@ LATER = "this counts only after the results are right on two or more ranks"
 
 
 @dataclass(frozen=True)
-class Trial:
-    """One launch of ``n`` ranks; ``size`` is a number of the exercise, such as elements or layers.
-
-    ``hang`` explains the mistake if some ranks of this trial wait forever for a rank that has
-    returned. After mismatched calls, it is given as a possible reason.
-    """
-
-    n: int
-    size: int
-    hang: str = ""
-
-
-@dataclass(frozen=True)
-class Observed:
-    """The observations of one rank: result, calls, peak of live bytes, inputs after the call.
-
-    ``waits`` is the number of waits for its calls.
-    """
-
-    value: Any
-    calls: list[WireCall]
-    peak: int
-    inputs: tuple[Any, ...]
-    waits: int = 0
-
-
-@dataclass(frozen=True)
-class Seen:
-    """The input of a case: the trial, its seed, and the observations of each rank."""
-
-    trial: Trial
-    seed: int
-    ranks: Sequence[Observed]
-
-    @property
-    def values(self) -> list[Any]:
-        """The results by rank."""
-        return [rank.value for rank in self.ranks]
-
-
-def unwaited(seen: Seen) -> str:
-    """Return which rank did not wait for a message that it started, or "".
-
-    For exercises with messages only. An extra wait for one message can hide a missing wait for
-    another; no right answer is rejected.
-    """
-    for rank, observed in enumerate(seen.ranks):
-        messages = sum(call.op in ("send", "recv") for call in observed.calls)
-        if observed.waits < messages:
-            return (
-                f"rank {rank} started {messages} messages and waited for {observed.waits} of "
-                "them: until wait() returns, the network still reads the tensor of isend, and the "
-                "tensor of irecv is not complete"
-            )
-    return ""
-
-
-@dataclass(frozen=True)
-class RankCase:
-    """One case: ``look`` returns what is wrong in trial number ``trial``, or "".
-
-    ``later`` marks a case of the results that an answer without any effect would pass.
-    """
-
-    axis: str
-    title: str
-    trial: int
-    look: Callable[[Seen], str]
-    later: bool = False
-
-    def __post_init__(self) -> None:
-        assert self.axis in AXES, self.axis
-
-
-@dataclass(frozen=True)
-class Ranked(Exercise):
+class OnRanks(Exercise):
     """An exercise whose answer runs on ranks.
 
-    ``inputs(trial, rank, seed)`` makes the arguments of one rank; ``act(answers, inputs, mesh)``
-    calls the answers there. ``refused`` are library functions ("course_lib.comm:name") that would
-    be the answer. Outputs, gradients and weights on two or more ranks are judged first: wire, peak
-    and one-rank cases count only if all of these are right.
+    ``draw(trial, draw)`` returns the inputs of each rank of a group by name, or a pair of these
+    and of what the reference needs. ``act`` calls the answers in a rank (see
+    :mod:`course_lib.grading.runner`). ``expected(given)`` returns the right results by name.
+    ``axes`` are the axes of the verdict that these results belong to; a result is a gradient if
+    its name begins with "gradient", and a weight if it begins with "weight".
+
+    ``calls(given, rank)`` are the expected network operations of a rank, in order; ``calls_why``
+    is a sentence that explains them. Results count only if no operation but those in ``only`` was
+    used, if it is given. ``in_place`` are the inputs that the text asks to change.
+    ``terms`` is the length of the sums in a result, which bounds rounding. ``hang`` explains the
+    classic mistake that leaves ranks waiting. ``explain(given, ranks, name)`` returns a sentence
+    about the wrong result ``name`` that no mistake explains, or "". Results on two ranks and more
+    are judged first; everything else counts only if all of these are right. ``later`` are the axes
+    whose results an answer without any effect would pass.
     """
 
-    trials: tuple[Trial, ...] = field(repr=False)
-    inputs: Callable[[Trial, int, int], tuple[Any, ...]] = field(repr=False)
-    act: Callable[[Sequence[Answer], tuple[Any, ...], Mesh], Any] = field(repr=False)
-    looks: tuple[RankCase, ...] = field(repr=False)
-    refused: tuple[str, ...] = ()
+    act: Act = field(repr=False, kw_only=True)
+    draw: Callable[[Trial, Draw], Any] = field(repr=False, kw_only=True)
+    expected: Callable[[Given], Mapping[str, Any]] = field(repr=False, kw_only=True)
+    axes: tuple[str, ...] = field(default=("outputs",), kw_only=True)
+    later: tuple[str, ...] = field(default=(), kw_only=True)
+    trials: tuple[Trial, ...] = field(default=TRIALS, repr=False, kw_only=True)
+    mistakes: tuple[Mistake, ...] = field(default=(), repr=False, kw_only=True)
+    calls: Callable[[Given, int], Expected] | None = field(default=None, repr=False, kw_only=True)
+    calls_why: str = field(default="", repr=False, kw_only=True)
+    looks: tuple[Look, ...] = field(default=(), repr=False, kw_only=True)
+    refused: tuple[str, ...] = field(default=(), kw_only=True)
+    only: tuple[str, ...] = field(default=(), kw_only=True)
+    in_place: tuple[str, ...] = field(default=(), kw_only=True)
+    terms: int = field(default=16, kw_only=True)
+    hang: str = field(default="", kw_only=True)
+    explain: Callable[[Given, list[Observed], str], str] | None = field(
+        default=None, repr=False, kw_only=True
+    )
+
+    @cached_property
+    def _main(self) -> tuple[Trial, ...]:
+        """The trials that are judged first: on several ranks, or all where each has one rank."""
+        return tuple(trial for trial in self.trials if trial.n > 1) or self.trials
+
+    @cached_property
+    def _cases(self) -> list[_Case]:
+        cases = [
+            _Case(axis, f"{axis}, {trial.title}", (trial,), self._result_look(axis),
+                  first=trial in self._main and axis not in self.later)
+            for trial in self.trials for axis in self.axes
+        ]  # fmt: skip
+        if self.calls:
+            cases.append(_Case("wire", "operations and bytes", self._main, self._operations))
+        if self._main[0].n > 1:
+            cases.append(_Case("wire", "every call is waited for", self._main, self._waited))
+        for look in self.looks:
+            trials = self.trials if look.one_rank else self._main
+            cases.append(_Case(look.axis, look.title, trials, look.look))
+        return cases
 
     @property
     def cases(self) -> tuple[tuple[str, str], ...]:
-        return tuple((case.axis, case.title) for case in self.looks)
-
-    def first(self, case: RankCase) -> bool:
-        """Return whether this case must pass before the others count."""
-        return case.axis in RESULTS and self.trials[case.trial].n > 1 and not case.later
+        return tuple((case.axis, case.title) for case in self._cases)
 
     def results(
         self, answers: Sequence[Answer], rng: random.Random, deadline: float
     ) -> list[CaseResult]:
         with _torch_as_it_comes():  # without the settings of the notebook
-            return self._results(answers, rng, deadline)
-
-    def _results(
-        self, answers: Sequence[Answer], rng: random.Random, deadline: float
-    ) -> list[CaseResult]:
-        warm_up()  # imports must not count as time of the first check
-        end = time.monotonic() + CHECK
-        seen: dict[int, Seen] = {}
-        found: dict[RankCase, str] = {}
-        for case in sorted(self.looks, key=lambda case: not self.first(case)):
-            if not self.first(case) and any(found[each] for each in found if self.first(each)):
-                found[case] = LATER
-                continue
+            warm_up()  # imports must not count against the deadline of the first check
+            seen: dict[int, list[Seen]] = {}
+            found: dict[str, str] = {}
+            end = time.monotonic() + CHECK
             try:
-                if case.trial not in seen:
-                    left = end - time.monotonic()
-                    seed = rng.randrange(2**31)
-                    seen[case.trial] = self._launch(case.trial, seed, answers, left, deadline)
-                found[case] = case.look(seen[case.trial])
-            except NotRight as error:  # the run failed, and another would fail in the same way
-                return self._broken(found, case, str(error))
+                for case in sorted(self._cases, key=lambda case: not case.first):
+                    if not case.first and any(found[each.title] for each in self._firsts):
+                        found[case.title] = LATER
+                        continue
+                    found[case.title] = self._look(case, seen, answers, rng, deadline, end)
+            except NotRight as error:  # another launch would fail in the same way
+                return self._broken(found, str(error))
             except TooBusy as error:
                 return self._not_judged(found, str(error))
         return [
-            CaseResult(case.axis, case.title, found[case], judged=found[case] != LATER)
-            for case in self.looks
-        ]
+            CaseResult(case.axis, case.title, found[case.title],
+                       judged=found[case.title] != LATER)
+            for case in self._cases
+        ]  # fmt: skip
 
-    def _broken(self, found: dict[RankCase, str], case: RankCase, reason: str) -> list[CaseResult]:
-        """Return the cases after a failed run: only results from before the failure are judged."""
-        seen = {each: text for each, text in found.items() if self.first(each)} | {case: reason}
+    @property
+    def _firsts(self) -> list[_Case]:
+        return [case for case in self._cases if case.first]
+
+    def _broken(self, found: Mapping[str, str], reason: str) -> list[CaseResult]:
+        """Return the cases after a failed launch: only results from before it are judged."""
+        judged = {case.title for case in self._firsts if case.title in found}
+        first = next(case.title for case in self._cases if case.title not in found)
         return [
-            CaseResult(each.axis, each.title, seen.get(each, reason), judged=each in seen)
-            for each in self.looks
-        ]
+            CaseResult(case.axis, case.title, found[case.title] if case.title in judged else reason,
+                       judged=case.title in judged or case.title == first)
+            for case in self._cases
+        ]  # fmt: skip
 
-    def _not_judged(self, found: dict[RankCase, str], reason: str) -> list[CaseResult]:
+    def _not_judged(self, found: Mapping[str, str], reason: str) -> list[CaseResult]:
         """Return the cases when the machine was too busy: those that were judged stay judged."""
-        seen = {each: text for each, text in found.items() if text != LATER}
+        seen = {title: text for title, text in found.items() if text != LATER}
         return [
-            CaseResult(each.axis, each.title, seen[each])
-            if each in seen
-            else CaseResult(each.axis, each.title, reason, judged=False, busy=True)
-            for each in self.looks
+            CaseResult(case.axis, case.title, seen[case.title])
+            if case.title in seen
+            else CaseResult(case.axis, case.title, reason, judged=False, busy=True)
+            for case in self._cases
         ]
+
+    def _look(
+        self,
+        case: _Case,
+        seen: dict[int, list[Seen]],
+        answers: Sequence[Answer],
+        rng: random.Random,
+        deadline: float,
+        end: float,
+    ) -> str:
+        text = f"case {self._cases.index(case) + 1} of {self.total}: {case.title}"
+        for trial in case.trials:
+            number = self.trials.index(trial)
+            if number not in seen:
+                left = end - time.monotonic()
+                with shown_if_slow(text, CHECK - left):
+                    seed = rng.randrange(2**31)
+                    seen[number] = self._launch(trial, seed, answers, deadline, left)
+            for each in seen[number]:
+                if message := case.look(each.given, each.ranks):
+                    return message + each.place
+        return ""
 
     def _launch(
-        self, number: int, seed: int, answers: Sequence[Answer], left: float, deadline: float
-    ) -> Seen:
+        self, trial: Trial, seed: int, answers: Sequence[Answer], deadline: float, left: float
+    ) -> list[Seen]:
         """Run a trial; if the machine was too busy, run it once more, alone and with more time.
 
         ``left`` are the seconds that the check has left for new launches, ``deadline`` is the CPU
         time of a rank. Raises NotRight with what went wrong, TooBusy after the second try.
         """
-        trial = self.trials[number]
-        case = next(k for k, look in enumerate(self.looks, 1) if look.trial == number)
-        text = f"case {case} of {len(self.looks)}: {self.looks[case - 1].title}"
+        groups = range(len(trial.groups))
+        drawn = [[self.given(trial, seed, call, group) for group in groups]
+                 for call in range(CALLS)]  # fmt: skip
+        inputs = [_by_global_rank(trial, given) for given in drawn]
         for alone in (False, True) if left > 0 else ():
-            limits = Limits(deadline, BLOCKED, AGAIN if alone else TOTAL, START)
+            limits = Limits(deadline, BLOCKED, TOTAL * (1 + alone), START)
             try:
-                with turn(alone=alone), shown_if_slow(text, CHECK - left), bounded_output():
-                    ranks = run(
-                        graded_rank, self.id, number, seed, *answers, n=trial.n, limits=limits
-                    )
-                return Seen(trial, seed, ranks)
+                with turn(alone=alone), bounded_output():
+                    made = run(
+                        graded, self.act, self.refused, trial.placement, trial.strided, inputs,
+                        *answers, n=trial.world, limits=limits,
+                    )  # fmt: skip
             except RankError as error:
-                if not _starved(error):
-                    raise NotRight(self._reason(error, trial)) from None
+                if _starved(error):
+                    continue
+                raise NotRight(self._explained(error, trial)) from None
             except TypeError as error:  # the answer cannot be sent to the ranks
                 raise NotRight(str(error)) from None
+            return [
+                Seen(drawn[call][group], [made[rank][call] for rank in ranks], group, call)
+                for call in range(CALLS)
+                for group, ranks in enumerate(trial.groups)
+            ]
         raise TooBusy(BUSY)
 
-    def _reason(self, error: RankError, trial: Trial) -> str:
-        """Return what went wrong in a launch, as the message of a verdict."""
+    def given(self, trial: Trial, seed: int, call: int = 0, group: int = 0) -> Given:
+        """Return the inputs of one call on one group, drawn from ``seed``.
+
+        Both calls have the same sizes in a trial that is ``strided``, and others elsewhere.
+        """
+        sizes, values = seed + (0 if trial.strided else call), seed + 97 * call + 7 * group
+        drawn = self.draw(trial, Draw(sizes, values, trial.dtype, call, 1 + trial.strided))
+        ranks, whole = drawn if isinstance(drawn, tuple) else (drawn, None)
+        return Given(trial, ranks, whole, self.expected, trial.groups[group])
+
+    def _explained(self, error: RankError, trial: Trial) -> str:
         if isinstance(error.exception, NotImplementedError):
             return f"{self.names[0]} is not written yet ({error.exception})"
-        left_alone = isinstance(error, RankDeadline) and "had returned" in error.report
-        hint = f". {trial.hang}" if trial.hang and left_alone else ""
-        if trial.hang and "(SIGABRT)" in error.report.splitlines()[0]:
-            hint = f". A possible reason: {trial.hang}"
-        return f"on {trial.n} ranks {said(error)}{hint}"
+        apart = isinstance(error, RankDeadline) and len(_places(error)) > 1
+        hint = f". {self.hang}" if self.hang and apart else ""
+        if self.hang and "(SIGABRT)" in error.report.splitlines()[0]:
+            hint = f". A possible reason: {self.hang}"
+        where = f"on {trial.world} rank{'s' * (trial.world > 1)} " if self._main[0].n > 1 else ""
+        return f"{where}{said(error)}{hint}"
+
+    def _result_look(self, axis: str) -> Callable[[Given, list[Observed]], str]:
+        def look(given: Given, ranks: list[Observed]) -> str:
+            if unfit := next((rank.unfit for rank in ranks if rank.unfit), ""):
+                return unfit
+            if changed := self._unchanged(given, ranks) or self._others(ranks):
+                return changed
+            for name, wanted in given.expected.items():
+                if axis_of(name) == axis:
+                    got = [rank.values.get(name) for rank in ranks]
+                    if message := described(name, got, wanted, self.terms):
+                        if given.n == 1:  # there is no other rank
+                            message = re.sub(r" (on|from) rank 0\b,?", "", message)
+                        return self._mistake(given, ranks, name, message)
+            return ""
+
+        return look
+
+    def _mistake(self, given: Given, ranks: list[Observed], name: str, message: str) -> str:
+        """Return the message of the classic mistake with these results, or ``message``."""
+        if cause := self._waited(given, ranks) or outside(given, ranks):
+            return f"{cause} ({message})"
+        for mistake in self.mistakes if given.trial in self._main else ():
+            if name in mistake.results and all(
+                self._same(given, ranks, each, compute, mistake.unset)
+                for each, compute in mistake.results.items()
+            ):
+                return f"{mistake.message} ({message})"
+        if self.explain and given.n > 1 and (why := self.explain(given, ranks, name)):
+            return f"{why} ({message})"
+        return message
+
+    def _same(
+        self,
+        given: Given,
+        ranks: list[Observed],
+        name: str,
+        compute: Callable[[Given], Any],
+        unset: bool,
+    ) -> bool:
+        try:
+            wanted = given.by_rank(compute(given))
+            got: list[Any] = [rank.values.get(name) for rank in ranks]
+            if unset:
+                got = [torch.where(w.isnan(), w, g) for g, w in zip(got, wanted, strict=True)]
+            return not described(name, got, wanted, self.terms)
+        except Exception:  # the mistake cannot be made in this trial
+            return False
+
+    def _unchanged(self, given: Given, ranks: list[Observed]) -> str:
+        for rank, observed in enumerate(ranks):
+            for name in observed.changed:
+                if name not in self.in_place:
+                    return (
+                        f"expected the input {name} to be unchanged on rank {rank}, but the "
+                        "answer wrote into it: write into a copy"
+                    )
+        return ""
+
+    def _others(self, ranks: list[Observed]) -> str:
+        for rank, observed in enumerate(ranks):
+            others = sorted({call.op for call in observed.calls} - set(self.only))
+            if self.only and others:
+                return (
+                    f"rank {rank} called {', '.join(others)}: expected {' and '.join(self.only)} "
+                    "only"
+                )
+        return ""
+
+    def _operations(self, given: Given, ranks: list[Observed]) -> str:
+        assert self.calls is not None
+        for rank, observed in enumerate(ranks):
+            wanted = [WireCall(*call) for call in self.calls(given, rank)]
+            if observed.calls != wanted:
+                why = f". {self.calls_why}" if self.calls_why else ""
+                return (
+                    f"expected {listed(wanted)} from rank {rank}, got {listed(observed.calls)}{why}"
+                )
+        return outside(given, ranks)
+
+    def _waited(self, given: Given, ranks: list[Observed]) -> str:
+        for rank, observed in enumerate(ranks):
+            for call in observed.calls:
+                if not call.waited:
+                    return (
+                        f"rank {rank} started {one(call)} and never waited for it: call wait() "
+                        "on its handle before the result is used and before the answer returns"
+                    )
+                if call.early:
+                    return (
+                        f"rank {rank} used a tensor of {one(call)} in {call.early} before wait() "
+                        "had returned: until then the network may still read or write it"
+                    )
+        return ""
 
 
-def graded_rank(exercise_id: str, number: int, seed: int, *answers: Answer) -> Observed:
-    """Run the answers on the inputs of this rank and measure them. Called in a rank."""
-    exercise = registry.find(exercise_id)
-    assert isinstance(exercise, Ranked)
-    mesh = make_mesh()
-    inputs = exercise.inputs(exercise.trials[number], mesh.rank, seed)
-    begun()
-    with (
-        refusing(exercise.refused),
-        PeakLiveBytes() as peak,
-        WireCalls() as wire,
-        waits() as waited,
-    ):
-        value = exercise.act(answers, inputs, mesh)
-    return Observed(value, wire.calls, peak.peak, inputs, waited.count)
+@dataclass(frozen=True)
+class _Case:
+    axis: str
+    title: str
+    trials: tuple[Trial, ...]
+    look: Callable[[Given, list[Observed]], str]
+    first: bool = False
+
+
+@dataclass(frozen=True)
+class Seen:
+    """One call on one group of the axis: what was given, and what each rank did."""
+
+    given: Given
+    ranks: list[Observed]
+    group: int
+    call: int
+
+    @property
+    def place(self) -> str:
+        """Where the first error was found, if it was not in the first call of the world."""
+        trial = self.given.trial
+        parts = []
+        if trial.beside > 1:
+            parts.append(f"the axis has the ranks {list(trial.groups[self.group])}")
+        if self.call:
+            parts.append("in the second call of this launch")
+        return f" ({'; '.join(parts)})" if parts else ""
+
+
+def _places(error: RankDeadline) -> set[str]:
+    """Return the different places at which the ranks were, without their source lines."""
+    return {text.split("was at: ")[-1].split(",")[0] for text in error.standing.values()}
+
+
+def _by_global_rank(trial: Trial, groups: Sequence[Given]) -> list[Inputs]:
+    inputs: dict[int, Inputs] = {}
+    for ranks, given in zip(trial.groups, groups, strict=True):
+        inputs |= dict(zip(ranks, given.ranks, strict=True))
+    return [inputs[rank] for rank in range(trial.world)]
 
 
 def _starved(error: RankError) -> bool:

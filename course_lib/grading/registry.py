@@ -6,7 +6,7 @@ import pkgutil
 import re
 from importlib import import_module
 
-from course_lib.grading import graders, lessons
+from course_lib.grading import graders
 from course_lib.grading.exercise import Exercise
 
 ID = re.compile(r"(\d\d[a-z]?)-\w+")
@@ -19,14 +19,9 @@ def lesson_numbers() -> list[str]:
 
 def _modules() -> dict[str, str]:
     """Return the module with the exercises of each lesson."""
-    places = {
-        "course_lib.grading.lessons": list(lessons.__path__),
-        "course_lib.grading.graders.judge": [str(graders.FOLDER / "judge")],
-    }
     return {
-        module.name.removeprefix("lesson_"): f"{place}.{module.name}"
-        for place, path in places.items()
-        for module in pkgutil.iter_modules(path)
+        module.name.removeprefix("lesson_"): f"{graders.__name__}.judge.{module.name}"
+        for module in pkgutil.iter_modules([str(graders.FOLDER / "judge")])
     }
 
 

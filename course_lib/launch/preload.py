@@ -38,8 +38,7 @@ MODULES = (
     "course_lib.compose",
     "course_lib.checkpoint",
     "course_lib.inference",
-    "course_lib.grading.ranked",  # a check starts ranks many times
-    "course_lib.grading.runner_placed",
+    "course_lib.grading.runner_placed",  # a check starts ranks many times
     "course_lib.launch.rank",
 )
 

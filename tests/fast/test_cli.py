@@ -72,8 +72,7 @@ FAST = [
     "map",
     "map --json",
 ]
-HEAVY = "torch numpy matplotlib nbformat IPython jupyterlab course_lib.grading.lessons"
-HEAVY = [*HEAVY.split(), "course_lib.grading.graders.judge"]
+HEAVY = "torch numpy matplotlib nbformat IPython jupyterlab course_lib.grading.graders".split()
 IMPORTED = """
 import json, sys
 from pathlib import Path

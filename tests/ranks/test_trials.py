@@ -12,7 +12,8 @@ import torch.distributed as dist
 from course_lib import comm
 from course_lib.grading.compare import agrees
 from course_lib.grading.placed import PARTIAL, Placed, bytes_of, sharded
-from course_lib.grading.trials import Look, Mistake, OnRanks, Trial
+from course_lib.grading.ranked import OnRanks
+from course_lib.grading.trials import Look, Mistake, Trial
 from course_lib.mesh import make_mesh
 
 SUM = Placed(

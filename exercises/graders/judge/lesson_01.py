@@ -17,8 +17,9 @@ from course_lib.grading.draw import Draw
 from course_lib.grading.exercise import Case, Function, Instance, Wrong
 from course_lib.grading.graders.runner import lesson_01 as runner
 from course_lib.grading.placed import bytes_of
+from course_lib.grading.ranked import OnRanks
 from course_lib.grading.runner import Observed
-from course_lib.grading.trials import TRIALS, Given, Look, Mistake, OnRanks, Trial
+from course_lib.grading.trials import TRIALS, Given, Look, Mistake, Trial
 from course_lib.grading.worked import Worked
 from course_lib.ledger import wire
 

@@ -16,8 +16,9 @@ from course_lib.grading.draw import Draw
 from course_lib.grading.exercise import Wrong
 from course_lib.grading.graders.runner import lesson_03 as runner
 from course_lib.grading.placed import bytes_of
+from course_lib.grading.ranked import OnRanks
 from course_lib.grading.runner import Observed
-from course_lib.grading.trials import Given, Look, Mistake, OnRanks, Trial
+from course_lib.grading.trials import Given, Look, Mistake, Trial
 from course_lib.grading.worked import Worked
 from course_lib.ledger import wire
 

@@ -13,7 +13,8 @@ from course_lib.grading.draw import Draw
 from course_lib.grading.exercise import Wrong
 from course_lib.grading.graders.runner import lesson_05 as runner
 from course_lib.grading.placed import REPLICATED, Placed, bytes_of, sharded
-from course_lib.grading.trials import Given, Mistake, OnRanks, Trial
+from course_lib.grading.ranked import OnRanks
+from course_lib.grading.trials import Given, Mistake, Trial
 from course_lib.grading.worked import Worked
 from course_lib.model import ModelConfig
 from course_lib.model.layers import MLP

@@ -13,8 +13,9 @@ from course_lib.grading.draw import Draw
 from course_lib.grading.exercise import Wrong
 from course_lib.grading.graders.runner import lesson_06 as runner
 from course_lib.grading.placed import Placed, bytes_of, sharded
+from course_lib.grading.ranked import OnRanks
 from course_lib.grading.runner import Observed
-from course_lib.grading.trials import TRIALS, Given, Look, Mistake, OnRanks, Trial, on_axis
+from course_lib.grading.trials import TRIALS, Given, Look, Mistake, Trial, on_axis
 from course_lib.grading.worked import Worked
 
 BY_HAND = Worked(

@@ -18,16 +18,9 @@ from course_lib.grading.draw import Draw
 from course_lib.grading.exercise import Case, Function, Instance, Wrong
 from course_lib.grading.graders.runner import lesson_10 as runner
 from course_lib.grading.placed import bytes_of
+from course_lib.grading.ranked import OnRanks
 from course_lib.grading.runner_placed import UPSTREAM
-from course_lib.grading.trials import (
-    Given,
-    Look,
-    Mistake,
-    Observed,
-    OnRanks,
-    Trial,
-    outside,
-)
+from course_lib.grading.trials import Given, Look, Mistake, Observed, Trial, outside
 from course_lib.grading.worked import Worked
 from course_lib.layout import DEFAULT_ORDER
 

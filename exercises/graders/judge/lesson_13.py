@@ -13,17 +13,9 @@ from torch import Tensor
 from course_lib.grading.answers import NotRight, shown
 from course_lib.grading.draw import Draw
 from course_lib.grading.exercise import Case, Function, Instance, Wrong
+from course_lib.grading.ranked import OnRanks
 from course_lib.grading.runner_placed import call_forward, call_raw
-from course_lib.grading.trials import (
-    TRIALS,
-    Given,
-    Look,
-    Mistake,
-    Observed,
-    OnRanks,
-    Trial,
-    at_most,
-)
+from course_lib.grading.trials import TRIALS, Given, Look, Mistake, Observed, Trial, at_most
 from course_lib.grading.worked import Worked
 
 BY_HAND = Worked(
