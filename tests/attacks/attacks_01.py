@@ -242,7 +242,7 @@ def _writes(tensors: Tensors) -> tuple[int, int]:
 ATTACKS = {
     "01-1": Attacks(
         wrong=(
-            Wrong(_table(block="128"), words="expected a number, got a text"),
+            Wrong(_table(block="128"), words="expected a number, not the text"),
             Wrong(_table(binds="net"), words="'binds': 'net' is not right"),
             Wrong(_table(GPUs=None), words="'GPUs' is not filled in yet"),
         ),

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import random
 from collections.abc import Callable, Sequence
 from decimal import Decimal
@@ -97,23 +96,11 @@ BY_HAND = Worked(
 # --- 01-2 ----------------------------------------------------------------------------------------
 
 
-class _Tokens(float):
-    """A number that equals another up to a relative error of 1e-9."""
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, float) and math.isclose(float(self), float(other), rel_tol=1e-9)
-
-    __hash__ = float.__hash__
-
-    def __repr__(self) -> str:
-        return f"{float(self):.10g}"
-
-
-def _as_tokens(value: Any) -> _Tokens:
+def _as_tokens(value: Any) -> float:
     number = value.item() if callable(getattr(value, "item", None)) else value
     if not isinstance(number, Real | Decimal) or isinstance(number, bool):
         raise NotRight(f"expected a number of tokens, got {shown(value)}")
-    return _Tokens(number)
+    return float(number)
 
 
 def _least(n: int, width: int, per_parameter: int, flops: float, gbits: int) -> float:
@@ -197,6 +184,7 @@ TOKENS = Function(
     ),
     reference=_least,
     normal=_as_tokens,
+    relative=1e-9,
     drawn=(
         Case("bfloat16, six FLOPs", _links(2, 6, 2, 4, 7, 16)),
         Case("float32 gradients", _links(4, 6, 3, 8, 24, 64)),
