@@ -11,6 +11,7 @@ import nbformat
 import pytest
 from nbformat.v4 import new_code_cell, new_markdown_cell, new_notebook, new_output
 
+from course_lib.grading import registry
 from course_lib.grading.answers import AGAIN, CHECK, LONGEST, START, TOTAL, TURN
 from course_lib.grading.merge import merge, pristine, read
 from course_lib.grading.plugin import timeout_of
@@ -37,7 +38,9 @@ CHECKS = {"00-1": 'check("00-1", coordinates)', "00-2": 'check("00-2", groups)'}
 SOLVED = {"00-1": COORDINATES, "00-2": GROUPS}
 
 
-POINTS = {"00-1": 4, "00-2": 4, "02-4": 10}
+POINTS = {ex: registry.find(ex).total for ex in ("00-1", "00-2", "02-4")}
+FULL = POINTS["00-1"]
+assert POINTS["00-2"] == FULL
 
 
 def cell(ex: str, role: str, source: str):
@@ -62,7 +65,7 @@ def solution():
     solved = notebook(SOLVED)
     for number, each in enumerate(solved.cells):
         if each.metadata.get("course", {}).get("role") == "check":
-            line = f"{each.metadata.course.ex}: 4 of 4 passed."
+            line = f"{each.metadata.course.ex}: {FULL} of {FULL} passed."
             each.execution_count = number
             each.outputs = [new_output("execute_result", {"text/plain": line})]
     return solved
@@ -137,25 +140,25 @@ def counts(result) -> dict[str, int]:
 def test_a_solution_has_full_marks(hand_in):
     result = hand_in(notebook(SOLVED))
     assert result.ok
-    exercise = {"passed": 4, "total": 4, "message": "", "not_judged": 0}
+    exercise = {"passed": FULL, "total": FULL, "message": "", "not_judged": 0}
     assert result.as_dict() == {
         "file": result.file,
         "exercises": {"00-1": exercise, "00-2": exercise},
-        "passed": 8,
-        "total": 8,
+        "passed": 2 * FULL,
+        "total": 2 * FULL,
         "not_judged": 0,
     }
 
 
 def test_an_untouched_exercise_has_none(hand_in):
     result = hand_in(notebook(STUBS))
-    assert (result.passed, result.total, result.ok) == (0, 8, False)
+    assert (result.passed, result.total, result.ok) == (0, 2 * FULL, False)
     assert "not written yet" in result.scores["00-1"].message
 
 
 def test_a_blank_file_is_an_untouched_one(hand_in):
     result = hand_in("")
-    assert (result.passed, result.total) == (0, 8)
+    assert (result.passed, result.total) == (0, 2 * FULL)
     assert "no answer cell of 00-1" in result.scores["00-1"].message
 
 
@@ -170,7 +173,7 @@ def test_split_copied_and_moved_answers_and_edited_checks(hand_in):
         cell("00-1", "answer", lines),
         cell("03-1", "answer", "raise SystemError('of another notebook')"),
     ]
-    assert counts(hand_in(mine)) == {"00-1": 4, "00-2": 4}
+    assert counts(hand_in(mine)) == {"00-1": FULL, "00-2": FULL}
 
 
 def stripped(content, *, ids: bool):
@@ -255,21 +258,21 @@ def test_a_part_of_an_answer_may_be_timed(hand_in, magic):
         cell("00-1", "answer", "step = divmod"),
         cell("00-1", "answer", f"{magic}\n{lines}"),
     ]
-    assert counts(hand_in(mine)) == {"00-1": 4, "00-2": 4}
+    assert counts(hand_in(mine)) == {"00-1": FULL, "00-2": FULL}
 
 
 def test_another_magic_in_a_part_of_an_answer_is_named(hand_in):
     mine = notebook(SOLVED)
     mine.cells += [cell("00-1", "answer", "%%bash\nls")]
     result = hand_in(mine)
-    assert counts(result) == {"00-1": 0, "00-2": 4}
+    assert counts(result) == {"00-1": 0, "00-2": FULL}
     message = "the answer has several cells, and one begins with %%bash: remove the line"
     assert result.scores["00-1"].message == message
 
 
 def test_a_syntax_error_costs_one_exercise(hand_in):
     result = hand_in(notebook({**SOLVED, "00-1": "def coordinates(rank:\n  return"}))
-    assert counts(result) == {"00-1": 0, "00-2": 4}
+    assert counts(result) == {"00-1": 0, "00-2": FULL}
     assert "syntax error in line 1" in result.scores["00-1"].message
 
 
@@ -294,20 +297,20 @@ def test_a_syntax_error_costs_one_exercise(hand_in):
 )
 def test_an_answer_that_breaks_costs_one_exercise(hand_in, answer, words):
     result = hand_in(notebook({"00-1": answer, "00-2": GROUPS}), cell_timeout=3)
-    assert counts(result) == {"00-1": 0, "00-2": 4}
+    assert counts(result) == {"00-1": 0, "00-2": FULL}
     assert words in result.scores["00-1"].message
 
 
 def test_a_kernel_that_ends_later_costs_no_other_exercise(hand_in):
     result = hand_in(notebook({"00-1": f"{LATER}\n{COORDINATES}", "00-2": GROUPS}))
-    assert result.scores["00-2"] == Score(4, 4)
-    assert result.scores["00-1"].total == 4
+    assert result.scores["00-2"] == Score(FULL, FULL)
+    assert result.scores["00-1"].total == FULL
 
 
 def test_a_kernel_that_does_not_start_takes_no_points(hand_in, monkeypatch):
     monkeypatch.setattr("course_lib.grading.run._pytest", lambda *_: True)
     result = hand_in(notebook(SOLVED))
-    assert [score.not_judged for score in result.scores.values()] == [4, 4]
+    assert [score.not_judged for score in result.scores.values()] == [FULL, FULL]
     assert "not judged, because the kernel ended" in result.scores["00-1"].message
     assert not result.failed
     assert not result.ok
@@ -336,7 +339,7 @@ def test_prints_warnings_and_50_MB_change_no_mark(hand_in):
         + COORDINATES.replace("found = {}", "found = {}; print('here', file=sys.stderr)")
         + "\ndisplay('a value')\n7"
     )
-    assert counts(hand_in(notebook({**SOLVED, "00-1": noisy}))) == {"00-1": 4, "00-2": 4}
+    assert counts(hand_in(notebook({**SOLVED, "00-1": noisy}))) == {"00-1": FULL, "00-2": FULL}
 
 
 @pytest.mark.parametrize(
