@@ -121,13 +121,13 @@ class WireCalls(TorchDispatchMode):
         self._torch: list[list[tuple[Any, str, Any]]] = []
 
     def __enter__(self) -> WireCalls:
-        methods = {name: getattr(dist.ProcessGroup, name, None) for name in METHODS}
-        saved: list[tuple[Any, str, Any]] = []
-        for name, method in methods.items():
-            if method is not None:
-                saved.append((dist.ProcessGroup, name, method))
-                setattr(dist.ProcessGroup, name, self._beginning(method))
-        saved.append((dist.Work, "wait", dist.Work.wait))
+        # The entries of the classes are put back later: what getattr returns would not bind.
+        saved: list[tuple[Any, str, Any]] = [(dist.Work, "wait", vars(dist.Work)["wait"])]
+        own = vars(dist.ProcessGroup)
+        saved += [(dist.ProcessGroup, name, own[name]) for name in METHODS if name in own]
+        for _, name, _ in saved[1:]:
+            method = getattr(dist.ProcessGroup, name)
+            setattr(dist.ProcessGroup, name, self._beginning(method))
         setattr(dist.Work, "wait", self._waiting(dist.Work.wait))  # noqa: B010
         self._torch.append(saved)
         return super().__enter__()

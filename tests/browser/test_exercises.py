@@ -27,7 +27,7 @@ def ring_all_reduce(x, axis):
         pieces[into] = pieces[into] + got if turn < axis.size - 1 else got
     return torch.cat(pieces)"""
 HALF_A_RING = RING.replace("range(2 * (axis.size - 1))", "range(axis.size - 1)")
-ONE_HALF = "the all-gather half is missing or wrong"
+ONE_HALF = "the second half, n-1 turns that copy the sums, is missing"
 SENDS_FIRST = """\
 def ring_all_reduce(x, axis):
     for turn in range(axis.size - 1):
@@ -44,9 +44,10 @@ def answer(learner, ex: str, source: str) -> dict:
     written, check = learner.find(ex, "answer"), learner.find(ex, "check")
     learner.type(written, source)
     learner.press_run(written)
-    (output,) = learner.press_run(check)["outputs"]
+    outputs = learner.press_run(check)["outputs"]  # a slow check has shown its case before
+    (output,) = (each for each in outputs if MIME in each.get("data", {}))
     verdict = output["data"][MIME]
-    shown = learner.at(check).locator(".jp-OutputArea-output")
+    shown = learner.at(check).locator(".jp-OutputArea-output").last
     text = " ".join(shown.inner_text().split())
     assert text.startswith(f"{ex}: {verdict['passed']} of {verdict['total']} passed")
     assert verdict["message"] in text
@@ -71,6 +72,11 @@ def grade(path: Path, ex: str) -> dict:
     return json.loads(result.stdout)["exercises"][ex]
 
 
+def marks(total: int) -> dict:
+    """What the official grade says of a right answer."""
+    return {"passed": total, "total": total, "message": "", "not_judged": 0}
+
+
 def test_a_wrong_and_a_right_answer(learner, begin):
     path = begin("00")
     learner.open("work/exercises/00_start_here.ipynb")
@@ -81,10 +87,11 @@ def test_a_wrong_and_a_right_answer(learner, begin):
     learner.save()
     assert grade(path, "00-1")["passed"] == 0
     verdict = answer(learner, "00-1", RIGHT)
-    assert verdict["passed"] == verdict["total"] == 4
+    total = registry.find("00-1").total
+    assert verdict["passed"] == verdict["total"] == total
     shoot(learner, "00_right", "00-1", "Dark", "Light")
     learner.save()
-    assert grade(path, "00-1") == {"passed": 4, "total": 4, "message": ""}
+    assert grade(path, "00-1") == marks(total)
     learner.close()
 
 
@@ -113,5 +120,5 @@ def test_a_ring_on_real_ranks(learner, begin):
     assert verdict["passed"] == verdict["total"] == ring.total
     shoot(learner, "02_right", ring.id)
     learner.save()
-    assert grade(path, ring.id) == {"passed": ring.total, "total": ring.total, "message": ""}
+    assert grade(path, ring.id) == marks(ring.total)
     learner.close()
