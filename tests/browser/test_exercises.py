@@ -58,7 +58,7 @@ def answer(learner, ex: str, source: str) -> dict:
 
 def shoot(learner, name: str, ex: str, *themes: str) -> None:
     """The verdict in these themes of JupyterLab."""
-    shown = learner.at(learner.find(ex, "check")).locator(".jp-OutputArea-output")
+    shown = learner.at(learner.find(ex, "check")).locator(".jp-OutputArea-output").last
     for theme in themes or ("Light",):
         learner.theme(f"JupyterLab {theme}")
         learner.screenshot(f"{name}_{theme.lower()}", shown)
