@@ -771,9 +771,9 @@ check("11-3", never)
 # %% [markdown] course={"ex": "11-4"}
 # ## 11-4 A bucket that gives way
 # Some small tensors are to be summed over tp, one after the other: wait for each. A bucket, of one dimension, is to
-# be summed over dp. It gives way: send it in pieces of at most `most` elements, in order, and *start* one piece after
-# each wait for a small call. Start the remaining pieces when there are no more small calls. Do not wait for a piece
-# before the last small call has finished.
+# be summed over dp. It gives way: send it in pieces of `most` elements (the last may be shorter), in order, and
+# *start* one piece after each wait for a small call. Start the remaining pieces when there are no more small calls.
+# Do not wait for a piece before the last small call has finished.
 #
 # The check looks at the sums on two and four ranks and on one, at the order and the bytes of all calls, and at when
 # you wait. `comm.all_reduce(x, axis)` waits; `comm.start_all_reduce(x, axis)` returns a handle with `wait()`;

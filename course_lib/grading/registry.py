@@ -32,7 +32,7 @@ def exercises(lesson: str) -> list[Exercise]:
 
 
 def find(exercise_id: str) -> Exercise:
-    """Return the exercise with that id. Raises ValueError that names those of its lesson."""
+    """Return the exercise with that id. Raises ValueError, which lists the ids of its lesson."""
     match = ID.fullmatch(exercise_id) if isinstance(exercise_id, str) else None
     known = exercises(match[1]) if match else []
     for exercise in known:

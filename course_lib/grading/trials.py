@@ -207,7 +207,7 @@ def one(call: WireCall) -> str:
 
 
 def outside(given: Given, ranks: list[Observed]) -> str:
-    """Return which rank used a group that is larger than that of the axis, or ""."""
+    """Return which rank used a group larger than the axis, or ""."""
     for rank, observed in enumerate(ranks):
         for call in observed.calls:
             if given.trial.beside > 1 and len(call.ranks) > given.n:

@@ -390,7 +390,7 @@ def _next_of_any(given: Given) -> Tensor:
 
 
 def _second_only(given: Given) -> Tensor:
-    """A bucket leaves at its first gradient, which is that of the second parameter."""
+    """A bucket is sent when its first gradient, of the second parameter, is ready."""
     found = _sum(_by_tower(given)).clone()
     found[:, : -given["towers"][0][0][1].numel()] = 0
     return found.flatten()

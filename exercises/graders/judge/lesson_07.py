@@ -518,7 +518,7 @@ def _gradients(
     only_last: bool = False,
     before: bool = True,
 ) -> list[Tensor]:
-    """The gradients by rank; ``hand`` is what a rank sends back. The others are mistakes."""
+    """Return the gradients by rank. ``hand`` computes the tensor that a rank sends back."""
     inputs, batches, found = _forward(given), given["micro-batches"][0], []
     loss_of, last, arrived = runner.LOSSES[given["loss"][0]], given.n - 1, {}
     for rank in reversed(range(given.n)):
@@ -589,7 +589,7 @@ def _in_order(given: Given, ranks: list[Observed]) -> str:
 
 
 def _in_flight(given: Given, ranks: list[Observed]) -> str:
-    """No more activations are saved than those of the micro-batches that the row has in flight."""
+    """A rank saves activations only for the micro-batches that are in flight in its row."""
     for rank, observed in enumerate(ranks):
         most = max(accumulate(1 if op == "F" else -1 for op, _ in given["row"][rank]))
         one = _saved_by_one(given, rank)
