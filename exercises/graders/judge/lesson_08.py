@@ -426,7 +426,7 @@ Hand = Callable[[Tensor, Tensor, Tensor], Tensor]  # of dx, dy and y
 def _backward(
     given: Given, hand: Hand = lambda dx, dy, y: dx, *, only_last: bool = False
 ) -> dict[str, list[Tensor]]:
-    """Return the gradients by name, then by rank; ``hand`` computes the tensor that a rank sends."""
+    """Return the gradients by name and rank; ``hand`` computes the tensor that a rank sends."""
     m = given.trial.size
     found: dict[str, list[Any]] = {
         f"gradient of {name}": [0] * given.n for name in runner.PARAMETERS
