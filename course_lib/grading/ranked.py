@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from course_lib.grading.answers import (
+    AGAIN,
     BLOCKED,
     BUSY,
     CHECK,
@@ -205,7 +206,7 @@ class OnRanks(Exercise):
                  for call in range(CALLS)]  # fmt: skip
         inputs = [_by_global_rank(trial, given) for given in drawn]
         for alone in (False, True) if left > 0 else ():
-            limits = Limits(deadline, BLOCKED, TOTAL * (1 + alone), START)
+            limits = Limits(deadline, BLOCKED, AGAIN if alone else TOTAL, START)
             try:
                 with turn(alone=alone), bounded_output():
                     made = run(
