@@ -4,14 +4,13 @@
 the outputs of cells whose source is the same; ``--execute`` runs lessons and solutions and stores
 fresh outputs; ``--check`` writes nothing and fails when a file is not what would be written.
 The same source gives the same bytes: cell ids come from headings, exercises and roles.
-From the graders the build takes the points of each exercise, into the metadata of its check cell,
-and the hints, into ``exercises/hints.json``: nothing else has to import a grader to list them.
+From the graders the build takes the points of each exercise, into the metadata of its check cell:
+nothing else has to import a grader to list them.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
 import re
 import sys
 from collections import Counter, defaultdict
@@ -24,7 +23,6 @@ from nbclient.exceptions import CellControlSignal, DeadKernelError
 from nbformat import NotebookNode
 
 from course_lib.grading import registry
-from course_lib.grading.catalog import HINTS, hint_id
 from course_lib.grading.exercise import Exercise
 from course_lib.grading.kernels import AsyncLocalKernelManager
 from course_lib.grading.source import Cell, Lesson, SourceError, read_lesson, solution, stub
@@ -132,16 +130,6 @@ def _grader(check: Cell) -> Exercise:
         raise check.error(str(error)) from None
 
 
-def hints(lesson: Lesson) -> dict[str, str]:
-    """Return the hints to the exercises of ``lesson`` by id, such as 03-2-hint-1."""
-    checks = [cell for cell in lesson.cells if cell.kind == "code" and cell.role == "check"]
-    return {
-        hint_id(str(cell.ex), rung): text
-        for cell in checks
-        for rung, text in enumerate(_grader(cell).hints, 1)
-    }
-
-
 def keep_outputs(new: NotebookNode, old: NotebookNode) -> None:
     """Give the cells of ``new`` the outputs of the cells of ``old`` with the same source."""
     stored = defaultdict(list)
@@ -213,7 +201,7 @@ def text_of(notebook: NotebookNode) -> str:
 
 
 def rebuild(folders: dict[str, Path], *, only: str = "", run: bool = False) -> dict[Path, str]:
-    """What every notebook, and the file of hints, should hold: path -> text.
+    """What every notebook should hold: path -> text.
 
     ``folders`` gives the folder of each kind, ``only`` the number of a lesson. Outputs are those
     stored; with ``run`` lessons and solutions are executed anew. Raises SourceError, and what
@@ -223,10 +211,8 @@ def rebuild(folders: dict[str, Path], *, only: str = "", run: bool = False) -> d
     if not sources:
         raise ValueError(f"no lesson {only or 'NN'}_*.py in {folders['notebooks']}")
     wanted = {}
-    hinted = _stored_hints(folders, without=only) if only else {}
     for source in sources:
         lesson = read_lesson(source)
-        hinted |= hints(lesson)
         for kind, notebook in build(lesson).items():
             path = folders[kind] / f"{source.stem}.ipynb"
             try:
@@ -235,15 +221,7 @@ def rebuild(folders: dict[str, Path], *, only: str = "", run: bool = False) -> d
                 wanted[path] = text_of(notebook)
             except (ValueError, *FAILURES) as error:
                 raise ValueError(f"{path.parent.name}/{path.name}: {error}") from error
-    text = json.dumps(hinted, indent=1, sort_keys=True, ensure_ascii=False)
-    return wanted | {folders["exercises"] / HINTS: f"{text}\n"}
-
-
-def _stored_hints(folders: dict[str, Path], without: str) -> dict[str, str]:
-    """Return the hints in the file that are not of the lesson ``without``."""
-    path = folders["exercises"] / HINTS
-    stored = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
-    return {name: text for name, text in stored.items() if not name.startswith(f"{without}-")}
+    return wanted
 
 
 def _fill(notebook: NotebookNode, path: Path, run: bool) -> None:

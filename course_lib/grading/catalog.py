@@ -1,6 +1,6 @@
 """Read the course's own notebooks and hints with json alone.
 
-The build writes the points of an exercise into its check cell, and the hints into a file. So
+The build writes the points of an exercise into its check cell; the hints are a data file. So
 ``course list`` needs neither torch nor the graders.
 """
 
@@ -69,5 +69,5 @@ def read_hints(root: Path, ex: str) -> list[str]:
     texts = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
     names = takewhile(texts.__contains__, (hint_id(ex, rung) for rung in count(1)))
     if not (found := [texts[name] for name in names]):
-        raise ValueError(f"{path}: expected hints to {ex}, found none; make notebooks writes them")
+        raise ValueError(f"{path}: expected hints to {ex}, found none; git restores the file")
     return found

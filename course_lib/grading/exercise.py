@@ -1,4 +1,4 @@
-"""An exercise: its cases, its hints, and the wrong answers that it must reject."""
+"""An exercise: its cases, and the wrong answers that it must reject."""
 
 from __future__ import annotations
 
@@ -62,7 +62,6 @@ class Exercise:
     id: str
     title: str
     names: tuple[str, ...]
-    hints: tuple[str, str, str]
     wrong: tuple[Wrong, ...] = field(default=(), repr=False, kw_only=True)
     right: tuple[Answers, ...] = field(default=(), repr=False, kw_only=True)
     stub: Answers = field(default=None, repr=False, kw_only=True)

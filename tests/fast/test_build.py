@@ -252,26 +252,13 @@ def test_ids_depend_on_the_section_only(tmp_path):
 
 def test_building_twice_gives_the_same_bytes(folders, tmp_path, capsys):
     assert main(folders) == 0
-    assert capsys.readouterr().out.count("wrote ") == 4
+    assert capsys.readouterr().out.count("wrote ") == 3
     files = {path: path.read_bytes() for path in tmp_path.rglob("*.*") if path.suffix != ".py"}
-    assert len(files) == 4
+    assert len(files) == 3
     assert main([*folders, "--check"]) == 0
     assert main(folders) == 0
     assert capsys.readouterr().out == ""
     assert {path: path.read_bytes() for path in files} == files
-
-
-def test_hints_have_ids_and_a_lesson_alone_replaces_its_own(folders, tmp_path):
-    path = tmp_path / "exercises" / "hints.json"
-    path.write_text('{"07-9-hint-1": "gone", "071-1-hint-1": "kept", "08-1-hint-1": "kept"}')
-    assert main([*folders, "--lesson", "07"]) == 0
-    stored = json.loads(path.read_text())
-    both = [registry.find(ex) for ex in ("07-1", "07-2")]
-    own = {f"{each.id}-hint-{n}": text for each in both for n, text in enumerate(each.hints, 1)}
-    assert stored == own | {"071-1-hint-1": "kept", "08-1-hint-1": "kept"}
-    assert main([*folders, "--check"]) == 1, "08 has no source"
-    assert main(folders) == 0
-    assert json.loads(path.read_text()) == own
 
 
 def test_an_exercise_without_a_grader_is_named_with_its_line(folders, tmp_path, capsys):

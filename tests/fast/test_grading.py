@@ -12,6 +12,7 @@ import sys
 import time
 from decimal import Decimal
 from fractions import Fraction
+from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
@@ -21,6 +22,7 @@ from attack import answers_to, written
 
 from course_lib.grading import answers, check, exercise, registry
 from course_lib.grading.answers import NotRight, guarded
+from course_lib.grading.catalog import HINTS, hint_id
 from course_lib.grading.exercise import Function, alike, each, plain
 from course_lib.grading.verdict import MIME, CaseResult, Verdict
 
@@ -70,10 +72,17 @@ def test_the_library_s_own_answer_refuses_while_judged_and_works_again_after(exe
     assert exercise.normal(exercise.reference(*case.values())) == before
 
 
+def test_every_exercise_has_three_hints_and_no_hint_is_left_over():
+    stored = json.loads((Path(__file__).parents[2] / "exercises" / HINTS).read_text())
+    lessons = registry.lesson_numbers()
+    ids = [each.id for lesson in lessons for each in registry.exercises(lesson)]
+    assert list(stored) == sorted(hint_id(ex, rung) for ex in ids for rung in (1, 2, 3))
+    assert all(text.strip() == text and text[-1] in ".?" for text in stored.values())
+
+
 @pytest.mark.parametrize("exercise", FUNCTIONS, ids=lambda exercise: exercise.id)
 def test_every_exercise_is_attacked_and_a_stub_scores_nothing(exercise):
     assert len(answers_to(exercise).wrong) >= 6
-    assert len(exercise.hints) == 3
     stubs = [
         *written(exercise, "exercises"),
         lambda *_: None,

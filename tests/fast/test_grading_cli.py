@@ -166,7 +166,7 @@ def test_hints_need_no_solutions_and_say_when_they_are_missing(root, capsys):
             (root / "exercises" / HINTS).unlink()
         code, out, err = course(capsys, "hint", "00", "1")
         assert (code, out) == (2, "")
-        assert "expected hints to 00-1, found none; make notebooks writes them" in err
+        assert "expected hints to 00-1, found none; git restores the file" in err
 
 
 @pytest.mark.parametrize(

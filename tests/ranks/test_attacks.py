@@ -30,7 +30,6 @@ def test_an_exercise_stands_its_attack(exercise):
     assert (result.wrong, result.right) == (result.rejected, result.accepted)
     assert result.wrong >= 6
     assert result.right >= 1
-    assert len(exercise.hints) == 3
 
 
 def does_nothing(x, axis):

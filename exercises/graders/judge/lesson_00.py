@@ -112,14 +112,6 @@ COORDINATES = Function(
     id="00-1",
     title="from a rank to its coordinates",
     names=("coordinates",),
-    hints=(
-        "Write down the ranks 0..7 for sizes tp=2, dp=4 and the order tp-dp. Which axis changes "
-        "from each rank to the next?",
-        "A rank is a number whose digits are the coordinates, each axis with its own base: the "
-        "first-named axis is the last digit.",
-        "Go through order.split('-'): divmod(rank, sizes[axis]) gives what is left of the rank, "
-        "and the coordinate on that axis.",
-    ),
     mistakes=(
         Wrong(
             lambda rank, sizes, order: _coordinates(rank, sizes, _reversed(order)),
@@ -226,14 +218,6 @@ GROUPS = Function(
     id="00-2",
     title="from coordinates to groups",
     names=("groups",),
-    hints=(
-        "Two ranks are in one group of an axis when they differ on that axis and on no other. "
-        "Which ranks share rank 0's group of dp?",
-        "Compute the coordinates of every rank; ranks whose other coordinates agree belong "
-        "together.",
-        "Use a dict from the tuple of the other coordinates to a list of ranks: go through the "
-        "ranks in ascending order, and the lists are the groups.",
-    ),
     mistakes=(
         Wrong(
             _other_axes,

@@ -26,16 +26,6 @@ BY_HAND = Worked(
     id="01-1",
     title="a model counted by hand",
     names=("table",),
-    hints=(
-        "Write down the shape of each matrix of the small block; a head has 4 / 2 = 2 features. "
-        "For the large model begin with bytes per parameter, and with FLOPs per parameter and "
-        "token.",
-        "q and o are 4 x 4, k and v 4 x 2, the MLP has three of 4 x 6. State is 16 bytes per "
-        "parameter. A run is 6 P T FLOPs. A ring of n sends 2(n-1)/n of the gradients; 400 Gb/s "
-        "are 50 GB/s.",
-        "128 = 48 + 72 + 8. Days: 6 * 36e9 * 960e9 / 4e14 / 86400. Sending: 2 * 15/16 * 72 GB / "
-        "50 GB/s. Computing: 6 * 36e9 * 4000 / 4e14.",
-    ),
     mistakes=(
         Wrong({"block": 144}, "k and v have one head of 2 features, not as many as q."),
         Wrong({"block": 104}, "the MLP of a llama has three matrices: gate, up and down."),
@@ -136,13 +126,6 @@ TOKENS = Function(
     id="01-2",
     title="the tokens that a link wants",
     names=("least_tokens",),
-    hints=(
-        "Write down the seconds of computing and of sending for a model of P parameters and t "
-        "tokens. Where is P on both sides?",
-        "Computing: per_parameter P t / flops. Sending: 2(n-1)/n P width over the bytes per "
-        "second; gbits are 1e9 bits each. P cancels.",
-        "2 * (n - 1) / n * width / (gbits * 1e9 / 8) * flops / per_parameter.",
-    ),
     mistakes=(
         *(
             Wrong(_times(factor), message)
@@ -244,15 +227,6 @@ COUNT = Function(
     id="01-3",
     title="parameters from shapes",
     names=("count",),
-    hints=(
-        "Count a block first: which matrices has it, and what shape has each? Then count what is "
-        "before and after all blocks.",
-        "q and o are hidden x hidden; k and v are hidden x (kv_heads * size of a head); the MLP is "
-        "three times hidden x ffn; two norms of hidden. Outside the blocks: one norm and one or "
-        "two tables.",
-        "kv = kv_heads * (hidden // heads); block = 2*hidden*hidden + 2*hidden*kv + 3*hidden*ffn + "
-        "2*hidden; layers * block + hidden + vocab * hidden * (1 if tied else 2).",
-    ),
     mistakes=(
         *(
             Wrong(_off(more), message)
@@ -396,15 +370,6 @@ LIMIT = OnRanks(
     id="01-4",
     title="which limit binds",
     names=("limit",),
-    hints=(
-        "You need two times: of compute() on the slowest rank, and of the all-reduce when no rank "
-        "is late for it.",
-        "Take the time of compute(). A barrier lets all ranks begin the all-reduce together: take "
-        "its time. Then the maximum of both over the ranks, so that all say the same.",
-        "t = machine.now(); machine.compute(); a = machine.now() - t; machine.barrier(); the same "
-        "for machine.all_reduce(gradient), b; longest = comm.all_reduce_max(torch.tensor([a, b]), "
-        "axis). The bytes: 2 * (n - 1) / n * gradient.nbytes.",
-    ),
     act=runner.limit,
     draw=_step,
     expected=lambda given: {"bytes": _ring(given), "limit": _limits(given)},
@@ -558,15 +523,6 @@ FULLEST = OnRanks(
     id="01-5",
     title="the fullest rank, in raw PyTorch",
     names=("fullest",),
-    hints=(
-        "Which two tensors have the same storage? Where does a storage begin, and how many bytes "
-        "has it?",
-        "A dict from data_ptr() to nbytes() of each tensor's untyped_storage() has every storage "
-        "once. Gather the sum of its values from all ranks, and take the largest.",
-        "own = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors}; x "
-        "= torch.tensor(sum(own.values())); parts = [torch.zeros_like(x) for _ in "
-        "range(dist.get_world_size())]; dist.all_gather(parts, x); then index of the largest.",
-    ),
     trials=(
         Trial(4, name="four ranks, views and ties"),
         Trial(2),

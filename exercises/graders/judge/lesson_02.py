@@ -31,15 +31,6 @@ BY_HAND = Worked(
     id="02-1",
     title="a ring of three ranks by hand",
     names=("trace",),
-    hints=(
-        "Draw the three ranks side by side with their pieces below each other, and an arrow for "
-        "each message of turn 1. Cross out each number that a sum replaces.",
-        "In turn 1 rank 0 sends its piece 2, rank 1 its piece 0, rank 2 its piece 1, each to the "
-        "next rank. The receiver adds its own number of that piece. In turn 2 it sends this sum.",
-        "Rank 0 receives 6 from rank 2 and adds its own piece 1: 1 + 6 = 7. In turn 2 it sends 7 "
-        "to rank 1 and receives the sum that rank 2 made in turn 1. After turn 2 rank r has the "
-        "sum of piece r. Then the sums are sent in the same direction, and nothing is added.",
-    ),
     mistakes=(
         Wrong(
             {SENT: [3, 5, 5], FIRST: [9, 4, 11], SECOND: [12, 18, 6], STORED: [3, 12, 9]},
@@ -176,14 +167,6 @@ CROSSING = Function(
     id="02-2",
     title="the size where ring and tree are equal",
     names=("crossing",),
-    hints=(
-        "Write down the seconds of both for S bytes. Each is a number of alphas plus a number of "
-        "S / beta.",
-        "The ring has 2(n-1) alphas and 2(n-1)/n S/beta, the tree 2L of both, with L = ceil(log2 "
-        "n). Set them equal and solve for S.",
-        "With L = ceil(log2(n)): alpha * (n - 1 - L) = S / beta * (L - (n - 1) / n). Divide once "
-        "and multiply once to get S.",
-    ),
     mistakes=tuple(
         Wrong(formula, message)
         for wrong, message in CROSSING_MISTAKES
@@ -269,15 +252,6 @@ TREE = OnRanks(
     id="02-3",
     title="a broadcast by a tree",
     names=("tree_broadcast",),
-    hints=(
-        "In round 1 only rank 0 can send. How many ranks can send in round 2, and how many have x "
-        "after it?",
-        "Let step be 1, 2, 4, ... In each round the ranks below step have x, and each sends it to "
-        "the rank step above, if there is one.",
-        "while step < axis.size: ranks with axis.rank < step send to axis.rank + step (if that is "
-        "below axis.size); ranks with step <= axis.rank < 2 * step receive from axis.rank - step; "
-        "then step *= 2.",
-    ),
     trials=(
         *TRIALS,
         Trial(5, name="five ranks"),
@@ -406,15 +380,6 @@ RING = OnRanks(
     id="02-4",
     title="a ring all-reduce from send and recv",
     names=("ring_all_reduce",),
-    hints=(
-        "Split x into n pieces. In n-1 turns every piece travels once around the ring: what should "
-        "a rank do with a piece that arrives?",
-        "Two halves: in n-1 turns a rank adds the piece that arrives to its own, and in n-1 turns "
-        "it replaces its own by it. In turn t rank r sends piece (r - t) mod n.",
-        "comm.exchange(pieces[(r - t) % n], axis, axis.next, axis.previous, like=pieces[(r - t - "
-        "1) % n]) posts both messages at once; add in turns 0..n-2, replace in turns n-1..2n-3, "
-        "then cat.",
-    ),
     trials=(
         *TRIALS,
         Trial(4, size=LARGE),
@@ -522,15 +487,6 @@ ALL_TO_ALL = OnRanks(
     id="02-5",
     title="all-to-all in raw torch.distributed",
     names=("all_to_all",),
-    hints=(
-        "Which rows of x does a rank send, and which row does it keep? Which rank sends row s of "
-        "your result?",
-        "For each other rank: an isend of x[other], an irecv into row `other` of the result. Start "
-        "all of them, then wait. Copy your own row.",
-        "result = x.clone(); for every other rank dist.P2POp(dist.isend, x[other], other) and "
-        "dist.P2POp(dist.irecv, result[other], other); dist.batch_isend_irecv(operations), then "
-        "wait() for each. One rank has no operations.",
-    ),
     trials=(
         Trial(2),
         Trial(4, dtype=torch.float64),

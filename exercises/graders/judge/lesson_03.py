@@ -26,15 +26,6 @@ BY_HAND = Worked(
     id="03-1",
     title="three gradients and three buckets, by hand",
     names=("step",),
-    hints=(
-        "The gradient of one row is 2 w x^2, and w is 1: write down all six first. For the "
-        "buckets, begin at e.",
-        "law: add all six and divide by six. mean of means and n times: first each rank's own "
-        "mean. A bucket takes tensors until it has 2,000 bytes or more; bucket 1 may be full "
-        "early and must then wait for bucket 0.",
-        "48 / 6; then 5, 32 and 2, averaged and added. e + d are 1,800 bytes, so c is put in "
-        "as well. The bytes are 2(n-1)/n times all bytes of the five tensors, once per step.",
-    ),
     mistakes=(
         Wrong(
             {"own": [5, 32, 2]},
@@ -158,12 +149,6 @@ SCALE = OnRanks(
     id="03-2",
     title="the scale before the sum",
     names=("local_loss",),
-    hints=(
-        "Ranks have different numbers of tokens. By what would one process divide the summed "
-        "loss of all of them?",
-        "By the tokens of all ranks. Every rank needs that one number, so it has to be sent.",
-        "comm.all_reduce(count, axis) is that number: divide total by it.",
-    ),
     axes=("outputs", "gradients"),
     trials=(
         Trial(2),
@@ -253,14 +238,6 @@ BUCKET = OnRanks(
     id="03-3",
     title="one bucket, one all-reduce",
     names=("sum_bucket",),
-    hints=(
-        "torch.cat makes one tensor of many flat ones. What replaces a gradient that is None?",
-        "Three steps: flatten all gradients into one tensor, all-reduce it once, give every "
-        "parameter its slice of the sum, in its own shape.",
-        "grads = [torch.zeros_like(p) if p.grad is None else p.grad for p in parameters]; "
-        "torch.cat([g.flatten() for g in grads]); comm.all_reduce; split([p.numel() for p in "
-        "parameters]); p.grad = piece.view_as(p).",
-    ),
     axes=("gradients",),
     trials=(
         Trial(2),
@@ -454,17 +431,6 @@ OVERLAP = OnRanks(
     id="03-4",
     title="buckets that leave while backward runs",
     names=("Overlapped",),
-    hints=(
-        "ready is called once for each parameter, in an order that may differ from rank to rank. "
-        "What must it write down, and when may bucket k be sent?",
-        "Remove the parameter from the set of missing ones of its bucket. Then send buckets as "
-        "long as the next one in order misses nothing: none, one or several. finish sends the rest "
-        "in the same order, waits for all, puts the sums into p.grad and resets everything.",
-        "ready: if self.accumulating: return; self.missing[self.bucket_of[p]].discard(p); while "
-        "len(self.handles) < len(self.buckets) and not self.missing[len(self.handles)]: "
-        "self.send_next(). finish: the same loop without the second condition; then for bucket, "
-        "handle: zip(bucket, comm.unflatten(handle.wait(), bucket)); self.begin_step().",
-    ),
     axes=("gradients", "weights"),
     trials=(
         Trial(2),
@@ -664,17 +630,6 @@ RAW = OnRanks(
     id="03-5",
     title="the same in raw PyTorch",
     names=("train",),
-    hints=(
-        "Four things must be equal on all ranks: the weights at the start, the divisor, the "
-        "gradient, the norm that it is clipped to. Which of them needs a message?",
-        "Before the first step broadcast every parameter from rank 0. In each step all-reduce the "
-        "number of rows, divide the summed loss by it, backward, all-reduce every gradient, then "
-        "clip and step. A rank without rows does all of this too.",
-        "dist.broadcast(p.data, 0); rows = torch.tensor(len(x)); dist.all_reduce(rows); "
-        "optimizer.zero_grad(); (((model(x) - y) ** 2).sum() / rows).backward(); "
-        "dist.all_reduce(p.grad); nn.utils.clip_grad_norm_(model.parameters(), max_norm); "
-        "optimizer.step().",
-    ),
     axes=("weights",),
     trials=(
         Trial(2),

@@ -29,16 +29,6 @@ BY_HAND = Worked(
     id="04-1",
     title="who owns, keeps and sends what, by hand",
     names=("table",),
-    hints=(
-        "Write the ten elements in a line, aaaaabbccc, and add padding at the end until four equal "
-        "shards fit. For the bytes, begin with stage 3: what is not divided there?",
-        "Weights have 2 bytes per parameter, gradients 2, the optimizer 12. Stage 1 divides the "
-        "12, stage 2 the gradients too, stage 3 all. A reduce-scatter or an all-gather of S bytes "
-        "in all sends (n-1)/n S: count how many of them a step has.",
-        "Stage 1 stores 2 billion times (4 + 12/8) bytes. One reduce-scatter or all-gather of the "
-        "4 GB sends 3.5 GB. There are 2 of them in DP and stage 1, M + 1 in stage 2, 3M in stage "
-        "3.",
-    ),
     mistakes=(
         Wrong({"flat": 10}, "ten elements do not make four equal shards: pad them."),
         Wrong({"flat": 16}, "this is too much padding: take the smallest multiple of 4 from 10."),
@@ -186,12 +176,6 @@ BOUNDS = Function(
     id="04-2",
     title="the bounds of a shard",
     names=("bounds",),
-    hints=(
-        "How many places has a shard, padding included? Round up.",
-        "With f places in a shard, rank r has the places from r f to (r + 1) f. Which of them are "
-        "elements, and which padding?",
-        "f = -(-elements // n); limit both r f and (r + 1) f to elements, with min.",
-    ),
     mistakes=(
         Wrong(_rounded_down, "Rounded down: no rank owns the last elements."),
         Wrong(
@@ -383,16 +367,6 @@ STEP = OnRanks(
     id="04-3",
     title="a step of stage 1",
     names=("sharded_step",),
-    hints=(
-        "Three lines: what does the owner of a shard need, what does it do, and which ranks need "
-        "the result? Padding first.",
-        "Pad weights and gradients with zeros to a multiple of n. Reduce-scatter the gradients: "
-        "you get the sum of your shard. update your shard of the weights with it. All-gather the "
-        "new shards, and cut the padding off.",
-        "pad = -len(weights) % axis.size; g = comm.reduce_scatter(F.pad(gradients, (0, pad)), "
-        "axis); w = F.pad(weights, (0, pad)).chunk(axis.size)[axis.rank]; "
-        "comm.all_gather(update(w, g), axis)[: len(weights)].",
-    ),
     axes=("weights",),
     trials=(*TRIALS, Trial(4, name=PADDED)),
     act=runner.stage_1,
@@ -579,18 +553,6 @@ BUCKETS = OnRanks(
     id="04-4",
     title="gradients leave while backward runs",
     names=("Zero2",),
-    hints=(
-        "A bucket is full when no gradient of it is missing. What is sent then, what arrives, what "
-        "may be freed, and what does the next micro-batch expect?",
-        "ready: remove the parameter from what is missing; if the bucket is full, reduce-scatter "
-        "its flat gradient, add the shard that arrives to shard.grad, set every p.grad to None, "
-        "and let all be missing again. step: optimizer, reset the gradients, gather every bucket's "
-        "shards and give the parameters their values.",
-        "g = comm.reduce_scatter(self.padded([p.grad for p in bucket]), self.axis); shard.grad = g "
-        "if shard.grad is None else shard.grad + g. In step: full = comm.all_gather(shard, "
-        "self.axis); pieces = full[: sum of numel].split([p.numel() for p in bucket]); p.data = "
-        "piece.view_as(p).",
-    ),
     axes=("gradients", "weights"),
     trials=(
         Trial(2, size=1),
@@ -714,17 +676,6 @@ RAW = OnRanks(
     id="04-5",
     title="gather, use, free, in raw PyTorch",
     names=("sharded_pass",),
-    hints=(
-        "Write a helper that makes a whole W from a shard. Where is it called, and which tensors "
-        "may not outlive the use of W?",
-        "Forward: for each shard gather W, compute, store only x and y. Backward, from the "
-        "last layer: gather W again, layer_backward, pad dW like the weights, reduce-scatter it; "
-        "only the shard stays.",
-        "parts = [torch.empty_like(shard) for _ in range(n)]; dist.all_gather(parts, shard); W = "
-        "torch.cat(parts)[: d * d].view(d, d). Then flat = F.pad(dW.flatten(), (0, n * len(shard) "
-        "- d * d)); mine = torch.empty_like(shard); dist.reduce_scatter(mine, "
-        "list(flat.chunk(n))).",
-    ),
     axes=("outputs", "gradients"),
     trials=(
         Trial(2, size=2),

@@ -35,16 +35,6 @@ BY_HAND = Worked(
     id="05-1",
     title="one pair on two ranks, by hand",
     names=("pair",),
-    hints=(
-        "Begin with the four elements of x A: rank 0 has the first two, rank 1 the others. ReLU "
-        "replaces negative ones by 0.",
-        "A rank's partial sum is its own inner elements after ReLU times its own rows of B. "
-        "Backward: dy times those rows transposed, 0 where ReLU gave 0, then times the rank's "
-        "columns of A transposed. dx is the sum of these over the ranks.",
-        "x A = [3, -2, 1, 3]. Rank 0: 3 times [1, 2]; rank 1: 1 times [2, -1] plus 3 times "
-        "[1, 0]. Backward, rank 0: 1 + 2 = 3, then 3 times [1, 1]. Bytes: 8 times the layers "
-        "times (n-1)/n times the bytes of x.",
-    ),
     mistakes=(
         Wrong({"inner": [[3, 0], [1, 3]]}, "these are the elements after ReLU; give them before."),
         Wrong(
@@ -122,13 +112,6 @@ BIAS = Placed(
     id="05-2",
     title="where the bias goes",
     names=("row_linear",),
-    hints=(
-        "Each rank multiplies its own features. Which tensor does every rank have in full, and how "
-        "often may it be in the sum?",
-        "First the sum of the parts over the ranks, then the bias, once. Backward must reach the "
-        "bias on every rank, undivided.",
-        "comm.reduce_from(F.linear(h_TFt, weight_DFt), axis) is the sum; add bias_D to it.",
-    ),
     axes=("outputs", "gradients"),
     whole=_linear,
     inputs={"h_TFt": sharded(1), "weight_DFt": sharded(1), "bias_D": REPLICATED},
@@ -206,15 +189,6 @@ OPERATORS = OnRanks(
     id="05-3",
     title="the pair of operators",
     names=("Copy", "Reduce"),
-    hints=(
-        "f: which x does a rank have in forward, and which part of the gradient arrives at each "
-        "rank in backward? g is its mirror image.",
-        "f passes x on; in backward it sums the gradient over the ranks. g sums x; in backward it "
-        "passes the gradient on. backward returns a gradient for each argument of forward: axis "
-        "has none.",
-        "Copy: ctx.axis = axis; return x.view_as(x); backward: return comm.all_reduce(gradient, "
-        "ctx.axis), None. Reduce: return comm.all_reduce(x, axis); backward: gradient, None.",
-    ),
     axes=("outputs", "gradients"),
     act=runner.operators,
     draw=_for_operators,
@@ -306,16 +280,6 @@ MLP_PAIR = OnRanks(
     id="05-4",
     title="the MLP on ranks",
     names=("ParallelMLP",),
-    hints=(
-        "Which of the two matrices can be split so that GELU gets complete elements? nn.Linear "
-        "stores its weight as (out, in): columns of the lesson are rows of that tensor.",
-        "Split the first by output features, its bias too; split the second by input features, "
-        "and replicate its bias. x enters with comm.copy_to; the parts leave with "
-        "comm.reduce_from, and then the bias is added. clone() each shard.",
-        "nn.Parameter(mlp.fc_in.weight.detach().chunk(n, 0)[rank].clone()), fc_out.weight along "
-        "dim 1. forward: h = F.gelu(F.linear(comm.copy_to(x, axis), weight_in, bias_in)); return "
-        "comm.reduce_from(F.linear(h, weight_out), axis) + bias_out.",
-    ),
     axes=("outputs", "gradients", "weights"),
     act=runner.mlp,
     draw=_mlp,
@@ -427,16 +391,6 @@ ATTENTION = OnRanks(
     id="05-5",
     title="attention by heads in raw PyTorch",
     names=("attention_step",),
-    hints=(
-        "A head needs its own rows of q, k and v, and its own columns of o, and nothing of any "
-        "other head. Neighboring rows belong to one head.",
-        "Split q, k, v with chunk(n, 0) and o with chunk(n, 1); make the shards and a copy of x "
-        "leaves that require gradients. part.backward(dy) on every rank: g passes the gradient on. "
-        "Then two sums: the parts of y, and the gradients of x.",
-        "part = F.linear(mixed, own['o']); part.backward(dy); y = part.detach().clone(); "
-        "dist.all_reduce(y); dx = leaf.grad; dist.all_reduce(dx); return y, dx, {name: w.grad for "
-        "name, w in own.items()}.",
-    ),
     axes=("outputs", "gradients"),
     trials=(Trial(2), Trial(4, dtype=torch.float64, strided=True), Trial(3), Trial(1)),
     act=runner.attention,

@@ -22,16 +22,6 @@ BY_HAND = Worked(
     id="06-1",
     title="rows, bytes and words, by hand",
     names=("rows",),
-    hints=(
-        "The operator that leaves a region sums the parts and gives each rank its rows of the sum. "
-        "In backward, the operator that enters a region does the same with gradients.",
-        "A rank has the norm's gradient of its own rows: dx times the norm's input, summed. An "
-        "all-reduce sends 2(n-1)/n of x, a gather or a reduce-scatter of rows (n-1)/n. Softmax is "
-        "e^(z - m) over the sum of all ranks.",
-        "Leave: 1 + 10 and 2 + 20 for rank 0. Norm, rank 0: 4 times 1 plus 4 times 2. Bytes: 4 "
-        "all-reduces of 1,500; or 8, or 10 halves of 750. Kept: 10 + 24/8, 4 + 30/8, 34/8. The sum "
-        "over words is 2.",
-    ),
     mistakes=(
         Wrong({"rows": [[11, 22, 33, 44]] * 2}, "an all-reduce gives this; a rank gets its rows."),
         Wrong({"rows": [[1, 2], [30, 40]]}, "each rank took its rows of its own part: sum first."),
@@ -111,14 +101,6 @@ ENTER = Placed(
     id="06-2",
     title="rows enter a region",
     names=("column_on_rows",),
-    hints=(
-        "The product needs all positions. Which operator of comm makes them from rows, and what "
-        "does its backward do?",
-        "Every rank uses all rows, each for its own features. The gradient of a row is therefore a "
-        "sum over the ranks, and the rank that holds the row needs it. That is a gather whose "
-        "backward is a reduce-scatter, along dim 1.",
-        "F.linear(comm.gather_from_sequence(x_BScD, axis, 1), weight_FtD).",
-    ),
     axes=("outputs", "gradients"),
     whole=_column,
     inputs={"x": sharded(1), "weight": sharded(0)},
@@ -198,14 +180,6 @@ NORMS = OnRanks(
     id="06-3",
     title="the sum that norms need",
     names=("sum_partial",),
-    hints=(
-        "A replicated parameter was used on this rank's rows only. A sharded one was used on all "
-        "positions. Which of them have fully reduced gradients?",
-        "Take the parameters whose comm.shard_spec is None, put their gradients into one flat "
-        "tensor, all-reduce it, and split the sum into their gradients again.",
-        "flat = torch.cat([p.grad.flatten() for p in whole]); total = comm.all_reduce(flat, axis); "
-        "parts = total.split([p.numel() for p in whole]); p.grad = part.view_as(p).",
-    ),
     axes=("gradients", "weights"),
     later=("weights",),
     act=runner.norms,
@@ -337,17 +311,6 @@ LOSS = OnRanks(
     id="06-4",
     title="a loss that never gathers logits",
     names=("VocabLoss",),
-    hints=(
-        "Write down log-sum-exp with a maximum in it. Which three numbers of a token does no rank "
-        "have by itself?",
-        "The maximum (comm.all_reduce_max), the sum of e^(z - max), and the target's logit, which "
-        "one rank has: the others add 0 to the sum. The column on this rank is target minus rank "
-        "times words, if it is in 0..words-1. Backward is softmax, less 1 where the target is on "
-        "this rank, times the gradient of the token's loss.",
-        "top = comm.all_reduce_max(z.amax(1), axis); exp = (z - top[:, None]).exp(); total = "
-        "comm.all_reduce(exp.sum(1), axis); own = z.gather(1, rows[:, None])[:, 0].masked_fill("
-        "~mine, 0.0); return total.log() + top - comm.all_reduce(own, axis).",
-    ),
     axes=("outputs", "gradients"),
     trials=(*on_axis(TRIALS[:2], size=1), *TRIALS[2:]),  # size 1: with padding
     act=runner.loss,
@@ -448,16 +411,6 @@ REGION = OnRanks(
     id="06-5",
     title="a region between rows in raw PyTorch",
     names=("region_step",),
-    hints=(
-        "Inside the region every rank has all tokens and its shard of the features. What must it "
-        "gather before forward, what before backward, and which results are partial sums?",
-        "Gather x; the product of your features is a part of y for all tokens: reduce-scatter it. "
-        "Gather dy; backward gives complete gradients of your weights, and a part of dx for all "
-        "tokens: reduce-scatter that.",
-        "dist.all_gather(parts, x); whole = torch.cat(parts); part = (whole @ a.mT).relu() @ b.mT; "
-        "dist.reduce_scatter(y, list(part.detach().chunk(n))); then the same with dy and "
-        "torch.autograd.grad(part, [whole, a, b], dy_whole).",
-    ),
     axes=("outputs", "gradients"),
     trials=(Trial(2), Trial(4), Trial(3), Trial(1)),
     act=runner.region,

@@ -46,15 +46,6 @@ BY_HAND = Worked(
     id="07-1",
     title="1F1B traced by hand",
     names=("traced",),
-    hints=(
-        "Draw three lines and fill them from the left. Rank 2 has no first forwards: it begins to "
-        "alternate with its first micro-batch. When does its first backward end?",
-        "Rank r begins with p-1-r forwards, then alternates one F and one B until no forward is "
-        "left, then does the remaining backwards. An action starts when its rank is free and its "
-        "input has been computed: 0B0 needs 1B0, which needs 2B0.",
-        "Row 0 begins 0F0 0F1 0F2 0B0 0F3 0B1, row 1 begins 1F0 1F1 1B0 1F2 1B1. The step is "
-        "(m+p-1)(F+B); divide the waiting time of a rank, (p-1)(F+B), by the step, and by m(F+B).",
-    ),
     mistakes=(
         Wrong(
             {
@@ -155,11 +146,6 @@ ENOUGH = Function(
     id="07-2",
     title="micro-batches enough",
     names=("enough",),
-    hints=(
-        "Write down the bubble's share of total time and set it equal to the limit.",
-        "(p-1)/(m+p-1) <= percent/100. Solve for m: what must m+p-1 be at least?",
-        "m >= (p-1)(100-percent)/percent, and m is whole: round up, with math.ceil.",
-    ),
     mistakes=(
         Wrong(
             lambda p, percent: math.ceil(100 * (p - 1) / percent),
@@ -295,14 +281,6 @@ ROWS = Function(
     id="07-3",
     title="the rows of 1F1B",
     names=("rows_of_1f1b",),
-    hints=(
-        "Take one rank and write its row for p=4, m=6 on paper. How many forwards come before its "
-        "first backward? How many backwards come after its last forward?",
-        "Rank r may have p-r micro-batches in flight. As long as there is room and a forward is "
-        "left, the next action is a forward, else a backward.",
-        "Count forwards f and backwards b. While b < m: if f < m and f - b < p - rank, append "
-        "F{f} and raise f, else append B{b} and raise b.",
-    ),
     mistakes=(
         Wrong(
             lambda p, m: cells(gpipe(p, m)),
@@ -434,14 +412,6 @@ SWAP = OnRanks(
     id="07-4",
     title="a swap that cannot deadlock, in raw torch",
     names=("swap",),
-    hints=(
-        "Follow two ranks that both call dist.send and then dist.recv. When does the first send "
-        "return, and what would have to happen on the other rank before?",
-        "Post the send and the receive without waiting, then wait for both. Receive into a new "
-        "tensor.",
-        "ops = [dist.P2POp(dist.isend, mine, peer), dist.P2POp(dist.irecv, got, peer)]; then "
-        "work.wait() for every work in dist.batch_isend_irecv(ops).",
-    ),
     act=runner.exchanges,
     draw=_exchanges,
     expected=_received,
@@ -623,18 +593,6 @@ STEP = OnRanks(
     id="07-5",
     title="one rank's step of a pipeline",
     names=("one_step",),
-    hints=(
-        "Autograd knows nothing of the network. What must a received tensor be, so that backward "
-        "leaves a gradient there? And with what does a stage in the middle begin its backward?",
-        "F: receive unless you are first, and make it a leaf with requires_grad_(); y = stage(x); "
-        "the last rank takes its share of the loss, the others start_send y; store (x, y) under "
-        "mb. B: pop them; unless you are last receive a tensor like y; backward; unless you are "
-        "first start_send x.grad.",
-        "In B: x, y = kept.pop(mb); y.backward(None if last else comm.recv(y, axis, "
-        "source=axis.rank + 1)); sends.append(comm.start_send(x.grad, axis, to=axis.rank - 1)) "
-        "unless first. On the last rank y is loss(y, target) / len(micro_batches). At the end "
-        "wait() for every handle in sends.",
-    ),
     axes=("outputs", "gradients", "weights"),
     act=runner.step,
     draw=_pipeline,

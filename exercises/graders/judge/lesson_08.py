@@ -25,14 +25,6 @@ BY_HAND = Worked(
     id="08-1",
     title="where W goes, by hand",
     names=("filled",),
-    hints=(
-        "Draw three lines and fill them from the left, all ranks together. Before its first I a "
-        "rank has no W to do. When rank 2 has done F0, I0, F1, I1, F2, I2, how many are in flight?",
-        "In flight counts from F to W. Rank 2 may not do F3 before W0. Rank 1 has F0, F1, F2 in "
-        "flight when F3 is next; so has rank 0.",
-        "Rank 0 does its first W after I0, rank 1 after I1, rank 2 after I2. From then on a W "
-        "follows each I. The remaining Ws come at the end.",
-    ),
     mistakes=(
         Wrong(
             {
@@ -123,13 +115,6 @@ WARM_UP = Function(
     id="08-2",
     title="the warm-up of interleaving",
     names=("warm_up",),
-    hints=(
-        "The last rank has no rank behind it. What must it have done before the first micro-batch "
-        "reaches its last chunk?",
-        "(v-1) p forwards for the chunks but the last, and two more for each of the p-1-rank ranks "
-        "behind. What if that is more than there are?",
-        "min((v - 1) * p + 2 * (p - 1 - rank), m * v).",
-    ),
     mistakes=(
         Wrong(
             lambda p, v, m, rank: p - 1 - rank,
@@ -233,14 +218,6 @@ HALVES = OnRanks(
     id="08-3",
     title="a linear's backward in two halves",
     names=("split_backward",),
-    hints=(
-        "Write y_tf = sum over d of x_td W_fd + b_f for one number of y. What does x_td count in, "
-        "what W_fd, what b_f? Sum over everything that it counts in.",
-        "dx sums over features of y: dy times the weight, not transposed. dweight sums over all "
-        "positions: flatten x and dy to two dims first.",
-        "dx = dy @ weight; later: dy_TF.T @ x_TD and dy_TF.sum(0), where x_TD = "
-        "x.reshape(-1, x.shape[-1]). Return dx and the function, not its result.",
-    ),
     act=runner.split,
     draw=_linear,
     expected=_split,
@@ -339,14 +316,6 @@ ROWS = Function(
     id="08-4",
     title="the rows of ZB-H1",
     names=("rows_of_zb_h1",),
-    hints=(
-        "Write the three rows of exercise 08-1 under each other. How many Is come before the "
-        "first W of rank 0, 1, 2?",
-        "F and I as in 1F1B: p-r forwards, then one I and one F alternately. On rank r W of "
-        "micro-batch k comes right after I of micro-batch k+r, before the F.",
-        "After p-rank forwards, for mb in range(m): I{mb}; if mb >= rank: W{mb-rank}; if "
-        "mb+p-rank < m: F{mb+p-rank}. Then the remaining Ws.",
-    ),
     mistakes=(
         Wrong(
             lambda p, m: delayed(p, m, lambda rank: 0),
@@ -484,15 +453,6 @@ RAW = OnRanks(
     id="08-5",
     title="send early, in raw PyTorch",
     names=("backward_in_halves",),
-    hints=(
-        "Which gradient does rank - 1 wait for? torch.autograd.grad computes the gradients of the "
-        "inputs that you name, and no others.",
-        "Receive dy unless you have it; grad(y, [x], dy) with retain_graph=True, because the graph "
-        "is needed again; isend it to rank - 1; then grad(y, parameters, dy), added to p.grad.",
-        "(dx,) = torch.autograd.grad(y, [x], dy, retain_graph=True); leaving = dist.isend(dx, rank "
-        "- 1); gradients = torch.autograd.grad(y, parameters, dy); p.grad = g if p.grad is None "
-        "else p.grad + g; leaving.wait().",
-    ),
     axes=("gradients",),
     act=runner.halves,
     draw=_stages,

@@ -27,15 +27,6 @@ BY_HAND = Worked(
     id="09-1",
     title="positions and score entries, by hand",
     names=("table",),
-    hints=(
-        "Draw the triangle: 16 rows of queries, 16 columns of keys. The query at position p has "
-        "p + 1 entries. Which rows does each rank hold?",
-        "Add p + 1 over the positions that a rank holds. By turn: its own block is a small "
-        "triangle. Of another block, count the keys that come before each of the rank's queries. "
-        "In turn t rank r has the block of rank r - t.",
-        "Zig-zag makes 8 chunks of 2 and gives rank r chunks r and 7 - r. Rank 1: 3 + 4 + 13 + 14 "
-        "entries. Merged: the weight of an output is the sum of its block's exponentials.",
-    ),
     mistakes=(
         Wrong({"contiguous": [1, 5, 9, 13]}, "these are not neighbors, but every fourth position."),
         Wrong({"contiguous": [0, 1, 2, 3]}, "these are rank 0's: ranks are counted from 0."),
@@ -121,13 +112,6 @@ POSITIONS = Function(
     id="09-2",
     title="the positions of zig-zag",
     names=("positions",),
-    hints=(
-        "The sequence has 2n chunks. Rank 0 holds the first and the last, rank 1 the second and "
-        "the last but one.",
-        "Chunk c holds the positions from c times chunk up to (c + 1) times chunk. Rank r holds "
-        "chunks r and 2n - 1 - r.",
-        "[*range(rank * chunk, (rank + 1) * chunk), *range(late * chunk, (late + 1) * chunk)].",
-    ),
     mistakes=(
         Wrong(
             lambda rank, n, chunk: _chunks(2 * rank, 2 * rank + 1, chunk=chunk),
@@ -286,15 +270,6 @@ MERGE = Function(
     id="09-3",
     title="merge two partial attentions",
     names=("merge",),
-    hints=(
-        "Each output is an average over its own block's keys. By which sum of exponentials was it "
-        "divided, and by which sum is the output on both blocks divided?",
-        "Block 2's weight is exp(lse_2) / (exp(lse_1) + exp(lse_2)), which is a sigmoid of a "
-        "difference. The new lse is the logarithm of that sum. Neither needs exp of a large "
-        "number.",
-        "w = torch.sigmoid(lse_2 - lse_1)[:, None]; return out_1 + w * (out_2 - out_1), "
-        "torch.logaddexp(lse_1, lse_2).",
-    ),
     mistakes=(
         _wrong(
             "This is the mean of the outputs: the block with the larger sum weighs more.",
@@ -471,16 +446,6 @@ RING = OnRanks(
     id="09-4",
     title="ring attention forward",
     names=("ring_attention",),
-    hints=(
-        "n turns. Which rank's block do you have in turn t? Three cases: your own block, the block "
-        "of an earlier rank, the block of a later rank.",
-        "In each turn but the last: start the exchange, attend and merge if the block is visible, "
-        "then wait. Own block: causal. Earlier rank: all of it. Later rank: only pass it on.",
-        "block = torch.stack((k, v)); for turn in range(n): in_flight = comm.start_exchange(axis, "
-        "[(block, axis.next)], [(block, axis.previous)]) but in the last turn; if turn <= "
-        "axis.rank: merge_into(out, lse, *attend(q, *block, turn == 0)); block = "
-        "in_flight.wait()[0].",
-    ),
     act=runner.ring,
     draw=_sequence,
     expected=lambda given: {
@@ -594,16 +559,6 @@ ULYSSES = OnRanks(
     id="09-5",
     title="Ulysses' all-to-all in raw PyTorch",
     names=("to_heads", "to_rows"),
-    hints=(
-        "Before: few positions of all heads. After: all positions of few heads. Which shard of x "
-        "does rank r need, and where do you put the shard that arrives from rank s?",
-        "Split x along heads into n shards, stack them so that pieces[r] is the shard for rank r, "
-        "exchange, and join the result along positions, in rank order. Back: split along "
-        "positions, join along heads.",
-        "pieces = torch.stack(x.chunk(n, 2)); received = torch.empty_like(pieces); "
-        "dist.all_to_all_single(received, pieces); return torch.cat(list(received), 1). Back: "
-        "chunk(n, 1) and cat(..., 2).",
-    ),
     axes=("outputs", "gradients"),
     trials=(Trial(2), Trial(4, dtype=torch.float64, strided=True), Trial(3), Trial(1)),
     act=runner.ulysses,

@@ -28,16 +28,6 @@ BY_HAND = Worked(
     id="10-1",
     title="six tokens and four experts, by hand",
     names=("table",),
-    hints=(
-        "Make a table of ranks by experts: how many pairs of each rank have each expert. Nearly "
-        "all follows from its sums.",
-        "Rank 0 has [3, 1, 2, 0] pairs of the experts, rank 1 [2, 1, 1, 2]. Experts 0 and 1 are on "
-        "rank 0. A pair whose expert is on the other rank costs four rows: there and back, forward "
-        "and backward. Each rank sends two of these four.",
-        "Two pairs of rank 0 and three of rank 1 are sent: each rank sends 2 (2 + 3) rows of 32 "
-        "bytes. The capacity is 6/4 rounded up. Balance: 4 times the sum of f_e p_e with f = "
-        "[5/12, 2/12, 3/12, 2/12] and p = [2.4, 1.2, 1.2, 1.2] / 6.",
-    ),
     mistakes=(
         Wrong(
             {"by expert": [2, 1, 1, 2]},
@@ -175,13 +165,6 @@ GRADIENT = OnRanks(
     id="10-2",
     title="the gradient of an expert",
     names=("expert_gradient",),
-    hints=(
-        "Which tokens are in the gradient already, after backward of dispatch? And which ranks "
-        "hold the same expert?",
-        "The gradient contains the tokens of the ep group. Those of the other ep groups are "
-        "missing, and the ranks of edp have them. The loss was divided by the tokens of all.",
-        "comm.all_reduce(gradient, edp): a sum, and nothing is divided.",
-    ),
     axes=("gradients",),
     trials=(
         _on(4, size=2),
@@ -311,14 +294,6 @@ ROUTING = Function(
     id="10-3",
     title="which experts serve a token",
     names=("route",),
-    hints=(
-        "Softmax over all experts first. What is divided, once the largest are chosen, and what if "
-        "only one is? Then assign the pairs.",
-        "The weights of the chosen experts are divided by their sum when there are two or more. "
-        "Assign the first choices of all tokens, in order, and only then the second ones.",
-        "for c in range(choices): for t in range(tokens): expert = order[t][c]; if taken[expert] < "
-        "room: taken[expert] += 1; served[t][expert] = weight[t][c].",
-    ),
     mistakes=tuple(
         Wrong(partial(_route, **mistake), message)
         for mistake, message in (
@@ -487,17 +462,6 @@ LAYER = OnRanks(
     id="10-4",
     title="there and back",
     names=("moe_layer",),
-    hints=(
-        "Five steps: sort the pairs by expert, send the counts to all ranks, send the rows, "
-        "compute, send back. What must be undone at the end, so that each row finds its token?",
-        "order_P = experts_TC.flatten().argsort(stable=True) sorts the pairs; pair p is a row of "
-        "token p // C. An all_gather of the counts of all experts tells every rank what arrives. "
-        "Rows arrive by rank and within a rank by expert: split them into n times e pieces.",
-        "table = comm.all_gather(counts_E[None], axis).unflatten(1, (n, e))[:, axis.rank] are the "
-        "pieces; sends = counts_E.view(n, e).sum(1).tolist(), receives = table.sum(1).tolist(). "
-        "Piece number i goes through experts[i % e]. Back: comm.all_to_all_v(done, axis, receives, "
-        "sends), then torch.empty_like(rows).index_copy(0, order_P, rows).",
-    ),
     axes=("outputs", "gradients"),
     act=runner.layer,
     draw=_tokens,
@@ -593,16 +557,6 @@ RAW = OnRanks(
     id="10-5",
     title="there and back in raw PyTorch",
     names=("through_experts",),
-    hints=(
-        "A rank knows what it sends, but not what arrives. Which small message tells it? And rows "
-        "for one rank must be neighbors.",
-        "order = experts_T.argsort(stable=True); sends = experts_T.bincount(minlength=n); an "
-        "all_to_all_single of sends gives receives. Then rows out with (receives, sends), the "
-        "expert, rows back with (sends, receives), and y[order] = the returned rows.",
-        "arrived = x.new_empty(sum(receives), D); dist.all_to_all_single(arrived, x[order], "
-        "receives, sends); back the same with empty_like(x) and the two lists exchanged; then y = "
-        "torch.empty_like(x); y[order] = returned.",
-    ),
     axes=("outputs",),
     trials=(
         Trial(2),

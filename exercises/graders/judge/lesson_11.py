@@ -26,16 +26,6 @@ BY_HAND = Worked(
     id="11-1",
     title="queues, sums and rings, by hand",
     names=("table",),
-    hints=(
-        "An all-reduce between two ranks takes 2 messages of 1 ms, and its bytes at 1,000 per ms. "
-        "Draw the link as a line of time and place one transfer after the other.",
-        "One group and one link are queues: the small call starts when the bucket has finished. "
-        "Groups are counted, not named: rank 1's first group is rank 0's first group, whatever "
-        "their names are. For the ring, write beside each rank its first call and the partners.",
-        "alone: 2 + 50 and 2 + 4. held: the first small call takes 10 to 16, a piece of 10,000 "
-        "bytes 12 ms, the second small call is made at 16 + 20. new_group: 64/8 + 64/4 + 64/2. "
-        "rank 0's a meets rank 1's g.",
-    ),
     mistakes=(
         Wrong({"alone": [50, 4]}, "the latency of two messages is missing."),
         Wrong({"alone": [51, 5]}, "an all-reduce between two ranks is two messages in a row."),
@@ -109,13 +99,6 @@ PIECE = Function(
     id="11-2",
     title="the piece that fits",
     names=("elements_that_fit",),
-    hints=(
-        "What is left of the gap when all messages have paid their latency?",
-        "left = gap - 2(n-1) alpha. In that time left * beta bytes leave the rank, and they are "
-        "2(n-1)/n of the piece.",
-        "bytes = left * beta * n / (2(n-1)); a float32 has 4 of them. Round down with //, and "
-        "return max(0, ...).",
-    ),
     mistakes=(
         Wrong(
             lambda *given: _fits(*given, messages=0), "The latency of 2(n-1) messages is missing."
@@ -249,14 +232,6 @@ NEVER = Function(
     id="11-3",
     title="which ranks never continue",
     names=("never",),
-    hints=(
-        "Begin with the ranks that surely continue: those that wait for no rank, or only for "
-        "ranks that compute. Which ranks continue because of them?",
-        "Start with all waiting and all returned ranks as stuck. Remove every waiting rank that "
-        "waits for no stuck rank. Repeat until nothing changes.",
-        "stuck = {*waits, *returned}; while free := [r for r, others in waits.items() if r in "
-        "stuck and not stuck & {*others}]: stuck -= {*free}. Then without the returned, sorted.",
-    ),
     mistakes=(
         Wrong(
             lambda waits, returned: sorted(
@@ -383,15 +358,6 @@ GIVES_WAY = OnRanks(
     id="11-4",
     title="a bucket that gives way",
     names=("give_way",),
-    hints=(
-        "Split the bucket first. Then iterate over the small tensors: which call is waited for, "
-        "and which is only started?",
-        "bucket.split(most) gives the pieces. After each comm.all_reduce of a small tensor start "
-        "the next piece, if there is one, and store its handle. After the loop start the rest.",
-        "pieces = deque(bucket.split(most)); for small in smalls: sums.append(comm.all_reduce("
-        "small, tp)); if pieces: handles.append(comm.start_all_reduce(pieces.popleft(), dp)). "
-        "Then the rest, and torch.cat([h.wait() for h in handles]).",
-    ),
     trials=(
         Trial(4, order="tp-dp", sizes={"tp": 2, "dp": 2}, name="tp 2, dp 2"),
         Trial(2, strided=True, dtype=torch.float64),
@@ -477,14 +443,6 @@ MADE = OnRanks(
     id="11-5",
     title="groups made right, in raw PyTorch",
     names=("make_groups",),
-    hints=(
-        "torch names groups by counting calls of new_group. What must be equal on all ranks, so "
-        "that they count alike?",
-        "Iterate over names and lists in an order that does not depend on the rank. Make every "
-        "group, and store the one that this rank is in.",
-        "for name in sorted(groups): for ranks in sorted(groups[name]): group = dist.new_group("
-        "ranks); if dist.get_rank() in ranks: mine[name] = group.",
-    ),
     trials=(Trial(2), Trial(4), Trial(6)),
     act=runner.make_groups,
     draw=_axes,

@@ -29,15 +29,6 @@ BY_HAND = Worked(
     id="12-1",
     title="a mesh by hand",
     names=("mesh",),
-    hints=(
-        "Divide 13 by 2, the quotient by 4, the next by 2: the remainders are the coordinates. "
-        "For copies, ask which axes do not change what a rank stores.",
-        "A step on tp is 1 rank, on dp 2, on pp 8. dp replicates everything, tp what it does not "
-        "shard, two stages the embedding; ZeRO leaves no copies over dp. A square that k ranks "
-        "store counts 1/k on each.",
-        "13 = 1 + 2 (2 + 4 * 1). Squared norm: 16 * 3 / 4 + 16 * 4 / 8. Tokens: 3h, and "
-        "3h (d-1) / (d (t-1)). ep lies inside dp: it needs no additional ranks.",
-    ),
     mistakes=(
         Wrong(
             {"coordinates": [1, 1, 2]}, "these are tp, pp, dp: in tp-dp-pp the second axis is dp."
@@ -170,12 +161,6 @@ HOLDERS = Function(
     id="12-2",
     title="which ranks hold a copy",
     names=("holders",),
-    hints=(
-        "Begin with a norm's weight without ZeRO: which axes do not change what a rank stores?",
-        "Three factors, one for each reason to be a copy: tp if it does not shard the weight, the "
-        "ranks that sum the same gradients if ZeRO does not shard them, and the two stages.",
-        "(1 if cut else sizes['tp']) * (1 if sharded else data) * ...",
-    ),
     mistakes=(
         Wrong(_without("tp"), "tp replicates a weight that it does not shard: tp copies."),
         Wrong(
@@ -272,14 +257,6 @@ SENT = Function(
     id="12-3",
     title="bytes on each axis",
     names=("sent",),
-    hints=(
-        "Do one rank first: which layers, which share of the gradients and which tokens has it? "
-        "Then how many ranks send that.",
-        "tp: 4 layers/pp all-reduces of 4 T h bytes. dp: one of 48 h² layers / (tp pp) bytes. pp: "
-        "each of the tp dp chains of stages has pp - 1 boundaries, two transfers each.",
-        "With n = t d p ranks: tp n * 4 (layers/p) * 2 (t-1)/t * 4 T h; dp n * 2 (d-1)/d * 48 h² "
-        "layers / (t p); pp t d (p-1) * 2 * 4 T h.",
-    ),
     mistakes=(
         Wrong(_with("layers"), "A rank has layers / pp layers: it all-reduces in those only."),
         Wrong(
@@ -435,15 +412,6 @@ CLIP = OnRanks(
     id="12-4",
     title="clip across two axes",
     names=("clip",),
-    hints=(
-        "Squares add up, norms do not. Which elements does only this rank store, and which do "
-        "others store too?",
-        "Add the squares of this rank, each divided by how many ranks store the same: 1, tp.size, "
-        "and 2 for the tied one (1 if pp has one rank). Sum that over tp, then over pp; only then "
-        "take the root.",
-        "norm = comm.all_reduce(comm.all_reduce(square, tp), pp).sqrt(); if norm > max_norm: "
-        "gradient.mul_(max_norm / norm) for every gradient.",
-    ),
     trials=(
         _mesh(tp=2, pp=2),
         _mesh(tp=2, pp=3, strided=True, dtype=torch.float64),
@@ -628,15 +596,6 @@ COMPLETE = OnRanks(
     id="12-5",
     title="fully reduced gradients, in raw PyTorch",
     names=("complete",),
-    hints=(
-        "For each of the four kinds: which other ranks have used this very weight, with tokens or "
-        "rows that this rank has not seen?",
-        "matrix: dp. norm: dp, then tp. expert: none. tied: dp, then the other stage that has it: "
-        "the last of dist.get_process_group_ranks(pp) for the first, the first for the last.",
-        "dist.all_reduce(g, group=dp) for all but the expert's; dist.all_reduce(gradients['norm'], "
-        "group=tp); for tied, if pp has more than one rank: isend and irecv in one "
-        "dist.batch_isend_irecv, wait for both, then +=.",
-    ),
     trials=(
         _mesh(tp=2, dp=2),
         _mesh(dp=2, pp=2),

@@ -22,15 +22,6 @@ BY_HAND = Worked(
     id="13-1",
     title="a small server, by hand",
     names=("server",),
-    hints=(
-        "Begin with the cache: for each layer, request and position it holds the keys and the "
-        "values of all key-value heads. The last token is never an input.",
-        "Cache: 2 x layers x requests x positions x kv heads x head size x bytes. A decoded token "
-        "under TP: one all-reduce for the embedding, two per layer, and one all-gather of a pair. "
-        "A round of a pipeline has as many ticks as groups or stages, whichever is more.",
-        "Rows: 6 + 7 + 8 + 9, and 6 + 1 + 1 + 1. Bytes: five all-reduces of 64 bytes, each times "
-        "2(n-1)/n = 1, and a pair of two float32. TP8: 50/8 + 8 ms; 8 requests take one step.",
-    ),
     mistakes=(
         Wrong(
             {"rows": [30, 10]},
@@ -160,13 +151,6 @@ ROOM = Function(
     id="13-2",
     title="requests that fit",
     names=("fitting",),
-    hints=(
-        "How much memory is left beside this rank's weights? How much of it does one request take?",
-        "A request takes 2 x layers x heads on this rank x head_dim x 2 bytes x room. A rank holds "
-        "kv_heads / tp heads, and at least one.",
-        "(memory - weights // tp) // (2 * layers * max(kv_heads // tp, 1) * head_dim * 2 * room), "
-        "and 0 where that is negative.",
-    ),
     mistakes=tuple(
         Wrong(partial(_fitting, **mistake), message)
         for mistake, message in (
@@ -268,14 +252,6 @@ SAME_TOKEN = OnRanks(
     id="13-3",
     title="the same token on every rank",
     names=("greedy",),
-    hints=(
-        "A maximum of maxima is the maximum. What must a rank tell the other ranks about each "
-        "request?",
-        "Its largest logit, and which token that is, numbered in the full vocabulary. Gather both "
-        "and take the token beside the largest logit; the first of equals is on the lowest rank.",
-        "best_B, token_B = logits_BVt.max(1); gather best_B[None] and (token_B + first)[None]; "
-        "token_nB.gather(0, best_nB.argmax(0, keepdim=True))[0].",
-    ),
     axes=("outputs",),
     trials=(
         *TRIALS[:3],
@@ -386,14 +362,6 @@ JOIN = OnRanks(
     id="13-4",
     title="a cache in shards",
     names=("attend",),
-    hints=(
-        "Softmax is a quotient of two sums over all rows. What do each rank's own rows add to "
-        "both, and how do you prevent exp from overflowing?",
-        "Attention on the own rows, and the log-sum-exp of their scores; all ranks gather both. "
-        "The weight of a rank's result is exp(its lse - lse of all).",
-        "lse = scores.logsumexp(-1, keepdim=True); out = (scores - lse).exp() times v; gather "
-        "torch.cat((out, lse), -1)[None]; sum of out * lse.softmax(0) over dim 0.",
-    ),
     axes=("outputs",),
     act=call_forward,
     draw=_cache,
@@ -540,15 +508,6 @@ GREEDY = OnRanks(
     id="13-5",
     title="a greedy loop in raw PyTorch",
     names=("generate",),
-    hints=(
-        "Two things must be the same on all ranks before the next token: y, and the token. Which "
-        "message achieves each?",
-        "part = relu(x upᵀ) downᵀ; all_reduce it; y = x + part. Then the largest of the own "
-        "logits and its number in the full vocabulary, all_gather, and the winner.",
-        "best, token = (y @ head.T).max(1); pair = torch.stack((best, (token + rank * "
-        "len(head)).float()), 1); dist.all_gather(pairs, pair); take the token beside the largest "
-        "of torch.stack(pairs)[..., 0].",
-    ),
     axes=("outputs",),
     trials=(Trial(2), Trial(4, dtype=torch.float64, strided=True), Trial(3), Trial(1)),
     act=call_raw,
