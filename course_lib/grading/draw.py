@@ -33,8 +33,12 @@ class Draw:
         return self.random.randint(low, high)
 
     def shape(self, *, low: int = 2, high: int = 5) -> tuple[int, ...]:
-        """Return a shape of up to three dimensions, each from ``low`` to ``high``."""
-        return tuple(self.size(low, high) for _ in range(self.size(self._dims, 3)))
+        """Return a shape of up to three dimensions, each from ``low`` to ``high``; in call 1 one
+        of several is 1."""
+        sizes = [self.size(low, high) for _ in range(self.size(self._dims, 3))]
+        if self.call and len(sizes) > 1:
+            sizes[self.random.randrange(len(sizes))] = 1
+        return tuple(sizes)
 
     def normal(self, *shape: int, scale: float = 1.0) -> Tensor:
         """Return normally distributed values, for exercises that compute with them."""

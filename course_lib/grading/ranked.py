@@ -47,6 +47,8 @@ from course_lib.grading.wire import WireCall
 from course_lib.launch import Limits, RankDeadline, RankError, run, warm_up
 
 CALLS = 2  # per launch, with other values and shapes
+TIMES = ("", "in the second call of this launch",
+         "in a third call, which gets the tensors of the second with other values")  # fmt: skip
 DEAF = (
     ". Every rank waits for a message: either no rank has sent one, or the handle that isend "
     "returned was dropped before its wait(), and its message was lost"
@@ -201,9 +203,8 @@ class OnRanks(Exercise):
         ``left`` are the seconds that the check has left for new launches, ``deadline`` is the CPU
         time of a rank. Raises NotRight with what went wrong, TooBusy after the second try.
         """
-        groups = range(len(trial.groups))
-        drawn = [[self.given(trial, seed, call, group) for group in groups]
-                 for call in range(CALLS)]  # fmt: skip
+        groups, calls = range(len(trial.groups)), range(CALLS + (trial == self._main[0]))
+        drawn = [[self.given(trial, seed, call, group) for group in groups] for call in calls]
         inputs = [_by_global_rank(trial, given) for given in drawn]
         for alone in (False, True) if left > 0 else ():
             limits = Limits(deadline, BLOCKED, AGAIN if alone else TOTAL, START)
@@ -221,7 +222,7 @@ class OnRanks(Exercise):
                 raise NotRight(str(error)) from None
             return [
                 Seen(drawn[call][group], [made[rank][call] for rank in ranks], group, call)
-                for call in range(CALLS)
+                for call in calls
                 for group, ranks in enumerate(trial.groups)
             ]
         raise TooBusy(BUSY)
@@ -229,10 +230,12 @@ class OnRanks(Exercise):
     def given(self, trial: Trial, seed: int, call: int = 0, group: int = 0) -> Given:
         """Return the inputs of one call on one group, drawn from ``seed``.
 
-        Both calls have the same sizes in a trial that is ``strided``, and others elsewhere.
+        Calls 0 and 1 have the same sizes in a trial that is ``strided``, and others elsewhere;
+        call 2 has the sizes of call 1.
         """
-        sizes, values = seed + (0 if trial.strided else call), seed + 97 * call + 7 * group
-        drawn = self.draw(trial, Draw(sizes, values, trial.dtype, call, 1 + trial.strided))
+        kind = min(call, 1)
+        sizes, values = seed + (0 if trial.strided else kind), seed + 97 * call + 7 * group
+        drawn = self.draw(trial, Draw(sizes, values, trial.dtype, kind, 1 + trial.strided))
         ranks, whole = drawn if isinstance(drawn, tuple) else (drawn, None)
         return Given(trial, ranks, whole, self.expected, trial.groups[group])
 
@@ -367,7 +370,7 @@ class Seen:
         if trial.beside > 1:
             parts.append(f"the axis has the ranks {list(trial.groups[self.group])}")
         if self.call:
-            parts.append("in the second call of this launch")
+            parts.append(TIMES[self.call])
         return f" ({'; '.join(parts)})" if parts else ""
 
 

@@ -70,23 +70,37 @@ def graded(
     calls: Sequence[Sequence[Inputs]],
     *answers: Any,
 ) -> list[Observed]:
-    """Make all calls on this rank and return what each did. ``calls`` has the inputs of a call by
-    global rank."""
+    """Make all calls on this rank and return what each did.
+
+    ``calls`` has the inputs of a call by global rank. The first two calls are open at the same
+    time if the act is a generator. A third gets the tensors of the second, with its own values.
+    """
     mesh = make_mesh(placement.order, **placement.sizes)
     axis: Axis = getattr(mesh, placement.axis)
     given = [dict(call[mesh.rank]) for call in calls]
     if strided:
         given = [{name: _strided(value) for name, value in each.items()} for each in given]
-    before = copy.deepcopy(given)
     all_begun()  # from here on time counts
     with refusing(refused):
-        begun = [_begin(act, answers, each, axis, mesh) for each in given]
-        going = list(begun)
-        while going:
-            going = [call for call in going if _goes_on(call)]
-    for call in begun:
-        call.wire.finish()
+        seen = _together(act, answers, given[:2], axis, mesh)
+        for last in given[2:]:
+            for each in seen:  # a result may share memory with an input
+                each.values = _kept(each.values)
+            seen += _together(act, answers, [_refilled(given[1], last)], axis, mesh)
+    return seen
+
+
+def _together(
+    act: Act, answers: Answers, given: Sequence[Inputs], axis: Axis, mesh: Mesh
+) -> list[Observed]:
+    """Make the calls in turn, each up to its next yield, and return what each did."""
+    before = copy.deepcopy(given)
+    begun = [_begin(act, answers, each, axis, mesh) for each in given]
+    going = list(begun)
+    while going:
+        going = [call for call in going if _goes_on(call)]
     for call, now, was in zip(begun, given, before, strict=True):
+        call.wire.finish()
         call.observed.changed = [name for name in was if not unchanged(now[name], was[name])]
     return [call.observed for call in begun]
 
@@ -96,7 +110,7 @@ def _begin(act: Act, answers: Answers, given: Inputs, axis: Axis, mesh: Mesh) ->
         result = act(answers, given, axis, mesh)
         if inspect.isgenerator(result):
             result = yield from result
-        return result  # noqa: B901: the caller reads StopIteration.value
+        return result
 
     return _Call(steps(), Observed(), WireCalls(), PeakLiveBytes())
 
@@ -115,9 +129,43 @@ def _goes_on(call: _Call) -> bool:
     return False
 
 
+def _kept(value: Any) -> Any:
+    """Return a value with copies of the tensors in it."""
+    if isinstance(value, Tensor):
+        return value.detach().clone()
+    if isinstance(value, dict):
+        return {key: _kept(each) for key, each in value.items()}
+    if type(value) in (list, tuple):
+        return type(value)(map(_kept, value))
+    return value
+
+
+def _refilled(used: Any, new: Any) -> Any:
+    """Return ``new`` in the tensors of ``used``, wherever these have the same shape and dtype."""
+    if isinstance(used, dict) and isinstance(new, dict):
+        return {key: _refilled(used.get(key), value) for key, value in new.items()}
+    if type(used) is type(new) is list and len(used) == len(new):
+        return [_refilled(*each) for each in zip(used, new, strict=True)]
+    if not (type(used) is type(new) is Tensor and used.is_leaf and 0 not in used.stride()):
+        return new
+    if (used.shape, used.dtype) != (new.shape, new.dtype):
+        return new
+    used.grad = None
+    used.requires_grad_(new.requires_grad).detach().copy_(new)
+    return used
+
+
 def _strided(value: Any) -> Any:
-    """Return a tensor of floats transposed in memory, with gaps between its elements; other
-    values unchanged."""
+    """Return a tensor of floats transposed in memory, with gaps between its elements, also in
+    lists, dicts and parameters; other values unchanged."""
+    if type(value) in (list, tuple):
+        return type(value)(map(_strided, value))
+    if isinstance(value, dict):
+        return {key: _strided(each) for key, each in value.items()}
+    if isinstance(value, nn.Parameter):
+        grad, value.grad = value.grad, None
+        value.data, value.grad = _strided(value.data), _strided(grad)
+        return value
     if not (isinstance(value, Tensor) and value.is_floating_point() and value.dim()):
         return value
     if 0 in value.stride():  # an expanded tensor

@@ -3,7 +3,8 @@
 An exercise declares its inputs, its expected results and its classic mistakes. The engine makes
 the launches: on an axis that is the world, on one that is neither the world nor made of
 neighbors, on three ranks and on one. In every launch each answer is called twice, with other
-values and, in most, other shapes. Results, inputs, traffic and waits are looked at in every call.
+values and, in most, other shapes; in one launch a third time, with the tensors of the second
+call and other values in them. Results, inputs, traffic and waits are looked at in every call.
 """
 
 from __future__ import annotations
@@ -199,6 +200,8 @@ def listed(calls: Sequence[WireCall]) -> str:
 
 
 def one(call: WireCall) -> str:
+    if call.op == "barrier":
+        return "barrier"
     if call.peer is None:
         return f"{call.op} of {call.payload:,} bytes"
     return (

@@ -37,10 +37,11 @@ OPERATIONS = {
     "all_gather_into_tensor": ("all_gather", 0, None),
     "reduce_scatter_tensor": ("reduce_scatter", 0, None),
     "all_to_all_single": ("all_to_all", 0, None),
+    "monitored_barrier_": ("barrier", 0, None),
 }
 LAST_WAIT = timedelta(seconds=1)  # for a call that an answer did not wait for
 NAMES = {op for op, _, _ in OPERATIONS.values()}
-SILENT = {"barrier", "monitored_barrier_", "wait_tensor", "_wrap_tensor_autograd"}
+SILENT = {"wait_tensor", "_wrap_tensor_autograd"}
 # The methods of a process group that begin a call and return its Work.
 METHODS = (
     "send",
@@ -64,6 +65,7 @@ METHODS = (
     "gather",
     "scatter",
     "reduce",
+    "barrier",
 )
 SHAPE_ONLY = {"empty_like", "new_empty", "new_zeros", "zeros_like", "ones_like", "full_like",
               "new_ones", "new_full", "empty_strided", "new_empty_strided"}  # fmt: skip
@@ -186,7 +188,7 @@ class WireCalls(TorchDispatchMode):
 
     def _call(self, name: str, args: tuple, *, blocking: bool) -> None:
         op, place, result = OPERATIONS.get(name, (name.strip("_"), 0, 0))
-        tensors = list(_tensors(args[place]))
+        tensors = [] if op == "barrier" else list(_tensors(args[place]))
         payload = sum(tensor.numel() * tensor.element_size() for tensor in tensors)
         peer = int(args[2]) if name in ("send", "recv_") else None
         call = WireCall(op, payload, peer, begun=self._next_event())

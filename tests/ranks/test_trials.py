@@ -105,6 +105,21 @@ def cached_by_shape(x, axis):
     return CACHE[x.shape]
 
 
+def cached_by_tensor(x, axis):
+    if CACHE.get("tensor") is not x:
+        CACHE["tensor"], CACHE["total"] = x, comm.all_reduce(x, axis)
+    return CACHE["total"]
+
+
+def with_a_barrier(x, axis):
+    dist.barrier(axis.group)
+    return comm.all_reduce(x, axis)
+
+
+def squeezed(x, axis):
+    return comm.all_reduce(x, axis).squeeze()
+
+
 def one_buffer(x, axis):
     """Returns the same memory in both calls of a launch."""
     total = comm.all_reduce(x, axis)
@@ -147,7 +162,10 @@ def twice(x, axis):
         (asks_and_sleeps, "never waited for it"),
         (used_early, "in mul before wait() had returned"),
         (cached, "in the second call of this launch"),
-        (cached_by_shape, "in the second call of this launch"),
+        (cached_by_shape, "in a third call, which gets the tensors of the second"),
+        (cached_by_tensor, "in a third call, which gets the tensors of the second"),
+        (with_a_barrier, "got barrier, all_reduce of"),
+        (squeezed, "expected outputs of shape"),
         (one_buffer, "wrong"),
         (gathers, "expected all_reduce of"),
         (float_only, "expected outputs of torch.float64"),
