@@ -1,4 +1,4 @@
-"""Exercises that run on real ranks: the launches, the cases, and the words for what failed."""
+"""Exercises that run on real ranks: the launches, the cases, and what is looked at in each."""
 
 from __future__ import annotations
 
@@ -26,6 +26,7 @@ from course_lib.grading.answers import (
 )
 from course_lib.grading.draw import Draw
 from course_lib.grading.exercise import Answer, Exercise
+from course_lib.grading.failures import places, said, starved
 from course_lib.grading.live import shown_if_slow
 from course_lib.grading.runner import Act, Inputs, Observed, graded
 from course_lib.grading.trials import (
@@ -49,15 +50,6 @@ from course_lib.launch import Limits, RankDeadline, RankError, run, warm_up
 CALLS = 2  # per launch, with other values and shapes
 TIMES = ("", "in the second call of this launch",
          "in a third call, which gets the tensors of the second with other values")  # fmt: skip
-DEAF = (
-    ". Every rank waits for a message: either no rank has sent one, or the handle that isend "
-    "returned was dropped before its wait(), and its message was lost"
-)
-PASSED = {
-    "cpu": " after {:g} s of computing",
-    "blocked": ", because every rank that still runs waits for another rank",
-    "total": " after {:g} s",
-}
 LATER = "this counts only after the results are right on two or more ranks"
 
 
@@ -215,7 +207,7 @@ class OnRanks(Exercise):
                         *answers, n=trial.world, limits=limits,
                     )  # fmt: skip
             except RankError as error:
-                if _starved(error):
+                if starved(error):
                     continue
                 raise NotRight(self._explained(error, trial)) from None
             except TypeError as error:  # the answer cannot be sent to the ranks
@@ -242,7 +234,7 @@ class OnRanks(Exercise):
     def _explained(self, error: RankError, trial: Trial) -> str:
         if isinstance(error.exception, NotImplementedError):
             return f"{self.names[0]} is not written yet ({error.exception})"
-        apart = isinstance(error, RankDeadline) and len(_places(error)) > 1
+        apart = isinstance(error, RankDeadline) and len(places(error)) > 1
         hint = f". {self.hang}" if self.hang and apart else ""
         if self.hang and "(SIGABRT)" in error.report.splitlines()[0]:
             hint = f". A possible reason: {self.hang}"
@@ -374,23 +366,11 @@ class Seen:
         return f" ({'; '.join(parts)})" if parts else ""
 
 
-def _places(error: RankDeadline) -> set[str]:
-    """Return the different places at which the ranks were, without their source lines."""
-    return {text.split("was at: ")[-1].split(",")[0] for text in error.standing.values()}
-
-
 def _by_global_rank(trial: Trial, groups: Sequence[Given]) -> list[Inputs]:
     inputs: dict[int, Inputs] = {}
     for ranks, given in zip(trial.groups, groups, strict=True):
         inputs |= dict(zip(ranks, given.ranks, strict=True))
     return [inputs[rank] for rank in range(trial.world)]
-
-
-def _starved(error: RankError) -> bool:
-    """Return whether the machine was too busy to start the ranks, or to let them compute."""
-    if not isinstance(error, RankDeadline):
-        return False
-    return error.limit == "start" or (error.limit == "total" and error.starved)
 
 
 @contextmanager
@@ -403,32 +383,3 @@ def _torch_as_it_comes() -> Iterator[None]:
             yield
     finally:
         torch.set_default_dtype(before)
-
-
-def said(error: RankError) -> str:
-    """Return the report of a launch as the sentence of a verdict.
-
-    It has no cell numbers, because the official run numbers cells differently.
-    """
-    return re.sub(r"\bcell \d+ line", "line", _said(error))
-
-
-def _said(error: RankError) -> str:
-    if isinstance(error, RankDeadline):
-        places = "; ".join(error.standing.values())
-        waits = [line for line in error.standing.values() if re.search(r"was at: \S*send\b", line)]
-        if len(waits) == len(error.standing):
-            return (
-                "every rank waits in send: a send returns only when the other side receives, so "
-                "they wait forever; start both at once, or let half of the ranks receive first "
-                f"({places})"
-            )
-        heard = [line for line in error.standing.values() if re.search(r"was at: \S*recv", line)]
-        why = DEAF if len(heard) == len(error.standing) else ""
-        passed = PASSED[error.limit].format(error.seconds)
-        return f"the answer had not returned{passed}: {places}{why}"
-    lines = error.report.splitlines()
-    own = [line.strip() for line in lines[1:] if re.match(r"  (cell|line)", line)]
-    if "(SIGABRT)" in lines[0]:  # the backend aborts after mismatched calls, without a message
-        own.append("the calls of the ranks do not match: compare calls, peers and shapes by rank")
-    return ", ".join([lines[0], *own[-1:]])
