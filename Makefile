@@ -58,6 +58,7 @@ lint: $(READY)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+	$(BIN)/python tests/support/prose.py
 
 fmt: $(READY)
 	$(BIN)/ruff format .

@@ -31,7 +31,7 @@ def course_map(pdf: File = None, png: File = None, as_json: AsJson = False) -> i
         return 0
     node, network = table["bandwidth"]["node"], table["bandwidth"]["network"]
     out = console()
-    out.print(f"{'':14}{'GB a rank keeps':>20}{'sends':>8}{'seconds at':>16}")
+    out.print(f"{'':14}{'GB stored per rank':>20}{'sends':>8}{'seconds at':>16}")
     out.print(f"{'':14}{'state':>8}{'activations':>12}{'GB':>8}{'NVLink':>9}{'400 Gb':>7}  idle")
     for row in table["rows"]:
         idle = f"{row['idle']:6.0%}" if row["idle"] else ""

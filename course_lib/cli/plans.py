@@ -59,7 +59,7 @@ def groups(
 
 
 def _coloured(text: str) -> Text:
-    """The coordinates in the drawing in colours, so that groups show; the text is the same."""
+    """Return the drawing with colored coordinates, so that groups show; the text is the same."""
     from rich.text import Text
 
     result = Text(text)

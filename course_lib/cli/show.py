@@ -1,4 +1,4 @@
-"""What the verbs print: JSON for programs, colours for a terminal."""
+"""What the verbs print: JSON for programs, colors for a terminal."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ def print_json(data: object) -> None:
 
 
 def console() -> Console:
-    """Colours where a terminal wants them."""
+    """Return a console with colors if the terminal supports them."""
     from rich.console import Console
 
     return Console(highlight=False)  # honours NO_COLOR, and is plain where stdout is no terminal

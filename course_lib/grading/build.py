@@ -157,7 +157,7 @@ def clean(notebook: NotebookNode) -> None:
 
 
 def _joined(outputs: list[NotebookNode]) -> list[NotebookNode]:
-    """Outputs without widgets, neighbouring pieces of one stream joined."""
+    """Return the outputs without widgets; adjacent pieces of one stream are joined."""
     kept: list[NotebookNode] = []
     for output in outputs:
         if WIDGET in output.get("data", {}):

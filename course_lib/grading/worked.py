@@ -17,7 +17,7 @@ from course_lib.grading.verdict import CaseResult
 
 @dataclass(frozen=True)
 class Worked(Exercise):
-    """A table from keys to values. Each key of ``wanted`` is one case with that title.
+    """A table from keys to values. Each key of ``wanted`` makes one case with that title.
 
     A value is a number, a text (its case, spaces and punctuation do not count) or a list of these;
     None means that it is not filled in. In the innermost lists of the keys in ``unordered``, such

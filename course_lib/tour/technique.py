@@ -11,7 +11,7 @@ function of the :class:`Job`, and put the :class:`Technique` into ``TECHNIQUES``
         train=...,                       # job -> Report, on every rank
         formula=...,                     # job -> bytes on each axis, all ranks together
         state_formula=...,               # job -> bytes between steps, of the fullest rank
-        peak_activation_formula=...,     # job -> bytes kept for backward, of the fullest rank
+        peak_activation_formula=...,     # job -> bytes saved for backward, of the fullest rank
     )
 
 Formulas are closed forms from shapes. They may call those of the techniques' own files, and must

@@ -121,7 +121,7 @@ class Learner:
         self.page.wait_for_function("() => !window.lesson.context.model.dirty")
 
     def theme(self, name: str) -> None:
-        """Change the colours of JupyterLab: "JupyterLab Light" or "JupyterLab Dark"."""
+        """Change the colors of JupyterLab: "JupyterLab Light" or "JupyterLab Dark"."""
         now = "document.body.dataset.jpThemeName"
         if self.page.evaluate(f"() => {now}") == name:
             return

@@ -33,8 +33,8 @@ COLUMNS = (  # heading, left edge in inches
     ("activations", 3.63),
     ("sends", 4.43),
     ("node | net", 5.23),
-    ("what travels, and does it hide?", 6.18),
-    ("take it when; what speaks against it", 8.72),
+    ("what is sent, and does it hide?", 6.18),
+    ("use it when; drawbacks", 8.72),
 )
 ORDER = (
     "In which order. 1  The model fits on a rank: DP, with ZeRO-1.  2  It does not: TP + SP as wide"
@@ -63,8 +63,8 @@ def course_map() -> Picture:
     top = 6.85
     for name, left in COLUMNS:
         _write(ax, left, top + 0.12, name, weight="bold")
-    _write(ax, 2.83, top - 0.04, "GB a rank keeps, most", size=6.5)
-    _write(ax, 4.43, top - 0.04, "GB a step", size=6.5)
+    _write(ax, 2.83, top - 0.04, "GB stored per rank, most", size=6.5)
+    _write(ax, 4.43, top - 0.04, "GB per step", size=6.5)
     _write(ax, 5.23, top - 0.04, "seconds", size=6.5)
     for number, row in enumerate(found):
         _draw_row(ax, row, top - 0.5 - number * LINE, found)
@@ -84,7 +84,8 @@ def example() -> str:
     """What the figures are of."""
     return (
         f"Example: {parameter_count(MODEL) / 1e9:.2f} billion parameters, bfloat16 and AdamW, on"
-        f" {RANKS} ranks; {SEQUENCES} sequences of {SEQ_LEN:,} tokens a step, one to a micro-batch."
+        f" {RANKS} ranks; {SEQUENCES} sequences of {SEQ_LEN:,} tokens per step, one per"
+        f" micro-batch."
         f" It computes {compute_seconds():.2f} s on {RANKS} H100 at {SHARE_OF_PEAK:.0%} of"
         f" {GPU / 1e12:.0f} TFLOP/s.\nEvery number is computed by the library's formulas, which the"
         " tests hold to the byte; `course map` prints them."

@@ -56,7 +56,7 @@ class Row:
     stops: str
 
     def seconds(self, bandwidth: float) -> float:
-        """What its messages take at ``bandwidth`` bytes a second, latency aside."""
+        """Return the seconds to send its bytes at ``bandwidth`` bytes per second."""
         return float(self.sent) / bandwidth
 
 
@@ -101,11 +101,11 @@ def _data_rows() -> list[Row]:
             _state(whole, whole, whole),
             kept,
             dp.wire_bytes(4 * whole, n),  # summed in float32, as ZeRO's are
-            "gradients: all-reduce, once a step",
+            "gradients: all-reduce, once per step",
             "behind the last backward",
             0.0,
             "the model fits; first choice",
-            "16 bytes a parameter on every rank",
+            "16 bytes per parameter on every rank",
         ),
         Row(
             "ZeRO-1",
@@ -114,7 +114,7 @@ def _data_rows() -> list[Row]:
             _state(whole, whole, shard),
             kept,
             sharded(1),
-            "reduce-scatter, all-gather, once a step",
+            "reduce-scatter, all-gather, once per step",
             "behind backward, and forward",
             0.0,
             "always with DP; the one to use beside PP",
@@ -169,7 +169,7 @@ def _tensor_rows() -> list[Row]:
             _state(mine, mine, mine),
             Fraction(whole),
             _sent({"tp": n}, plans["TP"]),
-            "activations: 4 all-reduces a layer",
+            "activations: 4 all-reduces per layer",
             "no: the next product waits",
             0.0,
             "a layer is too large, inside a node",
@@ -221,7 +221,7 @@ def _pipeline_rows() -> list[Row]:
                 Fraction(most),
                 _sent({"pp": n}, plan),
                 "activations: "
-                + ("one transfer per stage" if loops else "two stages a rank: twice"),
+                + ("one transfer per stage" if loops else "two stages per rank: twice"),
                 "behind other micro-batches",
                 share,
                 "slow links between nodes" if loops else "the bubble hurts",
@@ -280,7 +280,7 @@ def _expert_row() -> Row:
         _state(*[of_experts + rest] * 3),
         Fraction(kept),
         _sent({"dp": n, "ep": n}, plan),
-        f"tokens, {EXPERTS.top_k} choices: 4 all-to-alls a layer",
+        f"tokens, {EXPERTS.top_k} choices: 4 all-to-alls per layer",
         "hardly",
         0.0,
         "more parameters at the same FLOPs",

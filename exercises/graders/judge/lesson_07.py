@@ -410,7 +410,7 @@ def _messages_of_exchanges(given: Given, rank: int) -> list[tuple[str, int, int]
 
 SWAP = OnRanks(
     id="07-4",
-    title="a swap that cannot deadlock, in raw torch",
+    title="an exchange that cannot deadlock, in raw torch",
     names=("swap",),
     act=runner.exchanges,
     draw=_exchanges,
@@ -433,7 +433,7 @@ SWAP = OnRanks(
     ),
     looks=(Look("wire", "messages, peers and bytes", _in_any_order(_messages_of_exchanges)),),
     terms=0,
-    hang="Only the two ranks of an exchange call swap, so a collective or another peer waits "
+    hang="Only the two ranks of an exchange call `swap`, so a collective or another peer waits "
     "forever. A message may be lost if its handle is dropped before wait()",
 )
 

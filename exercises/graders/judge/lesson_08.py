@@ -216,7 +216,7 @@ def _dy_x(given: Given) -> tuple[Tensor, Tensor]:
 
 HALVES = OnRanks(
     id="08-3",
-    title="a linear's backward in two halves",
+    title="the split backward of a linear layer",
     names=("split_backward",),
     act=runner.split,
     draw=_linear,
