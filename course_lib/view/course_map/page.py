@@ -43,7 +43,7 @@ ORDER = (
     " same FLOPs: EP."
 )
 LAYOUT = (
-    "How axes lie on ranks. tp-cp-dp-pp, the fastest first: TP waits for every message and gets the"
+    "The order of the axes. tp-cp-dp-pp, the fastest first: TP waits for every message and gets the"
     " links inside a node, PP sends least and crosses nodes. Ranks = tp x cp x dp x pp; ep lies"
     " inside dp x cp."
 )
@@ -94,10 +94,10 @@ def example() -> str:
 
 def _notes() -> str:
     return (
-        "State: 2 bytes of weights, 2 of gradients, 12 of optimizer a parameter. Activations: of"
+        "State: 2 bytes of weights, 2 of gradients, 12 of optimizer per parameter. Activations: of"
         " what is in flight, attention without a score matrix, nothing recomputed. Seconds: bytes"
         f" at {NODE / 1e9:.0f} GB/s (NVLink 4, one way) | {NETWORK / 1e9:.0f} GB/s (one 400 Gb/s"
-        " adapter a GPU), not hidden, without latency. DP and ZeRO sum gradients in float32. CP"
+        " adapter per GPU), not hidden, without latency. DP and ZeRO sum gradients in float32. CP"
         f" pays from long sequences on: {SEQ_LEN:,} tokens are short."
     )
 
