@@ -145,6 +145,18 @@ def two_ranks_only(x, axis):
     return x + other if axis.size > 1 else x
 
 
+def waits_twice(x, axis):
+    received = torch.empty_like(x, memory_format=torch.contiguous_format)
+    peers = axis.ranks[axis.next], axis.ranks[axis.previous]
+    if axis.size == 1:
+        return x
+    works = [dist.isend(x.contiguous(), peers[0], group=axis.group)]
+    works.append(dist.irecv(received, peers[1], group=axis.group))
+    for work in [*works, works[1]]:
+        work.wait()
+    return x + received
+
+
 def twice(x, axis):
     comm.all_reduce(x, axis)
     return comm.all_reduce(x, axis)
@@ -171,6 +183,7 @@ def twice(x, axis):
         (float_only, "expected outputs of torch.float64"),
         (contiguous_only, "view size is not compatible"),
         (two_ranks_only, "wrong on every rank"),
+        (waits_twice, "wait() was called twice for the recv with rank"),
         (twice, "One all-reduce is enough"),
     ],
 )
