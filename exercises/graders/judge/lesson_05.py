@@ -10,80 +10,14 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from course_lib.grading.draw import Draw
-from course_lib.grading.exercise import Wrong
+from course_lib.grading.graders.by_hand import by_hand
 from course_lib.grading.graders.runner import lesson_05 as runner
 from course_lib.grading.placed import REPLICATED, Placed, bytes_of, sharded
 from course_lib.grading.ranked import OnRanks
 from course_lib.grading.runner import Observed
 from course_lib.grading.trials import Given, Mistake, Trial
-from course_lib.grading.worked import Worked
 from course_lib.model import ModelConfig
 from course_lib.model.layers import MLP
-
-WANTED = {
-    "inner": [[3, -2], [1, 3]],
-    "partial": [[3, 6], [5, -1]],
-    "y": [9, 6],
-    "bias too early": [10, 7],
-    "rows first": [3, 2, 3, 4],
-    "dx parts": [[3, 3], [2, 1]],
-    "dx": [5, 4],
-    "all-reduces": [1, 1],
-    "bytes": 3840,
-}
-
-BY_HAND = Worked(
-    id="05-1",
-    title="one pair on two ranks, by hand",
-    names=("pair",),
-    mistakes=(
-        Wrong({"inner": [[3, 0], [1, 3]]}, "these are the elements after ReLU; give them before."),
-        Wrong(
-            {"inner": [[3, 1], [-2, 3]]},
-            "rank 0 has the first two columns of A, rank 1 the last two: a shard is contiguous.",
-        ),
-        Wrong(
-            {"partial": [[-7, 4], [5, -1]]},
-            "ReLU is missing: a negative inner element contributes 0 to the second product.",
-        ),
-        Wrong({"partial": [[8, 5], [8, 5]]}, "this is the sum; each rank has one term of it."),
-        Wrong({"y": [8, 5]}, "the bias is missing."),
-        Wrong({"y": [10, 7]}, "both ranks added the bias: add it once, to the sum."),
-        Wrong(
-            {"bias too early": [9, 6]},
-            "here each of two ranks adds the bias to its part, so the sum contains it twice.",
-        ),
-        Wrong(
-            {"rows first": [3, 0, 1, 3]},
-            "this is ReLU of the sum; here each rank applies ReLU to its own part.",
-        ),
-        Wrong({"rows first": [3, -2, 1, 3]}, "this is the sum without ReLU."),
-        Wrong(
-            {"dx parts": [[15, -9], [2, 1]]},
-            "ReLU passes no gradient where its input was negative.",
-        ),
-        Wrong(
-            {"dx parts": [[5, 4], [5, 4]]},
-            "this is the sum; each rank has only the gradient through its own columns.",
-        ),
-        Wrong({"dx": [3, 3]}, "this is rank 0's part, but x entered both ranks: add rank 1's."),
-        Wrong({"dx": [2.5, 2]}, "add the parts; do not average them."),
-        Wrong(
-            {"all-reduces": [2, 2]},
-            "the inner elements are never sent: there is one all-reduce at the end of the pair, "
-            "and in backward one where it begins.",
-        ),
-        Wrong(
-            {"all-reduces": [1, 0]},
-            "forward is right, but in backward each rank has only its part of dx.",
-        ),
-        Wrong({"bytes": 1920}, "attention is a pair too: four all-reduces per layer."),
-        Wrong({"bytes": 2560}, "this is the payload; a ring sends 2(n-1)/n times that."),
-        Wrong({"bytes": 960}, "an element has 4 bytes."),
-    ),
-    wanted=WANTED,
-)
-
 
 # --- 05-2 ----------------------------------------------------------------------------------------
 
@@ -453,4 +387,4 @@ ATTENTION = OnRanks(
     refused=("course_lib.comm.transfer:issue", "course_lib.model.layers:Attention.forward"),
 )
 
-EXERCISES = (BY_HAND, BIAS, OPERATORS, MLP_PAIR, ATTENTION)
+EXERCISES = (by_hand("05-1"), BIAS, OPERATORS, MLP_PAIR, ATTENTION)

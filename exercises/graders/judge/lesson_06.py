@@ -10,60 +10,12 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from course_lib.grading.draw import Draw
-from course_lib.grading.exercise import Wrong
+from course_lib.grading.graders.by_hand import by_hand
 from course_lib.grading.graders.runner import lesson_06 as runner
 from course_lib.grading.placed import Placed, bytes_of, sharded
 from course_lib.grading.ranked import OnRanks
 from course_lib.grading.runner import Observed
 from course_lib.grading.trials import TRIALS, Given, Look, Mistake, Trial, on_axis
-from course_lib.grading.worked import Worked
-
-BY_HAND = Worked(
-    id="06-1",
-    title="rows, bytes and words, by hand",
-    names=("rows",),
-    mistakes=(
-        Wrong({"rows": [[11, 22, 33, 44]] * 2}, "an all-reduce gives this; a rank gets its rows."),
-        Wrong({"rows": [[1, 2], [30, 40]]}, "each rank took its rows of its own part: sum first."),
-        Wrong({"rows": [[11, 33], [22, 44]]}, "rank 0 has the first two rows, rank 1 the others."),
-        Wrong(
-            {"dx": [[1, 1], [4, 4]]},
-            "each rank took its rows of its own gradient; both ranks used every row: sum first.",
-        ),
-        Wrong({"dx": [[2, 2], [3, 3]]}, "sum the gradients; do not average them."),
-        Wrong({"norm parts": [6, 6]}, "this is the sum; each rank has the part of its own rows."),
-        Wrong({"norm": 3}, "sum the parts; do not average them."),
-        Wrong({"norm": 12}, "this is rank 0's part, of its own rows."),
-        Wrong({"bytes": [6000] * 3}, "the third gathers x once more for each region, in backward."),
-        Wrong({"bytes": [6000, 3000, 4500]}, "a layer has 4 gathers and 4 reduce-scatters."),
-        Wrong(
-            {"bytes": [4000, 4000, 5000]},
-            "this is the payload; a ring all-reduce sends 2(n-1)/n of it.",
-        ),
-        Wrong({"full": 12000}, "forward runs twice, backward once."),
-        Wrong({"full": 6000}, "recomputation sends forward's two all-reduces again."),
-        Wrong(
-            {"kept": [13, 4.25, 4.25]},
-            "the second saves the inputs of both regions in full: 2 bytes per element each.",
-        ),
-        Wrong({"kept": [4.25, 7.75, 4.25]}, "tensor parallelism stores 10 of the 34 in full."),
-        Wrong({"dz": [[0.5, 0.25], [0.125, 0.125]]}, "this is softmax; subtract 1 at the target."),
-        Wrong({"dz": [[2 / 3, 1 / 3], [-0.5, 0.5]]}, "divide by the sum of all ranks."),
-        Wrong({"heads": [0, 1, 0, 1]}, "query heads 0 to 3, on ranks 0 and 1, use head 0."),
-    ),
-    wanted={
-        "rows": [[11, 22], [33, 44]],
-        "dx": [[4, 4], [6, 6]],
-        "norm parts": [12, -6],
-        "norm": 6,
-        "bytes": [6000, 6000, 7500],
-        "full": 9000,
-        "kept": [13, 7.75, 4.25],
-        "dz": [[0.5, 0.25], [-0.875, 0.125]],
-        "heads": [0, 0, 1, 1],
-    },
-)  # fmt: skip
-
 
 # --- 06-2 ----------------------------------------------------------------------------------------
 
@@ -460,4 +412,4 @@ REGION = OnRanks(
 )
 
 
-EXERCISES = (BY_HAND, ENTER, NORMS, LOSS, REGION)
+EXERCISES = (by_hand("06-1"), ENTER, NORMS, LOSS, REGION)
