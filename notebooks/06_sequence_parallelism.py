@@ -971,7 +971,7 @@ check("06-2", column_on_rows)
 # ## 06-3 The sum that norms need
 # After backward with sharded rows, replicated parameters have the gradient of this rank's rows only. Reduce their
 # `.grad` fully. `comm.shard_spec(p)` says how the ranks of the axis shard a parameter, or returns None if it is
-# replicated. The gradient of a sharded parameter is fully reduced already.
+# replicated. The gradient of a parameter with a spec is fully reduced already, also where its dim is None (experts).
 #
 # The check looks at the gradients of both kinds on one to three ranks and on two pairs of ranks at once, and at one
 # all-reduce for all of them. Gradients may be non-contiguous.
@@ -1004,7 +1004,8 @@ check("06-3", sum_partial)
 # r has the logits of words r·w to r·w + w - 1, where w is the width of its `z_TVt`; the last rank's may be padding,
 # minus infinity. Targets are word ids, all of them on every rank, never padding.
 #
-# Forward returns the loss of each token, (T,), on every rank. Backward receives a gradient for each of them.
+# Forward returns the loss of each token, (T,), on every rank. Backward receives a gradient for each of them, and runs
+# once.
 #
 # The check looks at losses and the gradient of each rank's logits on one to three ranks and on two pairs of ranks at
 # once. Logits may be several hundred above or below 0, so that their exponential is infinite or 0. Forward may send

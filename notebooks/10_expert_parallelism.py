@@ -955,7 +955,7 @@ check("10-3", route)
 # ## 10-4 There and back
 # The layer on real ranks, without its router: dispatch, experts, combine. Rank r of n holds e = `len(experts)`
 # experts, with the numbers r e to (r + 1) e. Ranks may hold different numbers of tokens, and an expert may be chosen
-# by all tokens or by none.
+# by all tokens or by none. A weight may be 0 or negative; top_k may be 1.
 #
 # `comm.all_gather(x, axis)` joins tensors of all ranks, without gradient; `comm.all_to_all_v(x, axis, sends, receives)`
 # is the uneven all-to-all with a gradient. `torch.empty_like(rows).index_copy(0, places, rows)` puts rows into

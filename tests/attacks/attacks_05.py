@@ -54,6 +54,11 @@ def _by_library(h: Tensor, weight: Tensor, bias: Tensor, axis: Axis) -> Tensor:
     return tp.RowLinear(linear, axis)(h)
 
 
+def _one_row_is_a_vector(h: Tensor, weight: Tensor, bias: Tensor, axis: Axis) -> Tensor:
+    y = comm.reduce_from(F.linear(h, weight), axis) + bias
+    return y[0] if len(y) == 1 else y
+
+
 REFUSAL = "this is what you are asked to write"
 
 
@@ -107,6 +112,19 @@ def _mean(x: Tensor, axis: Axis) -> Tensor:
 
 def _none(x: Tensor, axis: Axis) -> None:
     return None
+
+
+class _AxisOfTheClass:
+    """Stores the axis where every call finds the last one."""
+
+    axis: Axis
+
+    @staticmethod
+    def apply(x: Tensor, axis: Axis) -> Tensor:
+        _AxisOfTheClass.axis = axis
+        return _pair(
+            _same, lambda gradient, _: comm.all_reduce(gradient, _AxisOfTheClass.axis)
+        ).apply(x, axis)
 
 
 class _ByLibrary:
@@ -210,6 +228,11 @@ class BiasEarly(Right):
 class NoBias(Right):
     def forward(self, x: Tensor) -> Tensor:
         return self.leave(F.linear(self.inner(x), self.weight_out), self.axis)
+
+
+class Squeezes(Right):
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x.squeeze(0))
 
 
 class NoGelu(Right):
@@ -421,6 +444,13 @@ def _attention_in_place(x: Tensor, weights: dict[str, Tensor], head_dim: int, dy
     return y, x.copy_(dx), gradients
 
 
+def _attention_leaf(x: Tensor, weights: dict[str, Tensor], head_dim: int, dy: Tensor) -> Any:
+    """Leaves its result where the next backward adds to it."""
+    y, dx, gradients = _right_by_grad(x, weights, head_dim, dy)
+    weights["q"].grad = torch.zeros_like(weights["q"])
+    return y, dx, gradients
+
+
 def _by_comm(x: Tensor, weights: dict[str, Tensor], head_dim: int, dy: Tensor) -> Any:
     y, dx, gradients = _step(x, weights, head_dim, dy, sums=())
     axis = make_mesh().world
@@ -481,6 +511,13 @@ ATTACKS = {
                 words="times too large",
             ),
             Wrong(_gathers, words="times too large"),
+            Wrong(_one_row_is_a_vector, words="on rank 0, got shape"),
+            Wrong(
+                lambda h, weight, bias, axis: (
+                    comm.reduce_from((h[:, None] * weight).sum(-1).squeeze(), axis) + bias
+                ),
+                words="on rank 0, got shape",
+            ),
             Wrong(_by_library, words=REFUSAL),
         ),
         right=(_right, _right_by_hand),
@@ -507,6 +544,7 @@ ATTACKS = {
             Wrong((_pair(_same, _in_place), _REDUCE), words="but the answer wrote into it"),
             Wrong((_pair(_same, _gathered), _REDUCE), words="all_gather of"),
             Wrong((_COPY, _pair(_gathered, _same)), words="all_gather of"),
+            Wrong((_AxisOfTheClass, _REDUCE), words="store the axis in ctx"),
             Wrong((_ByLibrary, _REDUCE), words=REFUSAL),
             Wrong((_COPY, _pair(_none, _same)), words="expected g's forward to return a tensor"),
         ),
@@ -524,6 +562,7 @@ ATTACKS = {
             Wrong(BiasEarly, words="every rank added the outer bias"),
             Wrong(NoBias, words="the outer bias is missing"),
             Wrong(NoGelu, words="there is no GELU"),
+            Wrong(Squeezes, words="expected outputs of shape [1, 1,"),
             Wrong(Views, words="a chunk is a view"),
             Wrong(Strided, words="outputs: wrong on every rank"),
             Wrong(FirstShard, words="outputs: wrong on every rank"),
@@ -557,6 +596,7 @@ ATTACKS = {
             Wrong(_three_sums, words="dx once for q, k and v together"),
             Wrong(_attention_gathers, words="all_gather of"),
             Wrong(_attention_alone, words="got no network operation"),
+            Wrong(_attention_leaf, words="an input has a gradient after the call"),
             Wrong(_attention_in_place, words="the answer wrote into it"),
             Wrong(_by_comm, words=REFUSAL),
         ),

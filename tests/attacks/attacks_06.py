@@ -140,6 +140,13 @@ def _truth_of_dim(parameters: Parameters, axis: Axis) -> None:
     _sum([p for p, spec in specs.items() if not (spec and spec.dim)], axis, cut_too=True)
 
 
+def _experts_too(parameters: Parameters, axis: Axis) -> None:
+    """Takes a spec without a dim for no spec."""
+    dims = [getattr(comm.shard_spec(p), "dim", None) for p in parameters]
+    whole = [p for p, dim in zip(parameters, dims, strict=True) if dim is None]
+    _sum(whole, axis, cut_too=True)
+
+
 def _weights_instead(parameters: Parameters, axis: Axis) -> None:
     _sum(parameters, axis)
     with torch.no_grad():
@@ -213,7 +220,7 @@ def _forward(
     maximum: str = "all",
     sum_all: bool = True,
     shift: bool = True,
-    masked: bool = True,
+    masked: bool | str = True,
     target_all: bool = True,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Right, or with a mistake."""
@@ -228,7 +235,9 @@ def _forward(
     mine = (local >= 0) & (local < z.shape[1])
     rows = local.masked_fill(~mine, 0)
     own = z.gather(1, rows[:, None])[:, 0]
-    if masked:
+    if masked == "times":
+        own = z.gather(1, local.clamp(0, z.shape[1] - 1)[:, None])[:, 0] * mine
+    elif masked:
         own = own.masked_fill(~mine, 0.0)
     target = comm.all_reduce(own, axis) if target_all else own
     return total.log() + top - target, exp / total[:, None], rows, mine
@@ -269,6 +278,13 @@ def _all_logits(z: Tensor, targets: Tensor, axis: Axis) -> tuple[Tensor, ...]:
     loss = F.cross_entropy(whole, targets, reduction="none")
     _, _, rows, mine = _forward(z[:, :], targets, axis)
     return loss, whole.softmax(1).chunk(axis.size, 1)[axis.rank].clone(), rows, mine
+
+
+def _equal_logits(z: Tensor, targets: Tensor, axis: Axis) -> tuple[Tensor, ...]:
+    """Takes every word with the logit of the target for the target."""
+    losses, softmax, rows, mine = _forward(z, targets, axis)
+    own = z.gather(1, rows[:, None])[:, 0].masked_fill(~mine, 0.0)
+    return losses, softmax - (z == comm.all_reduce(own, axis)[:, None]).to(z.dtype), rows, mine
 
 
 class _ByLibrary:
@@ -409,7 +425,7 @@ def _step(
     gather_dy: Answer = _gather,
     leave: Answer = _scatter,
     back: Answer = _scatter,
-    relu: bool = True,
+    relu: bool | str = True,
     weights: Answer = lambda gradient: gradient,
 ) -> Any:
     """Right, or with a mistake."""
@@ -419,7 +435,7 @@ def _step(
     y = leave(h @ weight_out.mT)
     d_inner = dy_whole @ weight_out
     if relu:
-        d_inner = d_inner * (inner > 0)
+        d_inner = d_inner * (inner >= 0 if relu == "from 0 on" else inner > 0)
     d_out, d_in = dy_whole.mT @ h, d_inner.mT @ whole
     return y, back(d_inner @ weight_in), weights(d_in), weights(d_out)
 
@@ -465,6 +481,12 @@ def _weights_on_two(x: Tensor, weight_in: Tensor, weight_out: Tensor, dy: Tensor
 def _in_place(x: Tensor, weight_in: Tensor, weight_out: Tensor, dy: Tensor) -> Any:
     y, dx, d_in, d_out = _step(x, weight_in, weight_out, dy)
     return y, x.copy_(dx), d_in, d_out
+
+
+def _leaves_gradients(x: Tensor, weight_in: Tensor, weight_out: Tensor, dy: Tensor) -> Any:
+    found = _step(x, weight_in, weight_out, dy)
+    weight_in.grad, weight_out.grad = found[2:]
+    return found
 
 
 def _not_awaited(x: Tensor, weight_in: Tensor, weight_out: Tensor, dy: Tensor) -> Any:
@@ -546,6 +568,10 @@ ATTACKS = {
                 words="the axis has the ranks [0, 2]",
             ),
             Wrong(_by_sequence, words="rank 0"),
+            Wrong(
+                lambda x, weight, axis: _column(x, weight, axis).squeeze(0),
+                words="expected outputs of shape [1,",
+            ),
             Wrong(lambda x, weight, axis: F.linear(sp.enter(x, axis), weight), words=REFUSAL),
         ),
         right=(_column, _column_raw),
@@ -566,6 +592,7 @@ ATTACKS = {
             Wrong(_sum_lost, words="still has the gradient of its own rows"),
             Wrong(_from_first, words="every rank has the gradient of rank 0"),
             Wrong(_truth_of_dim, words="the ranks store different shards"),
+            Wrong(_experts_too, words="leave its gradient as it is"),
             Wrong(_by_shape, words="the ranks store different shards"),
             Wrong(_only_contiguous, words="view size is not compatible"),
             Wrong(_over_the_world, words="the axis has the ranks [0, 2]"),
@@ -597,6 +624,11 @@ ATTACKS = {
                 ),
                 words="expected no call in backward",
             ),
+            Wrong(_loss_but(masked="times"), words="losses: wrong on every rank"),
+            Wrong(
+                _loss(_equal_logits, lambda *given: _backward(*given, onehot=False)),
+                words="gradients of the logits: wrong",
+            ),
             Wrong(_loss(_all_logits, _backward), words="forward: expected all_reduces of"),
             Wrong(_loss(_near(200.0), _backward), words="losses"),
             Wrong(_loss(_in_float32, _backward), words="of torch.float64"),
@@ -626,6 +658,8 @@ ATTACKS = {
             Wrong(_gathers_again, words="two gathers of rows"),
             Wrong(_weights_on_two, words="gradients of weight_in"),
             Wrong(_in_place, words="the input x to be unchanged"),
+            Wrong(_leaves_gradients, words="an input has a gradient after the call"),
+            Wrong(_but(relu="from 0 on"), words="gradients of x: wrong"),
             Wrong(_not_awaited, words="started all_gather of"),
             Wrong(_by_comm, words=REFUSAL),
         ),

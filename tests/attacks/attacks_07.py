@@ -149,6 +149,11 @@ class _OneBuffer:
         return self.buffers.setdefault((like.shape, like.dtype), torch.empty_like(like))
 
 
+def _like_mine(mine: Tensor, like: Tensor, peer: int) -> Tensor:
+    """Takes the dtype of mine for that of like."""
+    return _into(lambda like: torch.zeros(like.shape, dtype=mine.dtype))(mine, like, peer)
+
+
 def _own(mine: Tensor, like: Tensor, peer: int) -> Tensor:
     for work in _batch(mine, torch.empty_like(like), peer):
         work.wait()
@@ -545,6 +550,7 @@ ATTACKS = {
                 words="compare calls, peers and shapes by rank",
             ),
             Wrong(_into(_OneBuffer()), words="received"),
+            Wrong(_like_mine, words="the shape and dtype of like, not of mine"),
             Wrong(_own, words="got mine"),
             Wrong(_twice, words="2 sends"),
             Wrong(_next_rank, words="compare calls, peers and shapes by rank"),

@@ -68,6 +68,18 @@ def _merge_in_float32(*given: Tensor) -> Pair:
     return out, lse.to(given[0].dtype)
 
 
+def _drops_the_smaller(apart: float) -> Answer:
+    """Takes one block alone where the other one's share is small."""
+
+    def merge(out_1: Tensor, lse_1: Tensor, out_2: Tensor, lse_2: Tensor) -> Pair:
+        gap, lse = lse_2 - lse_1, torch.logaddexp(lse_1, lse_2)
+        lse = torch.where(gap.abs() > apart, torch.maximum(lse_1, lse_2), lse)
+        weight = torch.sigmoid(torch.where(gap.abs() > apart, gap.sign() * torch.inf, gap))
+        return out_1 + weight[:, None] * (out_2 - out_1), lse
+
+    return merge
+
+
 def _by_library(out_1: Tensor, lse_1: Tensor, out_2: Tensor, lse_2: Tensor) -> Pair:
     out, lse = out_1.clone(), lse_1.clone()
     merge_into(out, lse, out_2, lse_2)
@@ -503,6 +515,8 @@ ATTACKS = {
             Wrong(lambda *given: None, words="expected a pair (out, lse), got None"),
             Wrong(_merge_in_place, words="changed its argument out_1"),
             Wrong(_merge_in_float32, words="(torch.float32)"),
+            Wrong(_drops_the_smaller(9), words="expected out"),
+            Wrong(_drops_the_smaller(20), words="expected out"),
         ),
         right=(_by_softmax, _by_maximum, _by_new_lse),
     ),

@@ -136,6 +136,24 @@ def _but(**mistake: Any) -> Answer:
     return lambda x, e, w, experts, axis: _moe(x, e, w, experts, axis, **mistake)
 
 
+def _without_zeros(
+    x: Tensor, experts_TC: Tensor, weights_TC: Tensor, experts: Experts, axis: Axis
+) -> Tensor:
+    """Sends no row whose weight is 0: right, except for the gradient of this weight."""
+    seen_P = (weights_TC.flatten() != 0).nonzero()[:, 0]
+    one_TC = weights_TC.flatten()[seen_P][:, None]
+    tokens_P = seen_P // experts_TC.shape[1]
+    rows = _moe(x[tokens_P], experts_TC.flatten()[seen_P][:, None], one_TC, experts, axis)
+    return torch.zeros_like(x).index_add(0, tokens_P, rows)
+
+
+def _sums_to_1(
+    x: Tensor, experts_TC: Tensor, weights_TC: Tensor, experts: Experts, axis: Axis
+) -> Tensor:
+    """Does not weigh a single choice."""
+    return _moe(x, experts_TC, weights_TC, experts, axis, weigh=min(1, weights_TC.shape[1] - 1))
+
+
 def _moe_otherwise(
     x: Tensor, experts_TC: Tensor, weights_TC: Tensor, experts: Experts, axis: Axis
 ) -> Tensor:
@@ -403,6 +421,8 @@ ATTACKS = {
             Wrong(_but(first=True), words="experts[0] computed all rows"),
             Wrong(_but(send=_detached), words="no gradient reached x_TD"),
             Wrong(_but(bias=False), words="gradient of the bias of experts[0]"),
+            Wrong(_without_zeros, words="gradient of weights_TC: wrong"),
+            Wrong(_sums_to_1, words="without their weights"),
             Wrong(_own_experts, words="each rank used its own experts"),
             Wrong(_but(send=_exchanged), words="send_counts"),
             Wrong(_gathers_tokens, words="all-to-alls of rows"),

@@ -139,6 +139,27 @@ def _waits_at_once(smalls: list[Tensor], bucket: Tensor, tp: Axis, dp: Axis, mos
     return sums, torch.cat([*parts, *(comm.all_reduce(piece, dp) for piece in pieces)])
 
 
+def _at_most_five(smalls: list[Tensor], bucket: Tensor, tp: Axis, dp: Axis, most: int) -> Any:
+    """Waits for the oldest piece when another one would be the sixth in flight."""
+    pieces, sums, handles, done = deque(bucket.split(most)), [], deque(), []
+    for small in smalls:
+        sums.append(comm.all_reduce(small, tp))
+        if len(handles) == 5:
+            done.append(handles.popleft().wait())
+        if pieces:
+            handles.append(comm.start_all_reduce(pieces.popleft(), dp))
+    handles += [comm.start_all_reduce(piece, dp) for piece in pieces]
+    return sums, torch.cat([*done, *(handle.wait() for handle in handles)])
+
+
+def _empty_piece(smalls: list[Tensor], bucket: Tensor, tp: Axis, dp: Axis, most: int) -> Any:
+    """Ends with a piece of no elements where ``most`` divides the bucket."""
+    sums, total = _right(smalls, bucket, tp, dp, most)
+    if len(bucket) % most == 0:
+        comm.all_reduce(bucket[:0], dp)
+    return sums, total
+
+
 def _forgets(smalls: list[Tensor], bucket: Tensor, tp: Axis, dp: Axis, most: int) -> Any:
     sums, handles = [], []
     for small, piece in zip(smalls, bucket.split(most), strict=False):
@@ -370,6 +391,8 @@ ATTACKS = {
             Wrong(_pieces_last, words="one piece of at most"),
             Wrong(_small_not_waited, words="one piece of at most"),
             Wrong(_waits_at_once, words="waited for a piece before the last small call"),
+            Wrong(_at_most_five, words="waited for a piece before the last small call"),
+            Wrong(_empty_piece, words="all_reduce of 0 bytes"),
             Wrong(_forgets, words="pieces are missing"),
             Wrong(_last_piece_first, words="total: wrong on every rank"),
             Wrong(

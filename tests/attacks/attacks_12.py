@@ -206,6 +206,16 @@ def _right_flat(gradients: Gradients, tp: Any, dp: Any, pp: Any) -> None:
         gradients["tied"].add_(theirs)
 
 
+def _in_float32(gradients: Gradients, tp: Any, dp: Any, pp: Any) -> None:
+    """Receives into float32, whatever is sent."""
+    for kind, gradient in gradients.items():
+        if kind == "tied":
+            total = gradient.float()
+            _exchange(total, pp)
+            gradient.copy_(total)
+    _complete(gradients, tp, dp, pp, ends=False)
+
+
 def _not_in_place(gradients: Gradients, tp: Any, dp: Any, pp: Any) -> None:
     copies = {kind: gradient.clone() for kind, gradient in gradients.items()}
     _complete(copies, tp, dp, pp)
@@ -339,6 +349,7 @@ ATTACKS = {
             ),
             Wrong(_complete_but(dp_of=("matrix", "norm")), words='"tied"'),
             Wrong(_complete_but(ends=False), words="lacks the other stage's part"),
+            Wrong(_in_float32, words="gradient 'tied': wrong"),
             Wrong(_complete_but(average=True), words="exactly 2 times too small"),
             Wrong(_adds_over_dp_again, words="bytes over dp"),
             Wrong(_drops_handles, words="never waited for it"),

@@ -127,6 +127,15 @@ def _pairs_of_logits(logits: Tensor, first: int, axis: Axis) -> Tensor:
     return pair_nB2[..., 1].gather(0, pair_nB2[..., 0].argmax(0)[None])[0].long()
 
 
+def _by_bits(logits: Tensor, first: int, axis: Axis) -> Tensor:
+    """Orders floats by their bits, in which -0 is below 0."""
+    best_B, token_B = logits.max(1)
+    bits_nB = comm.all_gather(best_B[None], axis).double().view(torch.int64)
+    order_nB = torch.where(bits_nB < 0, -(2**63) - bits_nB - 1, bits_nB)
+    token_nB = comm.all_gather((token_B + first)[None], axis)
+    return token_nB.gather(0, order_nB.argmax(0, keepdim=True))[0]
+
+
 def _greedy_in_place(logits: Tensor, first: int, axis: Axis) -> Tensor:
     token = _greedy(logits, first, axis)
     logits.fill_(0)
@@ -414,6 +423,11 @@ ATTACKS = {
             Wrong(_rounds(torch.bfloat16), words="nearly equal logits"),
             Wrong(_rounds(torch.float32), words="nearly equal logits"),
             Wrong(_pairs_of_logits, words="bfloat16 has 8 bits"),
+            Wrong(_by_bits, words="outputs: wrong"),
+            Wrong(
+                lambda logits, first, axis: _greedy(logits, first, axis).squeeze(),
+                words="expected outputs of shape [1]",
+            ),
             Wrong(_in_the_world, words="expected its calls to use the group of the axis"),
             Wrong(_remembers, words="in the second call"),
             Wrong(_never_waits, words="never waited for it"),
@@ -457,6 +471,10 @@ ATTACKS = {
                 lambda q, k, v, axis: _attend(q * 4**-0.5 * q.shape[-1] ** 0.5, k, v, axis),
                 words="outputs",
             ),
+            Wrong(
+                lambda q, k, v, axis: _attend(q, k, v, axis).squeeze(1),
+                words="expected outputs of shape",
+            ),
             Wrong(_world_of, words="expected its calls to use the group of the axis"),
             Wrong(_both_groups, words="expected its calls to use the group of the axis"),
             Wrong(_sends_the_cache, words="the rows of the cache are not sent"),
@@ -486,6 +504,7 @@ ATTACKS = {
             Wrong(_but("shifted"), words="return the new tokens only"),
             Wrong(_but("last"), words="the last token alone"),
             Wrong(_but("by step"), words="a row per request"),
+            Wrong(lambda *given: _loop(*given).squeeze(0), words="expected outputs of shape [1,"),
             Wrong(_but("gathers"), words="do not gather the logits"),
             Wrong(_sums_twice, words="one sum of y per new token"),
             Wrong(_drops_the_handle, words="never waited for it"),

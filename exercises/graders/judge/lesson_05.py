@@ -10,85 +10,24 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from course_lib.grading.draw import Draw
-from course_lib.grading.exercise import Wrong
+from course_lib.grading.graders.by_hand import by_hand
 from course_lib.grading.graders.runner import lesson_05 as runner
 from course_lib.grading.placed import REPLICATED, Placed, bytes_of, sharded
 from course_lib.grading.ranked import OnRanks
+from course_lib.grading.runner import Observed
 from course_lib.grading.trials import Given, Mistake, Trial
-from course_lib.grading.worked import Worked
 from course_lib.model import ModelConfig
 from course_lib.model.layers import MLP
-
-WANTED = {
-    "inner": [[3, -2], [1, 3]],
-    "partial": [[3, 6], [5, -1]],
-    "y": [9, 6],
-    "bias too early": [10, 7],
-    "rows first": [3, 2, 3, 4],
-    "dx parts": [[3, 3], [2, 1]],
-    "dx": [5, 4],
-    "all-reduces": [1, 1],
-    "bytes": 3840,
-}
-
-BY_HAND = Worked(
-    id="05-1",
-    title="one pair on two ranks, by hand",
-    names=("pair",),
-    mistakes=(
-        Wrong({"inner": [[3, 0], [1, 3]]}, "these are the elements after ReLU; give them before."),
-        Wrong(
-            {"inner": [[3, 1], [-2, 3]]},
-            "rank 0 has the first two columns of A, rank 1 the last two: a shard is contiguous.",
-        ),
-        Wrong(
-            {"partial": [[-7, 4], [5, -1]]},
-            "ReLU is missing: a negative inner element contributes 0 to the second product.",
-        ),
-        Wrong({"partial": [[8, 5], [8, 5]]}, "this is the sum; each rank has one term of it."),
-        Wrong({"y": [8, 5]}, "the bias is missing."),
-        Wrong({"y": [10, 7]}, "both ranks added the bias: add it once, to the sum."),
-        Wrong(
-            {"bias too early": [9, 6]},
-            "here each of two ranks adds the bias to its part, so the sum contains it twice.",
-        ),
-        Wrong(
-            {"rows first": [3, 0, 1, 3]},
-            "this is ReLU of the sum; here each rank applies ReLU to its own part.",
-        ),
-        Wrong({"rows first": [3, -2, 1, 3]}, "this is the sum without ReLU."),
-        Wrong(
-            {"dx parts": [[15, -9], [2, 1]]},
-            "ReLU passes no gradient where its input was negative.",
-        ),
-        Wrong(
-            {"dx parts": [[5, 4], [5, 4]]},
-            "this is the sum; each rank has only the gradient through its own columns.",
-        ),
-        Wrong({"dx": [3, 3]}, "this is rank 0's part, but x entered both ranks: add rank 1's."),
-        Wrong({"dx": [2.5, 2]}, "add the parts; do not average them."),
-        Wrong(
-            {"all-reduces": [2, 2]},
-            "the inner elements are never sent: there is one all-reduce at the end of the pair, "
-            "and in backward one where it begins.",
-        ),
-        Wrong(
-            {"all-reduces": [1, 0]},
-            "forward is right, but in backward each rank has only its part of dx.",
-        ),
-        Wrong({"bytes": 1920}, "attention is a pair too: four all-reduces per layer."),
-        Wrong({"bytes": 2560}, "this is the payload; a ring sends 2(n-1)/n times that."),
-        Wrong({"bytes": 960}, "an element has 4 bytes."),
-    ),
-    wanted=WANTED,
-)
-
 
 # --- 05-2 ----------------------------------------------------------------------------------------
 
 
 def _linear(trial: Trial, draw: Draw) -> dict[str, Tensor]:
-    rows, features, out = draw.size(2, 5), trial.n * draw.size(1, 4), draw.size(3, 7)
+    """On three ranks one token; in the second call one feature per rank and one output too."""
+    alone, least = trial.n == 3, trial.n == 3 and draw.call
+    rows = 1 if alone else draw.size(2, 5)
+    features, out = (1 if least else draw.size(2, most) for most in (4, 7))
+    features *= trial.n
     return {
         "h_TFt": draw.normal(rows, features),
         "weight_DFt": draw.normal(out, features),
@@ -116,37 +55,29 @@ BIAS = Placed(
     whole=_linear,
     inputs={"h_TFt": sharded(1), "weight_DFt": sharded(1), "bias_D": REPLICATED},
     reference=F.linear,
-    mistakes=(
-        Mistake(
-            "every rank added the bias, so the sum contains it n times: add it after the sum",
-            {"outputs": lambda given: _right(given) + (given.n - 1) * _bias(given)},
-        ),
-        Mistake("the bias is missing", {"outputs": lambda given: _right(given) - _bias(given)}),
-        Mistake("the ranks' parts are not summed, and the bias is missing", {"outputs": _parts}),
-        Mistake(
-            "the ranks' parts are not summed: use comm.reduce_from",
-            {"outputs": lambda given: [part + _bias(given) for part in _parts(given)]},
-        ),
-        Mistake("the parts were summed twice", {"outputs": lambda given: given.n * _right(given)}),
-        Mistake(
-            "the bias was divided by the number of ranks before it was added: every rank stores "
-            "the whole bias and needs its whole gradient",
-            {
-                "gradient of bias_D": lambda given: [
-                    each / given.n for each in given.expected["gradient of bias_D"]
-                ]
-            },
-        ),
-        Mistake(
-            "only rank 0 added the bias: every rank stores the whole bias and needs its whole "
-            "gradient",
-            {
-                "gradient of bias_D": lambda given: [
-                    each * (rank == 0)
-                    for rank, each in enumerate(given.expected["gradient of bias_D"])
-                ]
-            },
-        ),
+    mistakes=tuple(
+        Mistake(message, {name: results})
+        for name, message, results in (
+            (
+                "outputs",
+                "every rank added the bias, so the sum contains it n times: add it after the sum",
+                lambda given: _right(given) + (given.n - 1) * _bias(given),
+            ),
+            ("outputs", "the bias is missing", lambda given: _right(given) - _bias(given)),
+            ("outputs", "the ranks' parts are not summed, and the bias is missing", _parts),
+            (
+                "outputs",
+                "the ranks' parts are not summed: use comm.reduce_from",
+                lambda given: [part + _bias(given) for part in _parts(given)],
+            ),
+            ("outputs", "the parts were summed twice", lambda given: given.n * _right(given)),
+            (
+                "gradient of bias_D",
+                "the bias was divided by the number of ranks before it was added: every rank "
+                "stores the whole bias and needs its whole gradient",
+                lambda given: given.expected["gradient of bias_D"][0] / given.n,
+            ),
+        )
     ),
     calls=lambda given, rank: [("all_reduce", bytes_of(_right(given)))],
     calls_why="One all-reduce of y is enough",
@@ -185,6 +116,16 @@ TWICE = "this is summed over ranks that all have the same values: pass it on unc
 _SUMS = {"gradients of f": "dy of f", "outputs of g": "x of g"}
 _SAME = {"outputs of f": "x of f", "gradients of g": "dy of g"}
 
+
+def _other_axis(given: Given, ranks: list[Observed], name: str) -> str:
+    if any(call.ranks != given.group for rank in ranks for call in rank.calls):
+        return (
+            "f.apply was called with another axis before the backward, and this axis was used: "
+            "store the axis in ctx, not on the class"
+        )
+    return ""
+
+
 OPERATORS = OnRanks(
     id="05-3",
     title="the pair of operators",
@@ -202,6 +143,7 @@ OPERATORS = OnRanks(
         *(Mistake(TWICE, {name: _summed(s)}) for name, s in _SAME.items()),
     ),
     calls=lambda given, rank: [("all_reduce", bytes_of(given["x of f"][0]))] * 2,
+    explain=_other_axis,
     calls_why="f makes one all-reduce in backward, g one in forward, each as large as x",
     refused=("course_lib.comm.operators:_Pair.forward",),
 )
@@ -214,13 +156,14 @@ DIMS = {"weight_in": sharded(0), "bias_in": sharded(0), "weight_out": sharded(1)
 
 
 def _mlp(trial: Trial, draw: Draw) -> Any:
-    hidden, inner = draw.size(3, 6), trial.n * draw.size(2, 4)
+    least = trial.n == 3  # one sequence of one token, one feature per rank
+    hidden, inner = draw.size(3, 6), trial.n * (1 if least else draw.size(2, 4))
     module = MLP(ModelConfig(family="gpt", hidden=hidden, heads=1, kv_heads=1, ffn=inner))
     module = module.to(trial.dtype)
     with torch.no_grad():
         for p in module.parameters():
             p.copy_(draw.normal(*p.shape, scale=0.5))
-    shape = (2, draw.size(2, 4), hidden)
+    shape = (1, 1, hidden) if least else (2, draw.size(2, 4), hidden)
     given = {"mlp": module, "x": draw.normal(*shape), "dy": draw.upstream(*shape)}
     return [dict(given) for _ in range(trial.n)], given
 
@@ -250,11 +193,15 @@ def _trained(given: Given) -> dict[str, Any]:
     return found
 
 
-def _mlp_parts(given: Given, *, bias: bool) -> list[Tensor]:
+def _mlp_output(given: Given) -> Tensor:
+    return given.expected["outputs"][0]
+
+
+def _mlp_parts(given: Given) -> list[Tensor]:
     mlp = given.whole["mlp"]
     h = F.gelu(mlp.fc_in(given.whole["x"]))
     shards = zip(h.chunk(given.n, -1), mlp.fc_out.weight.chunk(given.n, 1), strict=True)
-    return [F.linear(a, b).detach() + bias * mlp.fc_out.bias.detach() for a, b in shards]
+    return [F.linear(a, b).detach() for a, b in shards]
 
 
 def _dx_parts(given: Given) -> list[Tensor]:
@@ -286,27 +233,26 @@ MLP_PAIR = OnRanks(
     expected=_trained,
     terms=64,
     mistakes=(
-        Mistake(
-            "every rank added the outer bias, so the sum contains it n times: add it after the sum",
-            {
-                "outputs": lambda given: (
-                    given.expected["outputs"][0] + (given.n - 1) * _outer_bias(given)
-                )
-            },
+        *(
+            Mistake(message, {"outputs": results})
+            for message, results in (
+                (
+                    "every rank added the outer bias, so the sum contains it n times: add it after "
+                    "the sum",
+                    lambda given: _mlp_output(given) + (given.n - 1) * _outer_bias(given),
+                ),
+                (
+                    "the outer bias is missing",
+                    lambda given: _mlp_output(given) - _outer_bias(given),
+                ),
+                (
+                    "the ranks' parts are not summed: use comm.reduce_from",
+                    lambda given: [each + _outer_bias(given) for each in _mlp_parts(given)],
+                ),
+                ("the ranks' parts are not summed, and the outer bias is missing", _mlp_parts),
+                ("there is no GELU between the two linears", _without_gelu),
+            )
         ),
-        Mistake(
-            "the outer bias is missing",
-            {"outputs": lambda given: given.expected["outputs"][0] - _outer_bias(given)},
-        ),
-        Mistake(
-            "the ranks' parts are not summed: use comm.reduce_from",
-            {"outputs": lambda given: _mlp_parts(given, bias=True)},
-        ),
-        Mistake(
-            "the ranks' parts are not summed, and the outer bias is missing",
-            {"outputs": lambda given: _mlp_parts(given, bias=False)},
-        ),
-        Mistake("there is no GELU between the two linears", {"outputs": _without_gelu}),
         Mistake(
             "each rank has only the part of dx that went through its own features: x enters with "
             "comm.copy_to, whose backward sums them",
@@ -328,7 +274,7 @@ MLP_PAIR = OnRanks(
 
 def _weights(trial: Trial, draw: Draw) -> Any:
     heads, head = trial.n * draw.size(1, 2), draw.size(1, 3) * 2 + draw.call
-    hidden, batch, seq = heads * head, draw.size(1, 2), draw.size(3, 5)
+    hidden, batch, seq = heads * head, 1 + draw.call, draw.size(3, 5)
     given = {
         "x": draw.normal(batch, seq, hidden),
         "weights": {name: draw.normal(hidden, hidden, scale=hidden**-0.5) for name in "qkvo"},
@@ -441,4 +387,4 @@ ATTENTION = OnRanks(
     refused=("course_lib.comm.transfer:issue", "course_lib.model.layers:Attention.forward"),
 )
 
-EXERCISES = (BY_HAND, BIAS, OPERATORS, MLP_PAIR, ATTENTION)
+EXERCISES = (by_hand("05-1"), BIAS, OPERATORS, MLP_PAIR, ATTENTION)

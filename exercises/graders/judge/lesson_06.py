@@ -10,69 +10,25 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from course_lib.grading.draw import Draw
-from course_lib.grading.exercise import Wrong
+from course_lib.grading.graders.by_hand import by_hand
 from course_lib.grading.graders.runner import lesson_06 as runner
 from course_lib.grading.placed import Placed, bytes_of, sharded
 from course_lib.grading.ranked import OnRanks
 from course_lib.grading.runner import Observed
 from course_lib.grading.trials import TRIALS, Given, Look, Mistake, Trial, on_axis
-from course_lib.grading.worked import Worked
-
-BY_HAND = Worked(
-    id="06-1",
-    title="rows, bytes and words, by hand",
-    names=("rows",),
-    mistakes=(
-        Wrong({"rows": [[11, 22, 33, 44]] * 2}, "an all-reduce gives this; a rank gets its rows."),
-        Wrong({"rows": [[1, 2], [30, 40]]}, "each rank took its rows of its own part: sum first."),
-        Wrong({"rows": [[11, 33], [22, 44]]}, "rank 0 has the first two rows, rank 1 the others."),
-        Wrong(
-            {"dx": [[1, 1], [4, 4]]},
-            "each rank took its rows of its own gradient; both ranks used every row: sum first.",
-        ),
-        Wrong({"dx": [[2, 2], [3, 3]]}, "sum the gradients; do not average them."),
-        Wrong({"norm parts": [6, 6]}, "this is the sum; each rank has the part of its own rows."),
-        Wrong({"norm": 3}, "sum the parts; do not average them."),
-        Wrong({"norm": 12}, "this is rank 0's part, of its own rows."),
-        Wrong({"bytes": [6000] * 3}, "the third gathers x once more for each region, in backward."),
-        Wrong({"bytes": [6000, 3000, 4500]}, "a layer has 4 gathers and 4 reduce-scatters."),
-        Wrong(
-            {"bytes": [4000, 4000, 5000]},
-            "this is the payload; a ring all-reduce sends 2(n-1)/n of it.",
-        ),
-        Wrong({"full": 12000}, "forward runs twice, backward once."),
-        Wrong({"full": 6000}, "recomputation sends forward's two all-reduces again."),
-        Wrong(
-            {"kept": [13, 4.25, 4.25]},
-            "the second saves the inputs of both regions in full: 2 bytes per element each.",
-        ),
-        Wrong({"kept": [4.25, 7.75, 4.25]}, "tensor parallelism stores 10 of the 34 in full."),
-        Wrong({"dz": [[0.5, 0.25], [0.125, 0.125]]}, "this is softmax; subtract 1 at the target."),
-        Wrong({"dz": [[2 / 3, 1 / 3], [-0.5, 0.5]]}, "divide by the sum of all ranks."),
-        Wrong({"heads": [0, 1, 0, 1]}, "query heads 0 to 3, on ranks 0 and 1, use head 0."),
-    ),
-    wanted={
-        "rows": [[11, 22], [33, 44]],
-        "dx": [[4, 4], [6, 6]],
-        "norm parts": [12, -6],
-        "norm": 6,
-        "bytes": [6000, 6000, 7500],
-        "full": 9000,
-        "kept": [13, 7.75, 4.25],
-        "dz": [[0.5, 0.25], [-0.875, 0.125]],
-        "heads": [0, 0, 1, 1],
-    },
-)  # fmt: skip
-
 
 # --- 06-2 ----------------------------------------------------------------------------------------
 
 
 def _column(trial: Trial, draw: Draw) -> dict[str, Tensor]:
-    hidden = draw.size(2, 5)
+    """On three ranks one sequence, and one position and one feature per rank."""
+    most = 1 if trial.n == 3 else 4
+    batch, rows, features, hidden = (
+        draw.size(min(2, most), each) for each in (most, most, most, 5)
+    )
     return {
-        "x": draw.normal(draw.size(1, 3), trial.n * draw.size(1, 3), hidden),
-        "weight": draw.normal(trial.n * draw.size(1, 4), hidden),
+        "x": draw.normal(batch, trial.n * rows, hidden),
+        "weight": draw.normal(trial.n * features, hidden),
     }
 
 
@@ -146,16 +102,17 @@ ENTER = Placed(
 
 # --- 06-3 ----------------------------------------------------------------------------------------
 
-REPLICATED = [kind for kind, dim in runner.DIMS.items() if dim is None]
-SHARDED = [kind for kind, dim in runner.DIMS.items() if dim is not None]
+REPLICATED = [kind for kind in runner.DIMS if kind.startswith("replicated")]
+OWN = [kind for kind in runner.DIMS if kind not in REPLICATED]
 
 
 def _gradients(trial: Trial, draw: Draw) -> list[dict[str, Tensor]]:
     """Every rank has the parameters in the same order, with gradients of its own."""
     kinds = draw.random.sample(sorted(runner.DIMS), len(runner.DIMS))
     count = {"vector": 1, "matrix": 2, "3-D": 3}
+    least = 1 + trial.strided  # a dim of 1 would hide gaps
     shapes = {
-        kind: [draw.size(1, 5) for _ in range(next(count[w] for w in kind.split() if w in count))]
+        kind: [draw.size(least, 5) for _ in range(max(count.get(w, 0) for w in kind.split()))]
         for kind in kinds
     }
     return [{kind: draw.tensor(*shapes[kind]) for kind in kinds} for _ in range(trial.n)]
@@ -163,17 +120,6 @@ def _gradients(trial: Trial, draw: Draw) -> list[dict[str, Tensor]]:
 
 def _total(given: Given, kind: str) -> Tensor:
     return torch.stack(given[kind]).sum(0)
-
-
-def _mistaken(
-    message: str, kinds: list[str], results: Callable[[Given, str], Any]
-) -> list[Mistake]:
-    return [
-        Mistake(
-            message, {f"gradients of the {kind}": lambda given, kind=kind: results(given, kind)}
-        )
-        for kind in kinds
-    ]
 
 
 NORMS = OnRanks(
@@ -187,30 +133,40 @@ NORMS = OnRanks(
     expected=lambda given: (
         {"weights that changed": [[] for _ in range(given.n)]}
         | {f"gradients of the {kind}": _total(given, kind) for kind in REPLICATED}
-        | {f"gradients of the {kind}": given[kind] for kind in SHARDED}
+        | {f"gradients of the {kind}": given[kind] for kind in OWN}
     ),
-    mistakes=(
-        *_mistaken(
-            "each rank still has the gradient of its own rows: sum it over the ranks",
-            REPLICATED,
-            lambda given, kind: given[kind],
-        ),
-        *_mistaken(
-            "this is the average over the ranks: sum, do not divide",
-            REPLICATED,
-            lambda given, kind: _total(given, kind) / given.n,
-        ),
-        *_mistaken(
-            "every rank has the gradient of rank 0: sum the gradients of all ranks",
-            REPLICATED,
-            lambda given, kind: given[kind][0],
-        ),
-        *_mistaken(
-            "the ranks store different shards of this parameter, and each shard's gradient is "
-            "fully reduced: leave it as it is",
-            SHARDED,
-            _total,
-        ),
+    mistakes=tuple(
+        Mistake(message, {f"gradients of the {kind}": lambda given, k=kind, r=results: r(given, k)})
+        for message, kinds, results in (
+            (
+                "each rank still has the gradient of its own rows: sum it over the ranks",
+                REPLICATED,
+                lambda given, kind: given[kind],
+            ),
+            (
+                "this is the average over the ranks: sum, do not divide",
+                REPLICATED,
+                lambda given, kind: _total(given, kind) / given.n,
+            ),
+            (
+                "every rank has the gradient of rank 0: sum the gradients of all ranks",
+                REPLICATED,
+                lambda given, kind: given[kind][0],
+            ),
+            (
+                "each rank has a parameter of its own here, as of an expert, whose ShardSpec has "
+                "the dim None: leave its gradient as it is",
+                [runner.EXPERT],
+                _total,
+            ),
+            (
+                "the ranks store different shards of this parameter, and each shard's gradient is "
+                "fully reduced: leave it as it is",
+                OWN,
+                _total,
+            ),
+        )
+        for kind in kinds
     ),
     calls=lambda given, rank: [
         ("all_reduce", sum(bytes_of(given[kind][rank]) for kind in REPLICATED))
@@ -225,20 +181,24 @@ NORMS = OnRanks(
 
 
 def _parts(whole: Tensor, n: int, padding: float) -> list[Tensor]:
-    """Return the columns of each rank, padded to equal widths."""
+    """Return the columns of each rank, padded to equal widths. Of three ranks with four words or
+    two, the last has padding alone."""
     words = -(-whole.shape[1] // n)
     padded = F.pad(whole, (0, words * n - whole.shape[1]), value=padding)
     return [part.contiguous() for part in padded.chunk(n, 1)]
 
 
 def _logits(trial: Trial, draw: Draw) -> Any:
-    tokens, words = draw.size(3, 7), draw.size(2, 5)
+    tokens, words = 1 if trial.n == 1 else draw.size(3, 7), draw.size(2, 5)
     vocabulary = trial.n * words - (trial.size and draw.size(1, words - 1))
+    if trial.n == 3:
+        vocabulary = 4 - 2 * draw.call
     heights = draw.normal(tokens, 1, scale=200)
-    heights[:2] = torch.tensor([[300.0], [-300.0]])
+    heights[:2] = torch.tensor([[300.0], [-300.0]])[:tokens]
     z = draw.normal(tokens, vocabulary, scale=2) + heights
+    z[2:3] = heights[2:3]  # equal logits
     targets = draw.integers(0, vocabulary - 1, tokens)
-    targets[0], targets[1] = 0, vocabulary - 1
+    targets[0], targets[1:2] = 0, vocabulary - 1
     given = {"targets": targets, "dloss": draw.upstream(tokens)}
     ranks = [{"z": part} | given for part in _parts(z, trial.n, -torch.inf)]
     return ranks, {"z": z} | given
@@ -343,13 +303,18 @@ DIMS = {"x": 0, "weight_in": 0, "weight_out": 1, "dy": 0}
 
 
 def _region(trial: Trial, draw: Draw) -> Any:
-    tokens, hidden, inner = trial.n * draw.size(1, 3), draw.size(3, 6), trial.n * draw.size(2, 4)
+    """On three ranks one token and one feature per rank; in the second call, x has a row of 0."""
+    least = trial.n == 3
+    tokens, hidden, inner = draw.size(1, 3), draw.size(3, 6), draw.size(2, 4)
+    tokens, inner = (trial.n * (1 if least else size) for size in (tokens, inner))
     whole = {
         "x": draw.normal(tokens, hidden),
         "weight_in": draw.normal(hidden, inner).mT,  # not contiguous
         "weight_out": draw.normal(hidden, inner),
         "dy": draw.normal(tokens, hidden),
     }
+    if draw.call:
+        whole["x"][-1] = 0
     return [
         {name: x.chunk(trial.n, DIMS[name])[rank].clone() for name, x in whole.items()}
         for rank in range(trial.n)
@@ -447,4 +412,4 @@ REGION = OnRanks(
 )
 
 
-EXERCISES = (BY_HAND, ENTER, NORMS, LOSS, REGION)
+EXERCISES = (by_hand("06-1"), ENTER, NORMS, LOSS, REGION)

@@ -15,13 +15,13 @@ from torch import Tensor, nn
 from course_lib.grading.answers import NotRight, shown
 from course_lib.grading.draw import Draw
 from course_lib.grading.exercise import Case, Function, Instance, Wrong
+from course_lib.grading.graders.by_hand import by_hand
 from course_lib.grading.graders.runner import lesson_07 as runner
 from course_lib.grading.placed import bytes_of
 from course_lib.grading.ranked import OnRanks
 from course_lib.grading.rows import schedule_of
 from course_lib.grading.runner import Observed
 from course_lib.grading.trials import Given, Look, Mistake, Trial
-from course_lib.grading.worked import Worked
 from course_lib.schedule import (
     Costs,
     Schedule,
@@ -32,92 +32,6 @@ from course_lib.schedule import (
     simulate,
 )
 from course_lib.trace import SavedActivations
-
-MORE = "this is one forward too many before the alternation: rank r begins with p-1-r."
-FEWER = "this is one forward too few before the alternation: rank r begins with p-1-r."
-NAIVE = "this is naive: a micro-batch passes all stages and returns before the next one starts."
-STAGE = "a cell begins with its stage, as the cells of rank 2 begin with 2."
-PERCENT = "this is in percent; give a share between 0 and 1."
-TOO_FAR = "use p-1, not p: a micro-batch has p-1 other ranks to pass."
-SWAPPED = "m and p are swapped: more ranks wait longer, more micro-batches fill the time."
-BASES = "the bases are exchanged: total time includes the bubble, ideal time does not."
-
-BY_HAND = Worked(
-    id="07-1",
-    title="1F1B traced by hand",
-    names=("traced",),
-    mistakes=(
-        Wrong(
-            {
-                "row 0": "0F0 0F1 0F2 0F3 0F4 0B0 0B1 0B2 0B3 0B4",
-                "row 1": "1F0 1F1 1F2 1F3 1F4 1B0 1B1 1B2 1B3 1B4",
-                "in flight at most, by rank": [5, 5, 5],
-                "start of 0B0": 11,
-            },
-            "this is GPipe: all forwards first. 1F1B does a backward as soon as it can.",
-        ),
-        Wrong(
-            {
-                "row 0": "0F0 0F1 0F2 0F3 0B0 0F4 0B1 0B2 0B3 0B4",
-                "row 1": "1F0 1F1 1F2 1B0 1F3 1B1 1F4 1B2 1B3 1B4",
-                "in flight at most, by rank": [4, 3, 1],
-            },
-            MORE,
-        ),
-        Wrong(
-            {
-                "row 0": "0F0 0F1 0B0 0F2 0B1 0F3 0B2 0F4 0B3 0B4",
-                "in flight at most, by rank": [2, 1, 1],
-                "step": 33,
-            },
-            FEWER,
-        ),
-        Wrong(
-            {
-                "row 0": "0F0 0B0 0F1 0B1 0F2 0B2 0F3 0B3 0F4 0B4",
-                "row 1": "1F0 1B0 1F1 1B1 1F2 1B2 1F3 1B3 1F4 1B4",
-                "in flight at most, by rank": [1, 1, 1],
-                "step": 45,
-                "bubble of total": 2 / 3,
-                "bubble of ideal": 2,
-            },
-            NAIVE,
-        ),
-        Wrong(
-            {"in flight at most, by rank": [1, 2, 3]},
-            "this is in reversed order: rank 0 waits longest for its first backward, so it has the "
-            "most in flight.",
-        ),
-        Wrong(
-            {"start of 0B0": 5, "step": 14}, "here B takes as long as F; it takes twice as long."
-        ),
-        Wrong(
-            {"start of 0B0": 3},
-            "rank 0 is free then, but 0B0 waits for 2B0 and then 1B0.",
-        ),
-        Wrong({"bubble of total": 2 / 5, "bubble of ideal": 2 / 7}, BASES),
-        Wrong({"step": 24, "bubble of total": 3 / 8, "bubble of ideal": 3 / 5}, TOO_FAR),
-        Wrong({"bubble of total": 4 / 7, "bubble of ideal": 4 / 3}, SWAPPED),
-        Wrong(
-            {
-                "row 0": "F0 F1 F2 B0 F3 B1 F4 B2 B3 B4",
-                "row 1": "F0 F1 B0 F2 B1 F3 B2 F4 B3 B4",
-            },
-            STAGE,
-        ),
-        Wrong({"bubble of total": 200 / 7, "bubble of ideal": 40}, PERCENT),
-    ),
-    wanted={
-        "row 0": "0F0 0F1 0F2 0B0 0F3 0B1 0F4 0B2 0B3 0B4",
-        "row 1": "1F0 1F1 1B0 1F2 1B1 1F3 1B2 1F4 1B3 1B4",
-        "in flight at most, by rank": [3, 2, 1],
-        "start of 0B0": 7,
-        "step": 21,
-        "bubble of total": 2 / 7,
-        "bubble of ideal": 2 / 5,
-    },
-)
-
 
 # --- 07-2 ----------------------------------------------------------------------------------------
 
@@ -197,7 +111,11 @@ ENOUGH = Function(
         Case("a high limit", _limits((8, 64), (31, 80))),
         Case(
             "a limit met exactly",  # 25 and 50 %, which floats store without rounding
-            lambda rng: [{"p": rng.randint(3, 64), "percent": percent} for percent in (25, 50)],
+            lambda rng: [
+                {"p": p + more, "percent": percent}
+                for p in [rng.randint(3, 64)]
+                for more, percent in ((0, 25), (0, 50), (8, 50))
+            ],
         ),
         Case(
             "one micro-batch is enough",
@@ -331,7 +249,12 @@ ROWS = Function(
         Case("more micro-batches than ranks", _sizes((2, 6), (1, 8))),
         Case("fewer micro-batches than ranks", _sizes((3, 8), (-5, -1))),
         Case("two-digit numbers", _sizes((9, 13), (2, 9))),
-        Case("one rank too", lambda rng: [{"p": 1, "m": rng.randint(2, 5)}, {"p": 3, "m": 4}]),
+        Case(
+            "one rank too",
+            lambda rng: [
+                {"p": p, "m": m} for p, m in ((1, rng.randint(2, 5)), (1, 1), (3, 1), (3, 4))
+            ],
+        ),
     ),
 )
 
@@ -374,8 +297,17 @@ def _peers(trial: Trial, rank: int) -> list[int]:
 
 
 def _exchanges(trial: Trial, draw: Draw) -> Any:
+    """Tensors for the previous rank have another dtype; whole numbers go beyond 2**24."""
     rounds = draw.size(2, 3)
     to_next, to_previous = draw.shape(), draw.shape()
+
+    def tensor(forward: bool) -> Tensor:
+        if forward:
+            return draw.tensor(*to_next)
+        if trial.dtype == torch.float32:
+            return draw.integers(-(2**40), 2**40, *to_previous)
+        return draw.tensor(*to_previous).float()
+
     ranks: list[dict[str, Any]] = [
         {"peers": _peers(trial, rank) * rounds} for rank in range(trial.n)
     ]
@@ -383,8 +315,7 @@ def _exchanges(trial: Trial, draw: Draw) -> Any:
     for rank, given in enumerate(ranks):
         given["exchanges"] = most
         for k, peer in enumerate(given["peers"]):
-            mine, like = (to_next, to_previous) if peer > rank else (to_previous, to_next)
-            given[f"mine {k}"], given[f"like {k}"] = draw.tensor(*mine), draw.tensor(*like)
+            given[f"mine {k}"], given[f"like {k}"] = tensor(peer > rank), tensor(peer < rank)
     return ranks
 
 
@@ -433,8 +364,9 @@ SWAP = OnRanks(
     ),
     looks=(Look("wire", "messages, peers and bytes", _in_any_order(_messages_of_exchanges)),),
     terms=0,
-    hang="Only the two ranks of an exchange call `swap`, so a collective or another peer waits "
-    "forever. A message may be lost if its handle is dropped before wait()",
+    hang="Only the two ranks of an exchange call `swap`, so a collective or another peer "
+    "waits forever. What arrives has the shape and dtype of like, not of mine. A message may be lost if "
+    "its handle is dropped before wait()",
 )
 
 
@@ -443,9 +375,11 @@ SWAP = OnRanks(
 
 def _pipeline(trial: Trial, draw: Draw) -> Any:
     """1F1B; on two ranks GPipe, whose backwards begin with the last micro-batch."""
-    m = trial.size - draw.call * (trial.n - 1)
+    least = draw.call and trial.n != 2  # one micro-batch of one token
+    m = 1 if least else trial.size - draw.call
     width, inner = draw.size(3, 6), draw.size(7, 12)
     shape = (2, draw.size(2, 4), width) if draw.call else (draw.size(3, 6), width)
+    shape = (1, 1, width) if least else shape
     batches = [(draw.normal(*shape), draw.normal(*shape)) for _ in range(m)]
     rows = [[(a.op, a.mb) for a in row] for row in one_f_one_b(trial.n, m).rows]
     if trial.n == 2 and trial.beside == 1:
@@ -661,4 +595,4 @@ STEP = OnRanks(
     "next rank and a gradient to the previous one. A message that is never waited for may be lost",
 )
 
-EXERCISES = (BY_HAND, ENOUGH, ROWS, SWAP, STEP)
+EXERCISES = (by_hand("07-1"), ENOUGH, ROWS, SWAP, STEP)

@@ -12,84 +12,14 @@ from torch import Tensor, nn
 from course_lib.grading.answers import NotRight, shown
 from course_lib.grading.draw import Draw
 from course_lib.grading.exercise import Case, Function, Instance, Wrong
+from course_lib.grading.graders.by_hand import by_hand
 from course_lib.grading.graders.runner import lesson_08 as runner
 from course_lib.grading.placed import bytes_of
 from course_lib.grading.ranked import OnRanks
 from course_lib.grading.rows import schedule_of
 from course_lib.grading.runner import Observed
 from course_lib.grading.trials import Given, Look, Mistake, Trial
-from course_lib.grading.worked import Worked
 from course_lib.schedule import Costs, from_rows, looped, lower_bound, simulate
-
-BY_HAND = Worked(
-    id="08-1",
-    title="where W goes, by hand",
-    names=("filled",),
-    mistakes=(
-        Wrong(
-            {
-                "row 1": "1F0 1F1 1I0 1W0 1F2 1I1 1W1 1F3 1I2 1W2 1I3 1W3",
-                "row 2": "2F0 2I0 2W0 2F1 2I1 2W1 2F2 2I2 2W2 2F3 2I3 2W3",
-                "step": 16,
-                "bubble of total": 1 / 4,
-            },
-            "here every W follows its own I at once. Only rank 0 needs that: on a rank that need "
-            "not wait and has fewer than three in flight, the next F or I comes first.",
-        ),
-        Wrong(
-            {
-                "row 0": "0F0 0F1 0F2 0I0 0F3 0I1 0I2 0I3 0W0 0W1 0W2 0W3",
-                "row 1": "1F0 1F1 1I0 1F2 1I1 1F3 1I2 1I3 1W0 1W1 1W2 1W3",
-                "row 2": "2F0 2I0 2F1 2I1 2F2 2I2 2F3 2I3 2W0 2W1 2W2 2W3",
-                "in flight at most, by rank": [4, 4, 4],
-            },
-            "here all Ws are at the end; W0 must come before F3, which would be the fourth in "
-            "flight.",
-        ),
-        Wrong(
-            {"in flight at most, by rank": [3, 2, 1]},
-            "this counts from F to I; x and dy are stored until W.",
-        ),
-        Wrong(
-            {"start of 0I0": 3},
-            "rank 0 is free then, but the gradient comes from rank 2 through rank 1.",
-        ),
-        Wrong(
-            {"start of 0I0": 7},
-            "this is 1F1B, where rank 0 waits for two unsplit backwards; here it waits for two Is.",
-        ),
-        Wrong(
-            {"bubble of total": 1 / 6},
-            "this is the share of the ideal time, 12; divide by the step itself.",
-        ),
-        Wrong({"step": 12}, "this is the work of a rank; a rank also waits."),
-        Wrong(
-            {"step of 1F1B": 14},
-            "with unsplit backwards the gap at the end stays: (m+p-1)(F+B).",
-        ),
-        Wrong(
-            {"W at once": 18},
-            "this is 1F1B. With W at once, I is still sent before W, so the gradient arrives "
-            "sooner.",
-        ),
-        Wrong(
-            {"W at once": 14},
-            "this is too short: with W at once no W is left to fill the gaps at the end.",
-        ),
-    ),
-    wanted={
-        "row 0": "0F0 0F1 0F2 0I0 0W0 0F3 0I1 0W1 0I2 0W2 0I3 0W3",
-        "row 1": "1F0 1F1 1I0 1F2 1I1 1W0 1F3 1I2 1W1 1I3 1W2 1W3",
-        "row 2": "2F0 2I0 2F1 2I1 2F2 2I2 2W0 2F3 2I3 2W1 2W2 2W3",
-        "start of 0I0": 5,
-        "step": 14,
-        "in flight at most, by rank": [3, 3, 3],
-        "bubble of total": 1 / 7,
-        "step of 1F1B": 18,
-        "W at once": 16,
-    },
-)
-
 
 # --- 08-2 ----------------------------------------------------------------------------------------
 
@@ -377,6 +307,7 @@ def _stages(trial: Trial, draw: Draw) -> Any:
             p.data = draw.normal(*p.shape, scale=1.2 / p.shape[-1] ** 0.5)
         stages.append(stage)
     lead = (2, draw.size(2, 4)) if draw.call else (draw.size(3, 6),)
+    lead = (1,) * len(lead) if trial.n == 3 else lead
     ranks: list[dict[str, Any]] = [
         {"stage": stage, "micro-batches": trial.size} for stage in stages
     ]
@@ -493,4 +424,4 @@ RAW = OnRanks(
     "never waited for may be lost",
 )
 
-EXERCISES = (BY_HAND, WARM_UP, HALVES, ROWS, RAW)
+EXERCISES = (by_hand("08-1"), WARM_UP, HALVES, ROWS, RAW)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable
-from fractions import Fraction
 from typing import Any
 
 import torch
@@ -16,62 +15,12 @@ from course_lib.grading.answers import NotRight, shown
 from course_lib.grading.compare import agrees
 from course_lib.grading.draw import Draw
 from course_lib.grading.exercise import Answer, Case, Function, Instance, Wrong
+from course_lib.grading.graders.by_hand import by_hand
 from course_lib.grading.graders.runner import lesson_09 as runner
 from course_lib.grading.ranked import OnRanks
 from course_lib.grading.runner import Observed
 from course_lib.grading.trials import Given, Look, Mistake, Trial
-from course_lib.grading.worked import Worked
 from course_lib.model import causal_attention
-
-BY_HAND = Worked(
-    id="09-1",
-    title="positions and score entries, by hand",
-    names=("table",),
-    mistakes=(
-        Wrong({"contiguous": [1, 5, 9, 13]}, "these are not neighbors, but every fourth position."),
-        Wrong({"contiguous": [0, 1, 2, 3]}, "these are rank 0's: ranks are counted from 0."),
-        Wrong({"zig-zag": [2, 3, 14, 15]}, "the pairs of chunks are 0, 7; 1, 6; 2, 5 and 3, 4."),
-        Wrong({"zig-zag": [1, 14]}, "a chunk has two positions, and a rank has two chunks."),
-        Wrong({"entries, contiguous": [64] * 4}, "causal: a query sees no later key."),
-        Wrong({"entries, contiguous": [10] * 4}, "a rank's queries see earlier blocks too."),
-        Wrong({"entries, contiguous": [6, 22, 38, 54]}, "the query at position p sees itself too."),
-        Wrong({"entries, zig-zag": [10, 26, 42, 58]}, "these are the contiguous ones."),
-        Wrong(
-            {"imbalance": Fraction(29, 5)}, "divide the most entries by the mean, not the least."
-        ),
-        Wrong({"imbalance": 4}, "divide by the mean of the ranks' entries."),
-        Wrong({"blocks": [1, 2, 3, 0]}, "blocks arrive from the previous rank, not from the next."),
-        Wrong(
-            {"by turn, contiguous": [10, 16, 16, 16]},
-            "blocks of later ranks are passed on, and rank 1's queries see none of their keys.",
-        ),
-        Wrong({"by turn, contiguous": [16, 16, 0, 0]}, "the own block has a causal mask."),
-        Wrong(
-            {"by turn, zig-zag": [10, 16, 8, 0]},
-            "rank 1 sees half of every other block: either two of its queries see all of it, or "
-            "all four see its early chunk.",
-        ),
-        Wrong({"merged": 4}, "this is the mean of the two outputs: weigh them."),
-        Wrong({"merged": 8}, "this is their sum: the weights add up to 1."),
-        Wrong({"merged": 5}, "exchange the weights: the block with the larger sum weighs more."),
-        Wrong({"bytes": [400, 800]}, "there are n - 1 turns: a rank has its own block already."),
-        Wrong({"bytes": [300, 300]}, "backward sends K and V once more, and dK and dV too."),
-    ),
-    wanted={
-        "contiguous": [4, 5, 6, 7],
-        "zig-zag": [2, 3, 12, 13],
-        "entries, contiguous": [10, 26, 42, 58],
-        "entries, zig-zag": [34, 34, 34, 34],
-        "imbalance": Fraction(29, 17),
-        "blocks": [1, 0, 3, 2],
-        "by turn, contiguous": [10, 16, 0, 0],
-        "by turn, zig-zag": [10, 8, 8, 8],
-        "merged": 3,
-        "bytes": [300, 600],
-    },
-    unordered=frozenset({"contiguous", "zig-zag"}),
-)
-
 
 # --- 09-2 ----------------------------------------------------------------------------------------
 
@@ -243,19 +192,23 @@ FAR = (
 )
 
 
-def _blocks(low: float, high: float, *, apart: float = 2, empty: bool = False,
-            wide: bool = False) -> Callable[[random.Random], list[Instance]]:  # fmt: skip
-    """Draw attentions on two blocks. ``low`` and ``high`` bound lse, per row; ``apart`` is how far
-    the lse of the two blocks are from each other. ``empty`` rows see no key of the first block.
-    ``wide`` is float64 with gaps between elements."""
+def _blocks(
+    low: float, high: float, *, apart: tuple[float, float] = (0.1, 4), empty: bool = False,
+    wide: bool = False,
+) -> Callable[[random.Random], list[Instance]]:  # fmt: skip
+    """Draw attentions on two blocks. ``low`` and ``high`` bound lse, per row; ``apart`` bounds the
+    distance of the lse of the two blocks, which are equal in the last row. ``empty`` rows see no
+    key of the first block. ``wide`` is float64 with gaps between elements."""
 
     def draw(rng: random.Random) -> list[Instance]:
         found = []
         dtype = torch.float64 if wide else torch.float32
-        for rows, features in rng.sample([(2, 3), (3, 2), (3, 1), (1, 4), (2, 1), (4, 2)], 3):
+        for rows, features in ((1, rng.randint(2, 4)), (rng.randint(2, 4), 1), (4, 2)):
             values = Draw(0, rng.randrange(2**31), dtype)
             middle = torch.tensor([rng.uniform(low, high) for _ in range(rows)], dtype=dtype)
-            lse_1, lse_2 = middle + values.normal(2, rows, scale=apart)
+            far = [rng.uniform(*apart) * rng.choice((-1, 1)) for _ in range(rows)]
+            far[-1] *= rows == 1
+            lse_1, lse_2 = middle, middle + torch.tensor(far, dtype=dtype)
             out_1, out_2 = values.normal(2, features, rows).mT if wide else values.normal(
                 2, rows, features)  # fmt: skip
             if empty:
@@ -327,8 +280,9 @@ MERGE = Function(
         Case("lse beyond the range of exp", _blocks(150, 300)),
         Case("lse far below zero", _blocks(-300, -150)),
         Case("rows with lse far from each other", _blocks(-400, 400)),
-        Case("blocks with lse far from each other", _blocks(-100, 100, apart=200)),
-        Case("float64, with gaps between elements", _blocks(-2, 2, wide=True)),
+        Case("blocks with lse 5 to 10 from each other", _blocks(-2, 2, apart=(5, 10))),
+        Case("blocks with lse far from each other", _blocks(-100, 100, apart=(100, 300))),
+        Case("float64, with gaps between elements", _blocks(-2, 2, apart=(10, 28), wide=True)),
     ),
     refused=("course_lib.cp.blockwise:merge",),
 )
@@ -338,8 +292,11 @@ MERGE = Function(
 
 
 def _sequence(trial: Trial, draw: Draw) -> Any:
+    """On three ranks one sequence, one position per rank and, in the second call, one head."""
+    least = trial.n == 3
     groups, group, features = draw.size(1, 2), draw.size(1, 3), draw.size(2, 5)
-    batch, rows = draw.size(1, 3), trial.n * draw.size(2, 4)
+    groups, group = (1, 1) if least and draw.call else (groups, group)
+    batch, rows = (1, 3) if least else (draw.size(1, 3), trial.n * draw.size(2, 4))
     shapes = {"q": (batch, groups * group, rows, features)}
     shapes |= dict.fromkeys("kv", (batch, rows, groups, features))
     whole = {name: draw.normal(*shape) for name, shape in shapes.items()}
@@ -490,8 +447,11 @@ SHARDED = {"outputs of to_rows": "q", "outputs of attention between them": "y",
 
 
 def _heads(trial: Trial, draw: Draw) -> Any:
+    """On three ranks one sequence, and one position and, in the second call, one head per rank."""
+    least = trial.n == 3
     groups, group, features = draw.size(1, 2), draw.size(1, 3), draw.size(1, 5)
-    batch, rows = draw.size(2, 3), trial.n * draw.size(1, 4)
+    groups, group = (1, 1) if least and draw.call else (groups, group)
+    batch, rows = (1, 3) if least else (draw.size(2, 3), trial.n * draw.size(1, 4))
     heads = dict.fromkeys(("q", "dy"), groups * group) | dict.fromkeys("kv", groups)
     whole = {
         name: draw.normal(batch, rows, trial.n * heads[name], features)
@@ -596,4 +556,4 @@ ULYSSES = OnRanks(
 )  # fmt: skip
 
 
-EXERCISES = (BY_HAND, POSITIONS, MERGE, RING, ULYSSES)
+EXERCISES = (by_hand("09-1"), POSITIONS, MERGE, RING, ULYSSES)

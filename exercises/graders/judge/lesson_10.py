@@ -6,7 +6,6 @@ import math
 import random
 from collections.abc import Callable, Iterable
 from copy import deepcopy
-from fractions import Fraction
 from functools import partial
 from typing import Any
 
@@ -16,106 +15,13 @@ from torch import Tensor, nn
 from course_lib.grading.answers import NotRight, shown
 from course_lib.grading.draw import Draw
 from course_lib.grading.exercise import Case, Function, Instance, Wrong
+from course_lib.grading.graders.by_hand import by_hand
 from course_lib.grading.graders.runner import lesson_10 as runner
 from course_lib.grading.placed import bytes_of
 from course_lib.grading.ranked import OnRanks
 from course_lib.grading.runner_placed import UPSTREAM
 from course_lib.grading.trials import Given, Look, Mistake, Observed, Trial, outside
-from course_lib.grading.worked import Worked
 from course_lib.layout import DEFAULT_ORDER
-
-BY_HAND = Worked(
-    id="10-1",
-    title="six tokens and four experts, by hand",
-    names=("table",),
-    mistakes=(
-        Wrong(
-            {"by expert": [2, 1, 1, 2]},
-            "these are the first choices alone: a pair is a token and one of its choices.",
-        ),
-        Wrong(
-            {"by expert": [3, 1, 2, 0]},
-            "these are rank 0's pairs; an expert computes the tokens of all ranks.",
-        ),
-        Wrong(
-            {"imbalance": 5 / 3},
-            "this is the busiest expert over the mean of the experts; use ranks.",
-        ),
-        Wrong({"imbalance": 7 / 5}, "divide the busiest rank by the mean, not by the other rank."),
-        Wrong({"imbalance": 6 / 7}, "this is the mean over the busiest rank; invert it."),
-        Wrong({"splits": [[4, 3], [2, 3]]}, "these are the rows that each rank receives."),
-        Wrong(
-            {"splits": [[3, 3], [3, 3]]},
-            "the splits are not even: count the pairs whose expert is on each rank.",
-        ),
-        Wrong(
-            {"splits": [[0, 2], [3, 0]]},
-            "rows whose expert is on the same rank are in the splits too: the all-to-all copies "
-            "them.",
-        ),
-        Wrong(
-            {"rows": [0, 1, 2, 0, 1, 2]},
-            "rows are sent sorted by expert, not in the order of the pairs.",
-        ),
-        Wrong(
-            {"rows": [0, 1, 2, 1, 0, 2]},
-            "within an expert, first choices come before second ones.",
-        ),
-        Wrong({"rows": [0, 1, 5, 4, 2, 3]}, "these are numbers of pairs; give each one's token."),
-        Wrong({"bytes": [768, 768]}, "this is all six pairs four times; some stay on the rank."),
-        Wrong(
-            {"bytes": [256, 384]},
-            "each rank also sends what it computes for the other rank: results forward, gradients "
-            "backward.",
-        ),
-        Wrong({"bytes": [160, 160]}, "this is forward alone; backward sends as much."),
-        Wrong({"bytes": [80, 80]}, "an element has 4 bytes."),
-        Wrong({"dropped": [3, 2]}, "capacity is rounded up: 6 pairs over 4 experts give 2."),
-        Wrong({"dropped": [2, 0]}, "expert 2 has two pairs and a capacity of 2."),
-        Wrong(
-            {"dropped": [0, 0]},
-            "each rank decides alone: of its own 6 pairs an expert takes 2.",
-        ),
-        Wrong({"balance": 17 / 60}, "multiply by the number of experts: an even load gives 1."),
-        Wrong({"balance": 6.8}, "divide by the number of tokens, so that an even load gives 1."),
-        Wrong(
-            {"balance": 34 / 15},
-            "f_e is the fraction of all 12 pairs; this divides by the 6 tokens.",
-        ),
-        Wrong(
-            {"summed with": [4, 5, 6, 7]},
-            "these ranks hold different experts; which hold the same ones as rank 5?",
-        ),
-        Wrong(
-            {"summed with": [0, 1, 2, 3, 4, 5, 6, 7]},
-            "that is right for the router; an expert's gradient is summed over the ranks that hold "
-            "it.",
-        ),
-        Wrong(
-            {"summed with": [4, 5]},
-            "with ep = 4, ranks 0 to 3 share the experts, and so do ranks 4 to 7.",
-        ),
-        Wrong(
-            {"too large": 2},
-            "backward of dispatch has already summed the tokens of all ep ranks.",
-        ),
-        Wrong({"too large": 8}, "it is divided by the 2 ranks of edp; 8 would be right."),
-        Wrong({"too large": Fraction(1, 4)}, "invert it: the divisor is too small."),
-    ),
-    wanted={
-        "by expert": [5, 2, 3, 2],
-        "imbalance": 7 / 6,
-        "splits": [[4, 2], [3, 3]],
-        "rows": [0, 1, 2, 1, 2, 0],
-        "bytes": [320, 320],
-        "dropped": [1, 0],
-        "balance": 17 / 15,
-        "summed with": [1, 5],
-        "too large": 4,
-    },
-    unordered=frozenset({"summed with"}),
-)
-
 
 # --- 10-2 ----------------------------------------------------------------------------------------
 
@@ -271,13 +177,15 @@ def _as_routes(value: Any) -> Routes:
 
 def _batches(choices: int, popular: int, share: float, far: int = 0) -> Any:
     """Batches in which expert 0 has larger logits, and ``share`` of an even load fits. Logits are
-    exact in float32; those of some tokens are shifted by ``far`` or -``far``."""
+    exact in float32; those of some tokens are shifted by ``far`` or -``far``. The last batch is
+    one token, which chooses all experts."""
 
     def draw(rng: random.Random) -> list[Instance]:
         found = []
-        for _ in range(3):
-            tokens, experts, k = rng.randint(5, 9), rng.randint(4, 7), choices
+        for last in (False, False, True):
+            tokens, k = 1 if last else rng.randint(5, 9), choices
             k += k > 2 and rng.random() < 0.5
+            experts = k if last else rng.randint(4, 7)
             logits = []
             for token in range(tokens):
                 row = [each / 64 for each in rng.sample(range(-150, 150), experts)]
@@ -339,13 +247,16 @@ ROUTING = Function(
 
 
 def _tokens(trial: Trial, draw: Draw) -> list[dict[str, Any]]:
-    """Other numbers of tokens on each rank; on three ranks, all choose expert 0, none the last."""
+    """Other numbers of tokens on each rank, and a weight of 0 on each. On three ranks, rank 1 has
+    one token, and all choose expert 0, in the first call no other."""
     hidden, own = draw.size(9, 13), draw.size(1, 3) if trial.n == 2 else trial.n % 3 + 2
     experts = trial.n * own
-    choices = min(2 + draw.call, experts)
+    choices = min(1 + (trial.n < 3) + draw.call, experts)
     ranks = []
     for rank in range(trial.n):
-        tokens = draw.size(3, 6) + 2 * (rank % 2)
+        tokens = 1 if trial.n == 3 and rank == 1 else draw.size(3, 6) + 2 * (rank % 2)
+        weights_TC = draw.normal(tokens, choices)
+        weights_TC[-1, 0] *= trial.n == 3 and rank == 1
         liking_TE = draw.normal(tokens, experts).float()
         if trial.n == 3:
             liking_TE[:, 0], liking_TE[:, -1] = 9, -9
@@ -357,7 +268,7 @@ def _tokens(trial: Trial, draw: Draw) -> list[dict[str, Any]]:
             {
                 "x_TD": draw.normal(tokens, hidden),
                 "experts_TC": liking_TE.topk(choices).indices,
-                "weights_TC": draw.normal(tokens, choices).abs() + 0.1,
+                "weights_TC": weights_TC,
                 "experts": linears,
                 UPSTREAM: draw.upstream(tokens, hidden),
             }
@@ -515,11 +426,11 @@ LAYER = OnRanks(
 
 
 def _one_each(trial: Trial, draw: Draw) -> list[dict[str, Any]]:
-    """On three ranks, no token chooses expert 1 and rank 2 has no tokens."""
+    """On three ranks, no token chooses expert 1, rank 1 has one token and rank 2 has none."""
     hidden, alone = draw.size(9, 13), trial.n == 3
     ranks = []
     for rank in range(trial.n):
-        tokens = 0 if alone and rank == 2 else draw.size(4, 7) + 2 * rank
+        tokens = 2 - rank if alone and rank else draw.size(4, 7) + 2 * rank
         experts_T = draw.integers(0, trial.n - 1, tokens)
         experts_T[: tokens // 3 + 1] = 0  # never even
         if alone:
@@ -618,4 +529,4 @@ RAW = OnRanks(
     refused=("course_lib.comm.transfer:issue",),
 )
 
-EXERCISES = (BY_HAND, GRADIENT, ROUTING, LAYER, RAW)
+EXERCISES = (by_hand("10-1"), GRADIENT, ROUTING, LAYER, RAW)

@@ -15,53 +15,12 @@ from torch import Tensor
 from course_lib.grading.answers import NotRight, shown
 from course_lib.grading.draw import Draw
 from course_lib.grading.exercise import Case, Function, Instance, Wrong
+from course_lib.grading.graders.by_hand import by_hand
 from course_lib.grading.graders.runner import lesson_11 as runner
 from course_lib.grading.placed import bytes_of
 from course_lib.grading.ranked import OnRanks
 from course_lib.grading.runner import Observed
 from course_lib.grading.trials import Given, Look, Mistake, Trial
-from course_lib.grading.worked import Worked
-
-BY_HAND = Worked(
-    id="11-1",
-    title="queues, sums and rings, by hand",
-    names=("table",),
-    mistakes=(
-        Wrong({"alone": [50, 4]}, "the latency of two messages is missing."),
-        Wrong({"alone": [51, 5]}, "an all-reduce between two ranks is two messages in a row."),
-        Wrong({"alone": [102, 10]}, "two ranks send 2(n-1)/n of the bytes, which is 1 times."),
-        Wrong({"one group": 16}, "one group is one queue: the bucket was started first."),
-        Wrong({"one group": 68}, "it was made at 10 ms, and waits until the bucket has finished."),
-        Wrong({"own groups": 58}, "with a group and a link of its own, nothing is before it."),
-        Wrong({"own groups": 6}, "it was made at 10 ms."),
-        Wrong({"one link": 16}, "a second group does not help if both use one link."),
-        Wrong({"held": [16, 28, 64]}, "one piece is sent in this gap, not the whole bucket."),
-        Wrong({"held": [16, 28, 54]}, "the piece is sent while the rank computes."),
-        Wrong({"held": [16, 26, 42]}, "every piece pays the latency of two messages."),
-        Wrong({"new_group": 3}, "every rank makes all groups, including those it is not in."),
-        Wrong({"new_group": 14}, "these are the sizes; how many groups has each axis?"),
-        Wrong({"rank 0": [3, 30]}, "this would be right if both ranks had one order."),
-        Wrong({"rank 0": [12, 21]}, "this is the result of rank 1."),
-        Wrong({"rank 1": [21, 12]}, "this is the result of rank 0."),
-        Wrong({"rank 1": [3, 30]}, "this would be right if both ranks had one order."),
-        Wrong({"ring": [2, 0, 3, 1]}, "check again on which axis each rank starts."),
-        Wrong({"one alone": 4}, "ranks 2 and 3 meet on tp first, and then rank 2 joins dp."),
-        Wrong({"one alone": 2}, "rank 0 waits for rank 2, but rank 2 does arrive."),
-    ),
-    wanted={
-        "alone": [52, 6],
-        "one group": 58,
-        "own groups": 16,
-        "one link": 58,
-        "held": [16, 28, 42],
-        "new_group": 56,
-        "rank 0": [21, 12],
-        "rank 1": [12, 21],
-        "ring": [1, 3, 0, 2],
-        "one alone": 0,
-    },
-)
-
 
 # --- 11-2 ----------------------------------------------------------------------------------------
 
@@ -84,13 +43,15 @@ def _whole(value: Any) -> int:
 
 
 def _gaps(rng: random.Random, ranks: Sequence[int], short: int) -> list[Instance]:
-    """Five gaps; in ``short`` of them not even an empty piece fits."""
+    """Five gaps; in ``short`` of them not even an empty piece fits. Between two ranks, the last
+    piece fits exactly."""
     found = []
     for number in range(5):
         n, alpha = rng.choice(ranks), rng.randrange(2, 30)
         latency = 2 * (n - 1) * alpha
         gap = rng.randrange(1, latency) if number < short else latency + rng.randrange(50, 5_000)
-        beta = rng.randrange(1_001, 50_000, 2)
+        exact = number == 4 and [*ranks] == [2]
+        beta = 8 * rng.randrange(125, 6_000) if exact else rng.randrange(1_001, 50_000, 2)
         found.append({"gap": gap, "ranks": n, "alpha": alpha, "beta": beta})
     return found
 
@@ -217,7 +178,7 @@ def _all_needed(rng: random.Random) -> list[Instance]:
 
 def _graphs(rng: random.Random) -> list[Instance]:
     """Random ones, and one in which all ranks continue."""
-    found = [_renamed(rng, {0: [1, 2], 1: [2], 2: [9], 3: []}, [8])]
+    found = [_renamed(rng, {0: [1, 2], 1: [2], 2: [9], 3: []}, [8]), _renamed(rng, {}, [8])]
     for _ in range(6):
         waits = {
             rank: rng.sample([one for one in range(10) if one != rank], k=rng.choice((1, 1, 2)))
@@ -282,14 +243,15 @@ NEVER = Function(
 
 
 def _traffic(trial: Trial, draw: Draw) -> list[dict[str, Any]]:
-    """More pieces than small tensors in one call, fewer in the other."""
-    smalls, most = draw.size(2, 4), draw.size(3, 6)
+    """More pieces than small tensors in one call, which are many; fewer in the other, where
+    ``most`` divides the bucket."""
+    smalls, most = draw.size(7, 8) if draw.call else draw.size(2, 4), draw.size(3, 6)
     pieces = smalls + draw.size(2, 3) if draw.call else max(1, smalls - draw.size(1, 2))
-    elements = (pieces - 1) * most + draw.size(1, most - 1)
-    sizes = [draw.size(2, 5) for _ in range(smalls)]
+    elements = pieces * most - (draw.call and draw.size(1, most - 1))
+    shapes = [draw.shape() for _ in range(smalls)]
     return [
         {
-            "smalls": [draw.tensor(size) for size in sizes],
+            "smalls": [draw.tensor(*shape) for shape in shapes],
             "bucket": draw.tensor(elements),
             "most": most,
         }
@@ -367,16 +329,9 @@ GIVES_WAY = OnRanks(
     draw=_traffic,
     expected=_sums,
     mistakes=(
-        *(
-            Mistake(
-                "the small tensors were summed over dp: sum them over tp",
-                {
-                    f"sum of small tensor {k}": lambda given, k=k: _sum(
-                        given, "dp", _small(given, k)
-                    )
-                },
-            )
-            for k in range(4)
+        Mistake(
+            "the small tensors were summed over dp: sum them over tp",
+            {"sum of small tensor 0": lambda given: _sum(given, "dp", _small(given, 0))},
         ),
         Mistake("the bucket is not summed", {"total": lambda given: given["bucket"]}),
         Mistake(
@@ -408,7 +363,7 @@ GIVES_WAY = OnRanks(
 MESHES: dict[int, list[list[list[int]]]] = {
     2: [[[0, 1]], [[0, 1]], [[0, 1]]],
     4: [[[0, 1], [2, 3]], [[0, 2], [1, 3]], [[0, 2], [1, 3]]],
-    6: [[[0, 1], [2, 3], [4, 5]], [[0, 2, 4], [1, 3, 5]], [[0, 1], [2, 3], [4, 5]]],
+    6: [[[0, 1], [2, 3], [4, 5]], [[0, 2, 4], [1, 3, 5]], [[0], [1], [2], [3], [4], [5]]],
 }
 
 
@@ -451,4 +406,4 @@ MADE = OnRanks(
     refused=("course_lib.mesh.groups:_make_axis",),
 )
 
-EXERCISES = (BY_HAND, PIECE, NEVER, GIVES_WAY, MADE)
+EXERCISES = (by_hand("11-1"), PIECE, NEVER, GIVES_WAY, MADE)

@@ -16,89 +16,14 @@ from torch import Tensor
 from course_lib.grading.answers import NotRight, shown
 from course_lib.grading.draw import Draw
 from course_lib.grading.exercise import Case, Function, Instance, Wrong
+from course_lib.grading.graders.by_hand import by_hand
 from course_lib.grading.graders.runner import lesson_12 as runner
 from course_lib.grading.placed import bytes_of
 from course_lib.grading.ranked import OnRanks
 from course_lib.grading.runner import Observed
 from course_lib.grading.trials import Given, Look, Mistake, Trial
-from course_lib.grading.worked import Worked
 from course_lib.layout import DEFAULT_ORDER, Layout, make_layout
 from course_lib.ledger import wire
-
-BY_HAND = Worked(
-    id="12-1",
-    title="a mesh by hand",
-    names=("mesh",),
-    mistakes=(
-        Wrong(
-            {"coordinates": [1, 1, 2]}, "these are tp, pp, dp: in tp-dp-pp the second axis is dp."
-        ),
-        Wrong(
-            {"coordinates": [1, 2, 3]},
-            "the last coordinate is below pp: divide by the sizes of all faster axes.",
-        ),
-        Wrong(
-            {"groups": [[12, 13], [13, 15, 17, 19], [13, 21]]},
-            "a group starts at its first member, not at the rank itself.",
-        ),
-        Wrong(
-            {"groups": [[12, 13], [12, 13, 14, 15], [5, 13]]},
-            "only the fastest axis has neighbors: a step on dp is tp ranks.",
-        ),
-        Wrong(
-            {"crosses": "dp pp"}, "tp x dp = 8 ranks fill a node: the groups of dp are inside it."
-        ),
-        Wrong(
-            {"copies": [4, 4, 4]},
-            "tp does not shard a norm's weight, and the embedding is on two stages.",
-        ),
-        Wrong(
-            {"copies": [1, 2, 2]}, "without ZeRO every rank of dp has the fully reduced gradient."
-        ),
-        Wrong(
-            {"copies": [16, 16, 16]},
-            "stages have different layers, and ranks of tp different shards of a matrix.",
-        ),
-        Wrong(
-            {"copies, ZeRO-1": [1, 1, 1]},
-            "ZeRO shards over dp alone: tp and the two stages still have copies.",
-        ),
-        Wrong(
-            {"copies, ZeRO-1": [4, 8, 8]},
-            "the reduction over dp leaves a shard: no other rank of dp has it.",
-        ),
-        Wrong({"squared norm": 112}, "this counts the copies of every rank: divide by copies."),
-        Wrong(
-            {"squared norm": 28},
-            "tp replicates the norms' weights too: 8 ranks have them.",
-        ),
-        Wrong({"squared norm": 7}, "this is one rank: add the other stages and the shards of tp."),
-        Wrong(
-            {"tokens": [3072, 3072]},
-            "in the mesh tp has sharded the gradients too, and the groups have other sizes.",
-        ),
-        Wrong({"tokens": [3072, 1536]}, "dp is 4 here: (d-1)/d is 3/4, not 1/2."),
-        Wrong({"experts": [32, 4, 2]}, "ep lies inside dp: it needs no additional ranks."),
-        Wrong(
-            {"experts": [16, 4, 4]},
-            "the ranks of ep have other experts: dp / ep ranks have the same ones.",
-        ),
-        Wrong({"experts": [16, 8, 2]}, "ep divides the experts among its ranks."),
-    ),
-    wanted={
-        "coordinates": [1, 2, 1],
-        "groups": [[12, 13], [9, 11, 13, 15], [5, 13]],
-        "crosses": "pp",
-        "copies": [4, 8, 8],
-        "copies, ZeRO-1": [1, 2, 2],
-        "squared norm": 20,
-        "counted twice": 112,
-        "tokens": [3072, 2304],
-        "experts": [16, 4, 2],
-    },
-    unordered=frozenset({"groups"}),
-)
-
 
 # --- 12-2 ----------------------------------------------------------------------------------------
 
@@ -129,7 +54,8 @@ def _sum_of_reasons(sizes: Sizes, cut: bool, expert: bool, ends: bool, sharded: 
 
 
 def _some(**fixed: bool) -> Callable[[random.Random], list[Instance]]:
-    """Draw meshes, and all possible combinations of the flags that are not ``fixed``."""
+    """Draw meshes, and all possible combinations of the flags that are not ``fixed``; the last
+    one on one rank per stage too."""
 
     def draw(rng: random.Random) -> list[Instance]:
         free = [flag for flag in FLAGS if flag not in fixed]
@@ -145,7 +71,7 @@ def _some(**fixed: bool) -> Callable[[random.Random], list[Instance]]:
                     "ep": ep,
                 }
                 found.append({"sizes": sizes, **{flag: flags[flag] for flag in FLAGS}})
-        return found
+        return [*found, {**found[-1], "sizes": dict.fromkeys(sizes, 1)}]
 
     return draw
 
@@ -239,7 +165,7 @@ def _on(*axes: str) -> Callable[[random.Random], list[Instance]]:
             hidden, tokens = 12 * rng.randint(2, 9), rng.randint(5, 400)
             given = {"layers": layers, "hidden": hidden, "tokens": tokens, "sizes": sizes}
             found.append(given)
-        return found
+        return [*found, given | {"tokens": 1}, given | {"layers": sizes["pp"]}]
 
     return draw
 
@@ -598,10 +524,10 @@ COMPLETE = OnRanks(
     names=("complete",),
     trials=(
         _mesh(tp=2, dp=2),
-        _mesh(dp=2, pp=2),
+        _mesh(dp=2, pp=2, dtype=torch.float64),
         _mesh(tp=2, pp=2),
         _mesh(dp=2, pp=3),
-        _mesh(pp=3),
+        _mesh(pp=3, dtype=torch.bfloat16),
         _mesh(),
     ),
     axes=("gradients",),
@@ -617,8 +543,9 @@ COMPLETE = OnRanks(
         for axes, reason in reasons
     ),
     looks=(Look("wire", "each gradient is sent on its own axes only", _traffic),),
-    hang="the stages in the middle have no tied gradient: a collective over pp waits for them",
+    hang="the stages in the middle have no tied gradient: a collective over pp waits for them. A "
+    "tensor to receive into has the shape and dtype of the gradient",
     refused=("course_lib.comm.transfer:issue",),
 )
 
-EXERCISES = (BY_HAND, HOLDERS, SENT, CLIP, COMPLETE)
+EXERCISES = (by_hand("12-1"), HOLDERS, SENT, CLIP, COMPLETE)

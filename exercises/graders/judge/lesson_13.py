@@ -13,81 +13,10 @@ from torch import Tensor
 from course_lib.grading.answers import NotRight, shown
 from course_lib.grading.draw import Draw
 from course_lib.grading.exercise import Case, Function, Instance, Wrong
+from course_lib.grading.graders.by_hand import by_hand
 from course_lib.grading.ranked import OnRanks
 from course_lib.grading.runner_placed import call_forward, call_raw
 from course_lib.grading.trials import TRIALS, Given, Look, Mistake, Observed, Trial, at_most
-from course_lib.grading.worked import Worked
-
-BY_HAND = Worked(
-    id="13-1",
-    title="a small server, by hand",
-    names=("server",),
-    mistakes=(
-        Wrong(
-            {"rows": [30, 10]},
-            "the last token is never an input: with a cache 6 rows, and one for each new token "
-            "except the last.",
-        ),
-        Wrong(
-            {"rows": [24, 9]},
-            "without a cache the text is one token longer in every forward: 6, 7, 8, 9.",
-        ),
-        Wrong({"cache": 19200}, "keys and values are both stored."),
-        Wrong(
-            {"cache": 76800},
-            "the cache stores the 2 heads of keys and values, not the 4 query heads.",
-        ),
-        Wrong({"cache": 12800}, "three requests are in the cache, not one."),
-        Wrong(
-            {"cache a rank": [19200, 9600]},
-            "a rank holds at least one head: on four ranks each of the two heads is stored twice.",
-        ),
-        Wrong(
-            {"cache a rank": [38400, 38400]},
-            "tensor parallelism shards the heads, and with them the cache.",
-        ),
-        Wrong(
-            {"calls": 4}, "two per layer, and also one for the embedding and one for the choice."
-        ),
-        Wrong({"calls": 5}, "one is missing: the embedding's sum, or the choice of a token."),
-        Wrong({"bytes": 320}, "the choice is missing: a pair of two float32 to the other rank."),
-        Wrong({"bytes": 648}, "on two ranks an all-reduce sends 2(n-1)/n = 1 times its payload."),
-        Wrong(
-            {"pairs": [[4.0, 1], [4.5, 1]]},
-            "tokens are numbered in the full vocabulary: the first token of rank 1 is number 3.",
-        ),
-        Wrong({"token": 1}, "this is the place in a rank's own shard, or the smaller logit."),
-        Wrong(
-            {"ticks": [4, 1, 1]},
-            "groups fill the stages, but a token still passes through all four.",
-        ),
-        Wrong({"ticks": [4, 4, 4]}, "six groups share four stages: a round has six ticks."),
-        Wrong({"busy": [1 / 4, 1, 3 / 2]}, "a stage cannot work in more than all ticks."),
-        Wrong({"busy": [1, 1, 1]}, "with one group only one stage of four works at a time."),
-        Wrong({"tp8 ms": 58}, "divide the 50 ms of one GPU by 8: each rank reads its own shard."),
-        Wrong({"tp8 ms": 7.25}, "the messages are not divided: they take 8 ms on every rank."),
-        Wrong(
-            {"8 requests": [160, 1000 / 14.25]}, "all 8 requests share a step: 8 tokens, not one."
-        ),
-        Wrong(
-            {"8 requests": [20, 8000 / 14.25]}, "there are eight replicas, each with one request."
-        ),
-    ),
-    wanted={
-        "rows": [30, 9],
-        "cache": 38400,
-        "cache a rank": [19200, 19200],
-        "calls": 6,
-        "bytes": 328,
-        "pairs": [[4.0, 1], [4.5, 4]],
-        "token": 4,
-        "ticks": [4, 4, 6],
-        "busy": [1 / 4, 1, 1],
-        "tp8 ms": 14.25,
-        "8 requests": [160, 8000 / 14.25],
-    },
-)
-
 
 # --- 13-2 ----------------------------------------------------------------------------------------
 
@@ -197,16 +126,19 @@ ROOM = Function(
 
 
 def _logits(trial: Trial, draw: Draw) -> list[dict[str, Any]]:
-    """Logits of five kinds of requests. On three ranks, shards have different sizes."""
+    """Logits of seven kinds of requests. On three ranks, shards have different sizes; in the second
+    call, there is one request, and one token on rank 0."""
     wide = 190 if trial.dtype == torch.bfloat16 else 4
     equal = wide + draw.size(0, 5)
     sizes = [wide + draw.size(0, 5) if trial.n == 3 else equal for _ in range(trial.n)]
+    alone = trial.n == 3 and draw.call
+    sizes[0] = 1 if alone else sizes[0]
     first = [sum(sizes[:rank]) for rank in range(trial.n)]
-    logits_BV = draw.tensor(5 * trial.n + draw.size(0, 2), sum(sizes))
+    logits_BV = draw.tensor(1 if alone else 7 * trial.n + draw.size(0, 2), sum(sizes))
     for row, request_V in enumerate(logits_BV):
         one, other = row % trial.n, (row + 1) % trial.n
         place, second = (first[rank] + row * 7 % sizes[rank] for rank in (one, other))
-        kind, top = row // trial.n % 5, request_V.max() + 1.3
+        kind, top = row // trial.n % 7, request_V.max() + 1.3
         if kind == 1:  # equal logits on two ranks
             request_V[place] = request_V[second] = top
         elif kind == 2:  # logits that are nearly equal
@@ -215,6 +147,11 @@ def _logits(trial: Trial, draw: Draw) -> list[dict[str, Any]]:
             request_V -= top
         elif kind == 4:  # equal logits everywhere
             request_V.fill_(-1.5)
+        elif kind == 5:  # zeros of both signs
+            request_V.fill_(-1.5)
+            request_V[min(place, second)], request_V[max(place, second)] = -0.0, 0.0
+        elif kind == 6:  # one finite logit
+            request_V.fill_(-torch.inf)[place] = -1.5
     shards = logits_BV.split(sizes, 1)
     return [{"logits_BVt": shards[rank], "first": first[rank]} for rank in range(trial.n)]
 
@@ -314,16 +251,19 @@ SAME_TOKEN = OnRanks(
 
 
 def _cache(trial: Trial, draw: Draw) -> list[dict[str, Tensor]]:
-    """Three requests or more: scores near 0, in the hundreds, and all far below zero."""
+    """Three requests or more: scores near 0, in the hundreds, and all far below zero. On three
+    ranks, one head, and one row on rank 0; in the second call, one request."""
+    least = trial.n == 3
     requests, heads, features = draw.size(3, 4), draw.size(2, 4), draw.size(3, 7)
+    requests, heads = 1 if least and draw.call else requests, 1 if least else heads
     q_BHK = draw.normal(requests, heads, features)
-    q_BHK[1] *= 100
-    q_BHK[2, :, 0] = -100
+    q_BHK[1:2] *= 100
+    q_BHK[2:3, :, 0] = -100
     ranks = []
     for rank in range(trial.n):
-        rows = draw.size(1, 5) + rank
+        rows = (1 if least else draw.size(1, 5)) + rank
         k_BTHK, v_BTHK = (draw.normal(requests, rows, heads, features) for _ in range(2))
-        k_BTHK[2, ..., 0] += 12
+        k_BTHK[2:3, ..., 0] += 12
         ranks.append({"q_BHK": q_BHK, "k_BTHK": k_BTHK, "v_BTHK": v_BTHK})
     return ranks
 
@@ -436,8 +376,11 @@ MARGIN = 1e-3  # of the likeliest token over the second: rounding does not decid
 
 
 def _model(trial: Trial, draw: Draw) -> list[dict[str, Any]]:
+    """On three ranks one request and one inner feature per rank; in the second call, one token."""
+    least = trial.n == 3
     batch, hidden, new = draw.size(2, 4), draw.size(5, 9), draw.size(4, 7)
     inner, vocab = draw.size(2, 4), draw.size(5, 9)
+    batch, inner, new = (1, 1, 1 if draw.call else new) if least else (batch, inner, new)
     while True:
         tokens_B = draw.integers(0, trial.n * vocab - 1, batch)
         embedding_VD = draw.normal(trial.n * vocab, hidden)
@@ -568,4 +511,4 @@ GREEDY = OnRanks(
     refused=("course_lib.comm.transfer:issue",),
 )
 
-EXERCISES = (BY_HAND, ROOM, SAME_TOKEN, JOIN, GREEDY)
+EXERCISES = (by_hand("13-1"), ROOM, SAME_TOKEN, JOIN, GREEDY)

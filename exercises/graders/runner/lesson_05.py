@@ -16,9 +16,10 @@ STEPS, RATE = 3, 0.2
 EXTRA = "bytes beside the shard"
 
 
-def operators(answers: Answers, given: Inputs, axis: Axis, mesh: Mesh) -> dict[str, Any]:
-    """05-3: both operators, forward and backward."""
+def operators(answers: Answers, given: Inputs, axis: Axis, mesh: Mesh) -> Iterator[Any]:
+    """05-3: both operators forward, then f forward on another axis, then both backward."""
     found: dict[str, Any] = {}
+    results = []
     for letter, function in zip("fg", answers, strict=True):
         leaf = given[f"x of {letter}"].requires_grad_()
         y = function.apply(leaf, axis)
@@ -26,8 +27,14 @@ def operators(answers: Answers, given: Inputs, axis: Axis, mesh: Mesh) -> dict[s
             raise Unfit(f"expected {letter}'s forward to return a tensor, got {type(y).__name__}")
         if not y.requires_grad:
             raise Unfit(f"{letter}: the result of apply has no gradient")
+        found[f"outputs of {letter}"] = y.detach()
+        results.append((letter, leaf, y))
+    if mesh.dp.size > 1:
+        answers[0].apply(leaf, mesh.dp)
+    yield
+    for letter, leaf, y in results:
         y.backward(given[f"dy of {letter}"])
-        found |= {f"outputs of {letter}": y.detach(), f"gradients of {letter}": leaf.grad}
+        found[f"gradients of {letter}"] = leaf.grad
     return found
 
 
@@ -50,6 +57,8 @@ def mlp(answers: Answers, given: Inputs, axis: Axis, mesh: Mesh) -> Iterator[Any
     y = parallel(x)
     found["outputs"] = y.detach() if isinstance(y, Tensor) else y
     yield
+    if isinstance(y, Tensor) and y.shape != given["dy"].shape:
+        return found
     if not (isinstance(y, Tensor) and y.requires_grad):
         raise Unfit("expected forward to return a tensor with a gradient")
     y.backward(given["dy"])
@@ -76,6 +85,15 @@ def _check_parameters(module: Any) -> None:
         )
 
 
+def refuse_gradients_of(given: Inputs) -> None:
+    """Raise Unfit if an answer left a gradient in its inputs."""
+    if any(tensor.grad is not None for tensor in tensors_in(dict(given))):
+        raise Unfit(
+            "an input has a gradient after the call, to which the next backward would add: call "
+            "requires_grad_() on a copy, such as x.detach().clone()"
+        )
+
+
 def attention(answers: Answers, given: Inputs, axis: Axis, mesh: Mesh) -> dict[str, Any]:
     """05-5: raw torch on the default group."""
     found = named(answers[0](*given.values()), "outputs", "gradient of x", "gradients")
@@ -84,4 +102,5 @@ def attention(answers: Answers, given: Inputs, axis: Axis, mesh: Mesh) -> dict[s
         raise Unfit("expected the third value to be a dict of the gradients of q, k, v and o")
     if any(isinstance(value, Tensor) and value.requires_grad for value in found.values()):
         raise Unfit("expected y and dx without a graph: detach() them")
+    refuse_gradients_of(given)
     return found | {f"gradient of {name}": value for name, value in gradients.items()}

@@ -9,11 +9,13 @@ from torch import Tensor, nn
 
 from course_lib import comm
 from course_lib.aliases import PARAMETER_DIM
+from course_lib.grading.graders.runner.lesson_05 import refuse_gradients_of
 from course_lib.grading.runner import Answers, Inputs, Unfit, named
 from course_lib.grading.wire import WireCalls
 from course_lib.mesh import Axis, Mesh
 
-# the dimension along which each parameter of 06-3 is sharded; None where it is replicated
+EXPERT = "vector of an expert"
+# the dim in the ShardSpec of each parameter of 06-3; "replicated" ones have none
 DIMS: dict[str, int | None] = {
     "replicated vector": None,
     "replicated matrix": None,
@@ -21,6 +23,7 @@ DIMS: dict[str, int | None] = {
     "vector sharded along dim 0": 0,
     "matrix sharded along dim 0": 0,
     "matrix sharded along dim 1": 1,
+    EXPERT: None,
 }
 START = 3.0  # of every parameter
 
@@ -31,9 +34,11 @@ def norms(answers: Answers, given: Inputs, axis: Axis, mesh: Mesh) -> dict[str, 
     for kind, gradient in given.items():
         parameter = nn.Parameter(gradient.new_full(gradient.shape, START))
         parameter.grad = gradient
-        setattr(parameter, PARAMETER_DIM, DIMS[kind])  # for answers of the first edition
-        if (dim := DIMS[kind]) is not None:
-            comm.set_shard_spec(parameter, comm.ShardSpec(axis, dim))
+        replicated = kind.startswith("replicated")
+        # for answers of the first edition
+        setattr(parameter, PARAMETER_DIM, None if replicated else DIMS[kind] or 0)
+        if not replicated:
+            comm.set_shard_spec(parameter, comm.ShardSpec(axis, DIMS[kind]))
         parameters[kind] = parameter
     answers[0](list(parameters.values()), axis)
     changed = [kind for kind, p in parameters.items() if bool((p.detach() != START).any())]
@@ -63,6 +68,7 @@ def region(answers: Answers, given: Inputs, axis: Axis, mesh: Mesh) -> dict[str,
         answers[0](*given.values()),
         "outputs", "gradients of x", "gradients of weight_in", "gradients of weight_out",
     )  # fmt: skip
+    refuse_gradients_of(given)
     return {
         name: value.detach() if isinstance(value, Tensor) else value
         for name, value in found.items()
