@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Mapping
+from functools import partial
 from math import ceil, log2
 from typing import Any
 
@@ -204,6 +205,11 @@ def _total(given: Given) -> Tensor:
     return torch.stack(given["x"]).sum(0)
 
 
+def _outputs(table: Mapping[str, Callable[[Given], Any]]) -> tuple[Mistake, ...]:
+    """Return mistakes from a table of messages and outputs."""
+    return tuple(Mistake(why, {"outputs": compute}) for why, compute in table.items())
+
+
 # --- 02-3 ----------------------------------------------------------------------------------------
 
 
@@ -257,17 +263,15 @@ TREE = OnRanks(
     act=runner.on_axis,
     draw=_any_shape,
     expected=lambda given: {"outputs": given["x"][0]},
-    mistakes=(
-        Mistake(
+    mistakes=_outputs(
+        {
             "every rank returned its own x: nothing arrived, or the result of comm.recv was not "
-            "used",
-            {"outputs": lambda given: given["x"]},
-        ),
-        Mistake(
-            "every rank has the x of the last rank: expected that of rank 0",
-            {"outputs": lambda given: given["x"][-1]},
-        ),
-        Mistake("this is the sum over the ranks: expected the x of rank 0", {"outputs": _total}),
+            "used": lambda given: given["x"],
+            "every rank has the x of the last rank: expected that of rank 0": (
+                lambda given: given["x"][-1]
+            ),
+            "this is the sum over the ranks: expected the x of rank 0": _total,
+        }
     ),
     only=("send", "recv"),
     looks=(
@@ -324,12 +328,15 @@ def _ring(
     return [torch.cat(each) for each in pieces]
 
 
-def _rings(message: str, **wrong: Any) -> list[Mistake]:
-    """A mistake of a ring, whichever piece it begins with."""
-    return [
-        Mistake(message, {"outputs": lambda given, start=start: _ring(given, start=start, **wrong)})
-        for start in (0, -1)
-    ]
+RINGS: Mapping[str, dict[str, Any]] = {
+    "one piece is right on each rank: the second half, n-1 turns that copy the sums, is missing": {
+        "halves": 1
+    },
+    "each piece comes from one rank only: in the first n-1 turns, add the piece that arrives to "
+    "your own": {"adds": lambda turn, n: False},
+    "pieces were added in the second half too: in its turns the sum that arrives replaces your own "
+    "piece": {"adds": lambda turn, n: True},
+}
 
 
 def _ring_messages(given: Given, ranks: list[Observed]) -> str:
@@ -396,32 +403,19 @@ RING = OnRanks(
     draw=_flat,
     expected=lambda given: {"outputs": _total(given)},
     mistakes=(
-        Mistake(
-            "every rank returned its own x: nothing was added",
-            {"outputs": lambda given: given["x"]},
+        *_outputs(
+            {
+                "every rank returned its own x: nothing was added": lambda given: given["x"],
+                "every rank has the x of rank 0: this is a broadcast": lambda given: given["x"][0],
+                "this is the average over the ranks: expected the sum": (
+                    lambda given: _total(given) / given.n
+                ),
+            }
         ),
-        Mistake(
-            "every rank has the x of rank 0: this is a broadcast",
-            {"outputs": lambda given: given["x"][0]},
-        ),
-        Mistake(
-            "this is the average over the ranks: expected the sum",
-            {"outputs": lambda given: _total(given) / given.n},
-        ),
-        *_rings(
-            "one piece is right on each rank: the second half, n-1 turns that copy the sums, is "
-            "missing",
-            halves=1,
-        ),
-        *_rings(
-            "each piece comes from one rank only: in the first n-1 turns, add the piece that "
-            "arrives to your own",
-            adds=lambda turn, n: False,
-        ),
-        *_rings(
-            "pieces were added in the second half too: in its turns the sum that arrives replaces "
-            "your own piece",
-            adds=lambda turn, n: True,
+        *(  # whichever piece a ring begins with
+            Mistake(why, {"outputs": partial(_ring, start=start, **wrong)})
+            for why, wrong in RINGS.items()
+            for start in (0, -1)
         ),
     ),
     explain=_rounds_off,
@@ -506,22 +500,21 @@ ALL_TO_ALL = OnRanks(
     draw=_rows,
     expected=lambda given: {"outputs": _exchanged(given)},
     mistakes=(
-        Mistake(
-            "every rank returned its own x: nothing was exchanged",
-            {"outputs": lambda given: given["x"]},
-        ),
-        Mistake(
-            "each rank sent its own row to all others: rank r needs row r of each",
-            {"outputs": lambda given: torch.stack([x[rank] for rank, x in enumerate(given["x"])])},
+        *_outputs(
+            {
+                "every rank returned its own x: nothing was exchanged": lambda given: given["x"],
+                "each rank sent its own row to all others: rank r needs row r of each": (
+                    lambda given: torch.stack([x[rank] for rank, x in enumerate(given["x"])])
+                ),
+                "these are the right rows in another order: row s is the row that rank s sent": (
+                    _as_they_arrive
+                ),
+            }
         ),
         Mistake(
             "the row that stays on its rank is missing: it needs no message, but a copy",
             {"outputs": _own_unset},
             unset=True,
-        ),
-        Mistake(
-            "these are the right rows in another order: row s is the row that rank s sent",
-            {"outputs": _as_they_arrive},
         ),
     ),
     only=("send", "recv"),
