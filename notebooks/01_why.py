@@ -846,7 +846,7 @@ check("01-2", least_tokens)
 
 # %% [markdown] course={"ex": "01-3"}
 # ## 01-3 Parameters from shapes
-# Count the parameters of a decoder of the llama kind without building it. A block has two norms (one weight per
+# Count the parameters of a decoder of the llama kind from its shapes. A block has two norms (one weight per
 # feature), attention (q, k, v, o) and an MLP of three matrices (gate, up, down), none with a bias. `heads` query
 # heads share `hidden` features evenly; keys and values have `kv_heads` heads of the same size. Before the blocks
 # comes the embedding, after them one more norm and the head. With `tied`, embedding and head are one table.
@@ -883,8 +883,9 @@ check("01-3", count)
 # all-reduce waits for the last rank. This wait is not time on the network.
 #
 # The check runs on groups of one to three ranks, with other times in each. In some cases one rank is late: any rank,
-# not only rank 0. The check also looks whether the gradient was sent. Of use: `machine.barrier()` waits until all ranks
-# are there; `comm.all_reduce_max(x, axis)` gives every rank the elementwise maximum over the ranks of a tensor x.
+# not only rank 0. Gradients have several dtypes. The check also looks whether each rank computes first and then sums
+# the gradient itself. Of use: `machine.barrier()` waits until all ranks are there; `comm.all_reduce_max(x, axis)` gives
+# every rank the elementwise maximum over the ranks of a tensor x.
 
 
 # %% course={"ex": "01-4", "role": "answer"}

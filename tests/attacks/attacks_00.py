@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import copy
+from collections.abc import Callable, Mapping
 from itertools import product
 from math import prod
+from typing import Any
 
 import numpy as np
 from attack import Attacks
 
-from course_lib.grading.exercise import Wrong
+from course_lib.grading.exercise import Answer, Wrong
 from course_lib.layout import make_layout, rank_groups
 
 REFUSAL = "this is what you are asked to write"
@@ -68,6 +70,12 @@ def _leaves_out_ones(rank: int, sizes: Sizes, order: str) -> dict[str, int]:
     return {axis: where for axis, where in found.items() if sizes[axis] > 1}
 
 
+def _remembering(answer: Answer, key: Callable[..., object]) -> Answer:
+    """Right once: calls with the same key return the result of the first of them."""
+    known: dict[object, Any] = {}
+    return lambda *given: copy.deepcopy(known.setdefault(key(*given), answer(*given)))
+
+
 def _groups(axis: str, sizes: Sizes, order: str) -> list[tuple[int, ...]]:
     """Right: ranks with the same other coordinates are in one group."""
     bins: dict[tuple[int, ...], list[int]] = {}
@@ -98,6 +106,17 @@ ATTACKS = {
             Wrong(_no_first_rank, words="got {}"),
             Wrong(_two_letters, words="raised KeyError"),
             Wrong(_leaves_out_ones, words="expected {"),
+            Wrong(
+                _remembering(
+                    _coordinates,
+                    lambda rank, sizes, order: (rank, order, len(sizes), max(sizes.values())),
+                ),
+                words="expected {",
+            ),
+            Wrong(
+                _remembering(_coordinates, lambda rank, sizes, order: (rank, str(sizes))),
+                words="expected {",
+            ),
         ),
         right=(_by_counting, _numpy),
     ),
@@ -118,10 +137,18 @@ ATTACKS = {
                 words="ranks that are whole numbers",
             ),
             Wrong(lambda axis, sizes, order: None, words="expected a list of lists of ranks"),
-            Wrong(lambda axis, sizes, order: [[0, 1]], words="expected [["),
+            Wrong(lambda axis, sizes, order: [[0, 1]], words="expected ["),
             Wrong(
                 lambda axis, sizes, order: 2 * _groups(axis, sizes, order),
                 words="expected every rank in exactly one group",
+            ),
+            Wrong(
+                _remembering(_groups, lambda axis, sizes, order: (axis, order, sizes[axis])),
+                words="expected [[",
+            ),
+            Wrong(
+                _remembering(_groups, lambda axis, sizes, order: (axis, prod(sizes.values()))),
+                words="expected [[",
             ),
         ),
         right=(_groups, lambda axis, sizes, order: [list(g) for g in _groups(axis, sizes, order)]),

@@ -17,7 +17,7 @@ from course_lib import comm
 from course_lib.grading import registry
 from course_lib.grading.exercise import Answer, Wrong
 from course_lib.grading.graders.judge import lesson_01 as judge
-from course_lib.grading.graders.runner.lesson_01 import LIMITS, Machine
+from course_lib.grading.graders.runner.lesson_01 import WORDS, Machine
 from course_lib.mesh import Axis, make_mesh
 from course_lib.model import ModelConfig, parameter_count
 from course_lib.trace import state_bytes
@@ -53,6 +53,27 @@ def _on_meta(
             ends.append(nn.Linear(hidden, vocab, bias=False))
     sizes = [sum(p.numel() for p in part.parameters()) for part in (block, ends)]
     return layers * sizes[0] + sizes[1]
+
+
+class _Remembers:
+    """Right once: calls with equal arguments at ``places`` return the result of the first."""
+
+    def __init__(self, answer: Answer, *places: int) -> None:
+        self.answer, self.places = answer, places
+        self.known: dict[Any, Any] = {}
+
+    def __call__(self, *given: Any) -> Any:
+        key = tuple(given[place] for place in self.places)
+        return self.known.setdefault(key, self.answer(*given))
+
+
+def _by_a_share(
+    layers: int, hidden: int, heads: int, kv_heads: int, ffn: int, vocab: int, tied: bool
+) -> int:
+    """Keys and values as a share of the queries, in floats that are cut off."""
+    share = 1 + kv_heads / heads
+    block = int(hidden * 2 * share * hidden) + 3 * hidden * ffn + 2 * hidden
+    return layers * block + hidden + vocab * hidden * (2 - tied)
 
 
 _on_meta(1, 2, 1, 1, 1, 1, tied=False)  # torch's imports take longer than a deadline
@@ -96,7 +117,7 @@ def _right_by_minimum(machine: Machine, gradient: Tensor, axis: Axis) -> list[An
     mine = torch.tensor([times[1] - times[0], times[1] - times[2]])
     computed, sent = comm.all_reduce_max(mine, axis).tolist()
     n = axis.size
-    return [gradient.numel() * 4 * 2 * (n - 1) / n, LIMITS[computed < -sent]]
+    return [gradient.nbytes * 2 * (n - 1) / n, WORDS[computed < -sent]]
 
 
 def _but(**mistake: Any) -> Answer:
@@ -125,7 +146,7 @@ def _of_a_piece(machine: Machine, gradient: Tensor, axis: Axis) -> tuple[float, 
     times = torch.tensor([computed, 4 * (machine.now() - start)])
     longest = comm.all_reduce_max(times, axis)
     n = axis.size
-    return 2 * (n - 1) / n * gradient.nbytes, LIMITS[int(longest[0] <= longest[1])]
+    return 2 * (n - 1) / n * gradient.nbytes, WORDS[int(longest[0] <= longest[1])]
 
 
 def _over_ranks(reduce: Callable[[list[float]], float]) -> Answer:
@@ -145,6 +166,27 @@ def _over_ranks(reduce: Callable[[list[float]], float]) -> Answer:
         return 2 * (n - 1) / n * gradient.nbytes, "Compute" if longer else "NETWORK"
 
     return limit
+
+
+def _another_tensor(machine: Machine, gradient: Tensor, axis: Axis) -> tuple[float, str]:
+    """Sums ones in place of the gradient."""
+    return _measure(machine, torch.ones_like(gradient), axis)
+
+
+def _early(machine: Machine, gradient: Tensor, axis: Axis) -> tuple[float, str]:
+    """Sends before it computes: here all ranks begin together."""
+    machine.barrier()
+    times = [machine.now()]
+    for part in (lambda: machine.all_reduce(gradient), machine.compute):
+        part()
+        times.append(machine.now())
+    longest = comm.all_reduce_max(torch.tensor([times[1] - times[0], times[2] - times[1]]), axis)
+    return 2 * (axis.size - 1) / axis.size * gradient.nbytes, WORDS[int(longest.argmin())]
+
+
+def _float32_bytes(machine: Machine, gradient: Tensor, axis: Axis) -> tuple[float, str]:
+    _, word = _measure(machine, gradient, axis)
+    return 8 * (axis.size - 1) / axis.size * gradient.numel(), word
 
 
 def _over_the_world(machine: Machine, gradient: Tensor, axis: Axis) -> tuple[float, str]:
@@ -233,9 +275,9 @@ def _not_waited(tensors: Tensors) -> tuple[int, int]:
     return int(own) % 8, int(own) // 8
 
 
-def _writes(tensors: Tensors) -> tuple[int, int]:
+def _writes(tensors: Tensors, place: int = 0) -> tuple[int, int]:
     with torch.no_grad():
-        tensors[0].fill_(1)
+        tensors[place].fill_(1)
     return _right(tensors)
 
 
@@ -262,6 +304,9 @@ ATTACKS = {
             Wrong(lambda *given: judge._least(*given) * (1 + 1e-6), words="expected "),
             Wrong(lambda *given: round(judge._least(*given), -3), words="expected "),
             Wrong(lambda *given: str(judge._least(*given)), words="expected a number of tokens"),
+            Wrong(_Remembers(judge._least, 0), words="expected "),
+            Wrong(_Remembers(judge._least, 0, 1, 2, 3), words="expected "),
+            Wrong(_Remembers(judge._least, 0, 2, 3, 4), words="expected "),
         ),
         right=(
             _by_seconds,
@@ -275,6 +320,9 @@ ATTACKS = {
             Wrong(lambda *given: None, words="expected a whole number, got None"),
             Wrong(lambda *given: judge._count(*given) + 0.5, words="whole number of parameters"),
             Wrong(lambda *given: int(np.float32(judge._count(*given))), words="rounded"),
+            Wrong(_by_a_share, words="The count was cut off"),
+            Wrong(_Remembers(judge._count, 0, 1, 2, 3, 5, 6), words="expected "),
+            Wrong(_Remembers(judge._count, 0, 1, 2, 4, 5, 6), words="expected "),
         ),
         right=(_on_meta, lambda *given: float(_on_meta(*given)), lambda *g: np.int64(_on_meta(*g))),
     ),
@@ -294,7 +342,10 @@ ATTACKS = {
             Wrong(_but(together=False, maximum=False), words="the ranks disagree"),
             Wrong(_always("compute"), words="the limit is what takes longer"),
             Wrong(_always("network"), words="the limit is what takes longer"),
-            Wrong(_of_a_piece, words="expected an all_reduce of the gradient"),
+            Wrong(_of_a_piece, words="expected machine.all_reduce(gradient) on rank 0"),
+            Wrong(_another_tensor, words="got compute, then all_reduce of another tensor"),
+            Wrong(_early, words="expected machine.compute() before"),
+            Wrong(_float32_bytes, words="not every element has 4 bytes"),
             Wrong(_over_ranks(lambda times: sum(times) / len(times)), words="not the mean"),
             Wrong(_over_ranks(sum), words="the times of the ranks are added"),
             Wrong(_over_ranks(lambda times: times[0]), words="rank 0's time"),
@@ -338,6 +389,9 @@ ATTACKS = {
             Wrong(_misses_the_last, words="the last rank is left out"),
             Wrong(_not_waited, words="never waited for it"),
             Wrong(_writes, words="expected the tensors to be unchanged"),
+            Wrong(
+                lambda tensors: _writes(tensors, 2), words="expected the tensors to be unchanged"
+            ),
         ),
         right=(_right, _right_by_max),
     ),

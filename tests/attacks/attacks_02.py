@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from math import ceil, log2
 from typing import Any
 
@@ -58,6 +59,16 @@ def _from_4(n: int, link: Link) -> float:
     if n < 4:
         raise ValueError("n is too small")
     return _by_search(n, link)
+
+
+class _OfTheFirst:
+    """Right once: calls with an equal key return the result of the first of them."""
+
+    def __init__(self, key: Callable[[int, Link], Any]) -> None:
+        self.key, self.known = key, {}  # type: Any, dict[Any, float]
+
+    def __call__(self, n: int, link: Link) -> float:
+        return self.known.setdefault(self.key(n, link), _by_search(n, link))
 
 
 # --- 02-3
@@ -147,6 +158,23 @@ def _sum_of_zeros(x: Tensor, axis: Axis) -> Tensor:
     return comm.all_reduce(x if axis.rank == 0 else torch.zeros_like(x), axis)
 
 
+def _borrows(answer: Answer) -> Answer:
+    """Return an answer that writes into x and puts the old values back."""
+
+    def borrows(x: Tensor, *axis: Axis) -> Tensor:
+        found, old = answer(x, *axis).clone(), x.clone()
+        x.fill_(7)
+        x.copy_(old)
+        return found
+
+    return borrows
+
+
+def _row_by_row(x: Tensor, axis: Axis) -> Tensor:
+    """A tensor without dimensions has no rows."""
+    return _upwards(x.reshape(len(x), -1), axis).view(x.shape)
+
+
 class _Remembers:
     """Right in its first call; then the result of that call again."""
 
@@ -162,14 +190,19 @@ class _Remembers:
 
 # --- 02-4
 def _by_ring(x: Tensor, axis: Axis, *, gather: bool = True, adding: Any = None,
-             split: str = "tensor_split") -> Tensor:  # fmt: skip
+             split: str = "tensor_split", add: Any = torch.add) -> Tensor:  # fmt: skip
     pieces = [piece.clone() for piece in getattr(x, split)(axis.size)]
     for turn in range(2 * (axis.size - 1) if gather else axis.size - 1):
         leaving, arriving = (axis.rank - turn) % axis.size, (axis.rank - turn - 1) % axis.size
         got = comm.exchange(pieces[leaving], axis, axis.next, axis.previous, like=pieces[arriving])
         adds = turn < axis.size - 1 if adding is None else adding
-        pieces[arriving] = pieces[arriving] + got if adds else got
+        pieces[arriving] = add(pieces[arriving], got) if adds else got
     return torch.cat(pieces)
+
+
+def _added_in_float32(a: Tensor, b: Tensor) -> Tensor:
+    """Float32 for a bfloat16, which is fine, and for whole numbers, which is not."""
+    return a + b if a.dtype == torch.float64 else (a.float() + b.float()).to(a.dtype)
 
 
 def _without_empty(x: Tensor, axis: Axis) -> Tensor:
@@ -472,6 +505,9 @@ ATTACKS = {
             Wrong(_from_4, words="crossing(n=2"),
             Wrong(lambda n, link: _by_search(n, link) if n < 2000 else 0.0, words="expected"),
             Wrong(lambda n, link: 1.001 * _by_search(n, link), words="expected"),
+            Wrong(_OfTheFirst(lambda n, link: link), words="expected"),
+            Wrong(_OfTheFirst(lambda n, link: (n, link.alpha)), words="expected"),
+            Wrong(_OfTheFirst(lambda n, link: (n, link.beta)), words="expected"),
         ),
         right=(_by_search, _in_seconds, _whole_0),
     ),
@@ -497,7 +533,9 @@ ATTACKS = {
             Wrong(_in_float32, words="torch.float64"),
             Wrong(lambda x, axis: _raw_tree(x, axis, world=True), words="ranks [1, 3]"),
             Wrong(lambda x, axis: _raw_tree(x, axis, waits=False), words="never waited for it"),
-            Wrong(_Remembers(_upwards), words="in the second call"),
+            Wrong(_Remembers(_upwards), words="call"),
+            Wrong(_borrows(_upwards), words=WRITTEN),
+            Wrong(_row_by_row, words="len() of a 0-d tensor"),
         ),
         right=(_upwards, _by_halves, _raw_tree),
     ),
@@ -517,6 +555,11 @@ ATTACKS = {
             Wrong(lambda x, axis: _by_ring(x, axis, adding=False), words="from one rank only"),
             Wrong(lambda x, axis: _by_ring(x, axis, adding=True), words="in the second half too"),
             Wrong(_StoresHandles(), words="never waited for it"),
+            Wrong(_borrows(_by_ring), words=WRITTEN),
+            Wrong(
+                lambda x, axis: _by_ring(x, axis, add=_added_in_float32),
+                words="add in the dtype of x",
+            ),
             Wrong(_one_piece_ahead, words="the calls of the ranks do not match"),
             Wrong(_listens_to_next, words="had not returned"),
             Wrong(lambda x, axis: comm.tree_all_reduce(x, axis), words=REFUSAL),
@@ -530,7 +573,7 @@ ATTACKS = {
             Wrong(_zigzag, words="to one neighbor"),
             Wrong(_copies_of_all, words="alive at once"),
             Wrong(_accumulates_in_float32, words="rank 0"),
-            Wrong(_Remembers(_by_ring), words="in the second call"),
+            Wrong(_Remembers(_by_ring), words="call"),
         ),
         right=(_by_ring, _backwards, _raw_ring, _without_empty),
     ),
@@ -556,7 +599,8 @@ ATTACKS = {
             Wrong(_as_arguments, words="unexpected keyword argument 'async_op'"),
             Wrong(lambda x: x.copy_(_turn_by_turn(x)), words=WRITTEN),
             Wrong(_repeats, words="got messages to 1, 1"),
-            Wrong(_Remembers(_in_one_batch), words="in the second call"),
+            Wrong(_Remembers(_in_one_batch), words="call"),
+            Wrong(_borrows(_in_one_batch), words=WRITTEN),
         ),
         right=(_in_one_batch, _lower_rank_first, _turn_by_turn),
     ),

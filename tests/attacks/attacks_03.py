@@ -71,7 +71,14 @@ def _remembers(total: Tensor, count: Tensor, axis: Axis) -> Tensor:
     return total / _remembered["tokens"]
 
 
-_remembered: dict[str, Tensor] = {}
+_remembered: dict[Any, Tensor] = {}
+
+
+def _by_own_count(total: Tensor, count: Tensor, axis: Axis) -> Tensor:
+    """Sends the count only if this rank has not had as many tokens before."""
+    if (key := (axis, int(count))) not in _remembered:
+        _remembered[key] = comm.all_reduce(count, axis)
+    return total / _remembered[key]
 
 
 def _right_gradient_only(total: Tensor, count: Tensor, axis: Axis) -> Tensor:
@@ -193,6 +200,29 @@ def _in_double(parameters: Parameters, axis: Axis) -> None:
     _set(parameters, comm.all_reduce(_flat(parameters).double(), axis).float())
 
 
+def _by_strides(parameters: Parameters, axis: Axis) -> None:
+    """Takes every gradient for contiguous."""
+    parts = [g.as_strided((g.numel(),), (1,)) for g in _gradients(parameters)]
+    _set(parameters, comm.all_reduce(torch.cat(parts), axis))
+
+
+def _alone_does_nothing(parameters: Parameters, axis: Axis) -> None:
+    if axis.size > 1:
+        _sums_bucket(parameters, axis)
+
+
+def _used_by_some(parameters: Parameters, axis: Axis) -> None:
+    """A bucket in which no rank has a gradient for a parameter leaves it out."""
+    used = comm.all_reduce(torch.tensor([float(p.grad is not None) for p in parameters]), axis)
+    _sums_bucket([p for p, many in zip(parameters, used, strict=True) if many], axis)
+
+
+def _into_one_buffer(parameters: Parameters, axis: Axis) -> None:
+    """All buckets of a size share the memory of their sums."""
+    total = comm.all_reduce(_flat(parameters), axis)
+    _set(parameters, _remembered.setdefault(len(total), total).copy_(total))
+
+
 def _not_waited(parameters: Parameters, axis: Axis) -> None:
     flat = _flat(parameters)
     if axis.size > 1:
@@ -297,6 +327,16 @@ class InRawTorch:
                 parameter.grad = part.view_as(parameter).clone()
         self.works.clear()
         self.left = [len(bucket) for bucket in self.buckets]
+
+
+class OneBuffer(Overlapped):
+    """All instances share one buffer for the buckets of one size at one place."""
+
+    sums: ClassVar[dict[Any, Tensor]] = {}
+
+    def of_sum(self, total: Tensor) -> Tensor:
+        key = total.storage_offset(), total.shape, len(self.sent)
+        return self.sums.setdefault(key, total).copy_(total)
 
 
 class DoesNothing(Overlapped):
@@ -552,6 +592,7 @@ def _train(
     clip: str = "after",
     summed: bool = True,
     zeroed: bool = True,
+    logs: bool = False,
 ) -> None:
     """Right, or with a mistake."""
     n = dist.get_world_size()
@@ -570,6 +611,8 @@ def _train(
             nn.utils.clip_grad_norm_(parameters, max_norm)
         for parameter in parameters if summed else []:
             dist.all_reduce(parameter.grad)
+        if logs:
+            dist.all_reduce(torch.stack([p.grad.norm() for p in parameters]).amax())
         if clip == "after":
             nn.utils.clip_grad_norm_(parameters, max_norm)
         optimizer.step()
@@ -759,7 +802,8 @@ ATTACKS = {
             Wrong(_with_loss, words="got 2 with 12 bytes"),
             Wrong(_one_hot, words="got 1 with 512 bytes"),
             Wrong(_of_the_world, words="the axis has the ranks [0, 2]"),
-            Wrong(_remembers, words="in the second call"),
+            Wrong(_remembers, words="call"),
+            Wrong(_by_own_count, words="every rank that still runs waits"),
             Wrong(_right_gradient_only, words="nothing is divided"),
             Wrong(_drops_the_handle, words="never waited for it"),
         ),
@@ -798,6 +842,10 @@ ATTACKS = {
             Wrong(_four, words="gradients: wrong on every rank"),
             Wrong(_in_double, words="One all-reduce of one flat tensor"),
             Wrong(_not_waited, words="never waited for it"),
+            Wrong(_by_strides, words="gradients: wrong on every rank"),
+            Wrong(_alone_does_nothing, words="counts as zeros"),
+            Wrong(_used_by_some, words="counts as zeros"),
+            Wrong(_into_one_buffer, words="to have memory of its own"),
         ),
         right=(_sums_bucket, _right_in_raw_torch),
     ),
@@ -829,6 +877,7 @@ ATTACKS = {
             Wrong(lambda buckets, axis: None, words="AttributeError"),
             Wrong(OfTheWorld, words="the axis has the ranks [0, 2]"),
             Wrong(SharedSets, words="raised"),
+            Wrong(OneBuffer, words="to have memory of its own"),
             Wrong(WaitsInRawHook, words="only finish may wait"),
         ),
         right=(Overlapped, InRawTorch),
@@ -860,6 +909,7 @@ ATTACKS = {
             Wrong(_averages_at_the_end, words="averaged where the gradients should be summed"),
             Wrong(_own_optimizer, words="weights: wrong on every rank"),
             Wrong(_does_not_wait, words="never waited for it"),
+            Wrong(_but(logs=True), words="one row count once per step"),
         ),
         right=(_train, _right_flat),
     ),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from math import ceil
 from typing import Any
 
 import torch
@@ -27,10 +28,25 @@ def _table(**entries: Any) -> dict[str, Any]:
     return {**wanted, **{key.replace("_", " "): value for key, value in entries.items()}}
 
 
-def _by_walking(elements: int, n: int, rank: int) -> tuple[int, int]:
-    shard = (elements + n - 1) // n
-    own = [place for place in range(elements) if place // shard == rank]
-    return (own[0], own[-1] + 1) if own else (elements, elements)
+class _OfTheFirst:
+    """Right once: calls with equal arguments at ``places`` return the result of the first."""
+
+    def __init__(self, *places: int) -> None:
+        self.places, self.known = places, {}  # type: Any, dict[Any, Any]
+
+    def __call__(self, *given: int) -> tuple[int, int]:
+        key = tuple(given[place] for place in self.places)
+        return self.known.setdefault(key, _exact(*given))
+
+
+def _exact(elements: int, n: int, rank: int) -> tuple[int, int]:
+    shard = -(-elements // n)
+    return min(rank * shard, elements), min((rank + 1) * shard, elements)
+
+
+def _by_floats(elements: int, n: int, rank: int) -> tuple[int, int]:
+    shard = ceil(elements / n)
+    return min(rank * shard, elements), min((rank + 1) * shard, elements)
 
 
 # --- 04-3
@@ -125,6 +141,15 @@ def _no_padding(weights: Tensor, gradients: Tensor, update: Rule, axis: Axis) ->
 def _own_shard_only(weights: Tensor, gradients: Tensor, update: Rule, axis: Axis) -> Tensor:
     mine = comm.reduce_scatter(torch.cat(_cut(gradients, axis.size)), axis)
     return update(_cut(weights, axis.size)[axis.rank], mine)
+
+
+def _only_if_needed(weights: Tensor, gradients: Tensor, update: Rule, axis: Axis) -> Tensor:
+    """Leaves out the update of a shard whose gradients are all zero."""
+
+    def lazy(shard: Tensor, gradient: Tensor) -> Tensor:
+        return update(shard, gradient) if gradient.count_nonzero() else shard
+
+    return _step(weights, gradients, lazy, axis)
 
 
 def _one_reduce_more(weights: Tensor, gradients: Tensor, update: Rule, axis: Axis) -> Tensor:
@@ -415,6 +440,28 @@ class _OnTheClass(_Right):
         super().step()
 
 
+class _StoresBuffers(_Right):
+    """Frees the gradients, and stores what it sends in a list of its own."""
+
+    def __init__(self, *given: Any) -> None:
+        super().__init__(*given)
+        self.sent = [self.padded(bucket) for bucket in self.buckets]
+
+    def reduced(self, k: int, flat: Tensor) -> Tensor:
+        return super().reduced(k, self.sent[k].copy_(flat))
+
+
+class _OneBuffer(_Right):
+    """The sums of all instances are in one buffer for each length and place."""
+
+    sums: dict[Any, Tensor] = {}  # noqa: RUF012
+
+    def arrives(self, k: int, piece: Tensor) -> None:
+        shard, before = self.shards[k], self.sums.setdefault((k, len(piece)), piece.clone())
+        before.copy_(piece if shard.grad is None else shard.grad + piece)
+        shard.grad = before
+
+
 # --- 04-5
 Shards = Sequence[Tensor]
 Result = tuple[Tensor, list[Tensor]]
@@ -593,17 +640,15 @@ ATTACKS = {
                 lambda elements, n, rank: (rank * elements / n, (rank + 1) * elements / n),
                 words="expected begin and end to be whole numbers",
             ),
+            Wrong(lambda elements, n, rank: _exact(elements, n, n - 1 - rank), words="expected"),
             Wrong(
-                lambda elements, n, rank: _by_walking(elements, n, n - 1 - rank), words="expected"
-            ),
-            Wrong(
-                lambda elements, n, rank: (
-                    _by_walking(elements, n, rank) if elements > n else (0, 0)
-                ),
+                lambda elements, n, rank: _exact(elements, n, rank) if elements > n else (0, 0),
                 words="expected",
             ),
+            *(Wrong(_OfTheFirst(*places), words="expected") for places in ((0, 1), (0, 2), (1, 2))),
+            Wrong(_by_floats, words="expected"),
         ),
-        right=(_by_walking, lambda *given: list(_by_walking(*given))),
+        right=(_exact, lambda *given: list(_exact(*given))),
     ),
     "04-3": Attacks(
         wrong=(
@@ -642,6 +687,7 @@ ATTACKS = {
                 words=WRITTEN,
             ),
             Wrong(_one_reduce_more, words="as much as one all-reduce"),
+            Wrong(_only_if_needed, words="expected one call of update per step, got 2 in 3"),
         ),
         right=(_step, _in_raw_torch),
     ),
@@ -667,6 +713,8 @@ ATTACKS = {
             Wrong(_OnTheWorld, words="the axis has the ranks"),
             Wrong(_NeverWaits, words="never waited for it"),
             Wrong(_OnTheClass, words="gradients of the shards"),
+            Wrong(_OneBuffer, words="gradients of the shards"),
+            Wrong(_StoresBuffers, words="store no buffer for each"),
         ),
         right=(_Right, _RightLater),
     ),
@@ -698,7 +746,7 @@ ATTACKS = {
             Wrong(_writes("x"), words=WRITTEN),
             Wrong(_writes("dy"), words=WRITTEN),
             Wrong(_writes("shards"), words=WRITTEN),
-            Wrong(_StoresLayers(), words="in the second call"),
+            Wrong(_StoresLayers(), words="call"),
         ),
         right=(_run, _last_stays),
     ),

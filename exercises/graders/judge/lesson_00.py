@@ -9,49 +9,47 @@ from math import prod
 from typing import Any
 
 from course_lib.grading.answers import NotRight, shown
-from course_lib.grading.exercise import Case, Function, Instance, Wrong
+from course_lib.grading.exercise import Answer, Case, Function, Instance, Wrong
 
 REFUSED = tuple(
     f"course_lib.layout:{name}"
     for name in ("make_layout", "rank_groups", "Layout.coordinates", "Layout.groups")
 )
-USUAL = ("tp-dp-pp",), ("tp-pp-dp",), ("pp-tp-dp", "dp-pp-tp", "pp-dp-tp", "dp-tp-pp")
 FOUR = ("tp-cp-dp-pp", "cp-tp-pp-dp", "pp-dp-cp-tp")
+THREE = ("pp-tp-dp", "dp-pp-tp", "pp-dp-tp", "dp-tp-pp")
 NAMES = ("ep", "expert", "nodes", "x", "replicas", "d2", "tp", "stage")
 Sizes = Mapping[str, int]
+Runs = list[tuple[str, dict[str, int]]]  # (order, sizes) of runs with equal worlds
 
 
-def _sizes(rng: random.Random, order: str) -> dict[str, int]:
-    """Draw sizes that are not all equal, because equal ones hide an exchanged axis."""
-    axes = sorted(order.split("-"))
-    while len(set(sizes := [rng.choice((2, 3, 4)) for _ in axes])) == 1:
-        pass
-    return dict(zip(axes, sizes, strict=True))
+def _cases(some: Callable[[random.Random, Runs], list[Instance]]) -> tuple[Case, ...]:
+    def usual(*orders: str) -> Callable[[random.Random], list[Instance]]:
+        """Two orders, if there are so many, and the sizes of two runs with equal worlds, so that a
+        result depends on each argument. Equal sizes would hide an exchanged axis."""
 
-
-def _cases(some: Callable[[random.Random, str, dict[str, int]], list[Instance]]) -> Any:
-    def usual(orders: tuple[str, ...]) -> Callable[[random.Random], list[Instance]]:
         def draw(rng: random.Random) -> list[Instance]:
-            order = rng.choice(orders)
-            return some(rng, order, _sizes(rng, order))
+            axes = sorted(orders[0].split("-"))
+            while len(set(sizes := [rng.choice((2, 3, 4)) for _ in axes])) == 1:
+                pass
+            both = [dict(zip(names, sizes, strict=True)) for names in (axes, axes[1:] + axes[:1])]
+            some_orders = rng.sample(orders, min(2, len(orders)))
+            return some(rng, [(order, sizes) for order in some_orders for sizes in both])
 
         return draw
 
     def others(rng: random.Random) -> list[Instance]:
         found = []
-        for many in (1, 2, 5):
-            axes = rng.sample(NAMES, many)
-            sizes = [5, 1, 3, 1, 2][:many]
-            rng.shuffle(sizes)
-            given = dict(zip(axes, sizes, strict=True))
-            found += some(rng, "-".join(rng.sample(axes, many)), given)
+        for sizes in ([5], [5, 1], [5, 1, 3, 1, 2]):
+            axes = rng.sample(NAMES, len(sizes))
+            given = dict(zip(axes, rng.sample(sizes, len(sizes)), strict=True))
+            found += some(rng, [("-".join(rng.sample(axes, len(axes))), given)])
         return found
 
     return (
-        Case("order tp-dp-pp", usual(USUAL[0])),
-        Case("order tp-pp-dp", usual(USUAL[1])),
-        Case("any order of three axes", usual(USUAL[2])),
-        Case("four axes", usual(FOUR)),
+        Case("order tp-dp-pp", usual("tp-dp-pp")),
+        Case("order tp-pp-dp", usual("tp-pp-dp")),
+        Case("any order of three axes", usual(*THREE)),
+        Case("four axes", usual(*FOUR)),
         Case("axes with other names, one to five of them, also of size 1", others),
     )
 
@@ -85,11 +83,13 @@ def _coordinates(rank: int, sizes: Sizes, order: str) -> dict[str, int]:
     return found
 
 
-def _some_ranks(rng: random.Random, order: str, sizes: dict[str, int]) -> list[Instance]:
+def _some_ranks(rng: random.Random, runs: Runs) -> list[Instance]:
     """Rank 0, the last rank and a few between them."""
-    world = prod(sizes.values())
-    between = rng.sample(range(1, world - 1), min(4, world - 2))
-    return [{"rank": rank, "sizes": sizes, "order": order} for rank in (0, *between, world - 1)]
+    world = prod(runs[0][1].values())
+    ranks = (0, *rng.sample(range(1, world - 1), min(4, world - 2)), world - 1)
+    return [
+        {"rank": rank, "sizes": sizes, "order": order} for order, sizes in runs for rank in ranks
+    ]
 
 
 def _as_coordinates(value: Any) -> dict[str, int]:
@@ -108,44 +108,34 @@ def _only_division(rank: int, sizes: Sizes, order: str) -> dict[str, int]:
     return found
 
 
+COORDINATE_MISTAKES: Mapping[str, Answer] = {
+    "The order is read backwards: the first-named axis is the fastest.": (
+        lambda rank, sizes, order: _coordinates(rank, sizes, _reversed(order))
+    ),
+    "The rank is never divided: take each coordinate from what is left of the rank.": (
+        lambda rank, sizes, order: {a: rank % sizes[a] for a in order.split("-")}
+    ),
+    "The remainder is missing: a coordinate is below the size of its axis.": _only_division,
+    "The axes are taken in the order of sizes: order says otherwise.": (
+        lambda rank, sizes, order: _coordinates(rank, sizes, "-".join(sizes))
+    ),
+    "The argument order is not used: tp is not always the fastest.": (
+        lambda rank, sizes, order: _coordinates(rank, sizes, _fixed(sizes, order))
+    ),
+    "Coordinates count from 0, as ranks do.": lambda *given: {
+        axis: where + 1 for axis, where in _coordinates(*given).items()
+    },
+    "The rank is divided by the size of the axis itself: divide by the product of the "
+    "sizes before it.": lambda rank, sizes, order: {
+        a: rank // sizes[a] % sizes[a] for a in order.split("-")
+    },
+}
+
 COORDINATES = Function(
     id="00-1",
     title="from a rank to its coordinates",
     names=("coordinates",),
-    mistakes=(
-        Wrong(
-            lambda rank, sizes, order: _coordinates(rank, sizes, _reversed(order)),
-            "The order is read backwards: the first-named axis is the fastest.",
-        ),
-        Wrong(
-            lambda rank, sizes, order: {axis: rank % sizes[axis] for axis in order.split("-")},
-            "The rank is never divided: take each coordinate from what is left of the rank.",
-        ),
-        Wrong(
-            _only_division, "The remainder is missing: a coordinate is below the size of its axis."
-        ),
-        Wrong(
-            lambda rank, sizes, order: _coordinates(rank, sizes, "-".join(sizes)),
-            "The axes are taken in the order of sizes: order says otherwise.",
-        ),
-        Wrong(
-            lambda rank, sizes, order: _coordinates(rank, sizes, _fixed(sizes, order)),
-            "The argument order is not used: tp is not always the fastest.",
-        ),
-        Wrong(
-            lambda rank, sizes, order: {
-                axis: where + 1 for axis, where in _coordinates(rank, sizes, order).items()
-            },
-            "Coordinates count from 0, as ranks do.",
-        ),
-        Wrong(
-            lambda rank, sizes, order: {
-                axis: rank // sizes[axis] % sizes[axis] for axis in order.split("-")
-            },
-            "The rank is divided by the size of the axis itself: divide by the product of the "
-            "sizes before it.",
-        ),
-    ),
+    mistakes=tuple(Wrong(answer, why) for why, answer in COORDINATE_MISTAKES.items()),
     reference=_coordinates,
     refused=REFUSED,
     normal=_as_coordinates,
@@ -163,8 +153,12 @@ def _groups(axis: str, sizes: Sizes, order: str) -> list[list[int]]:
     return [[first + step * stride for step in range(sizes[axis])] for first in firsts]
 
 
-def _each_axis(rng: random.Random, order: str, sizes: dict[str, int]) -> list[Instance]:
-    return [{"axis": axis, "sizes": sizes, "order": order} for axis in order.split("-")]
+def _each_axis(rng: random.Random, runs: Runs) -> list[Instance]:
+    return [
+        {"axis": axis, "sizes": sizes, "order": order}
+        for order, sizes in runs
+        for axis in order.split("-")
+    ]
 
 
 def _as_groups(value: Any) -> list[list[int]]:
@@ -185,10 +179,6 @@ def _as_groups(value: Any) -> list[list[int]]:
             f"{shown(groups)}"
         )
     return groups
-
-
-def _of_rank(rank: int, axis: str, sizes: Sizes, order: str) -> list[int]:
-    return next(group for group in _groups(axis, sizes, order) if rank in group)
 
 
 def _other_axes(axis: str, sizes: Sizes, order: str) -> list[list[int]]:
@@ -214,47 +204,38 @@ def _from_every_rank(axis: str, sizes: Sizes, order: str) -> list[list[int]]:
     return [[rank + step * stride for step in range(sizes[axis])] for rank in range(world)]
 
 
+GROUP_MISTAKES: Mapping[str, Answer] = {
+    "These ranks agree on the axis and differ on the others: it is the other way round.": (
+        _other_axes
+    ),
+    "The order is read backwards: the first-named axis is the fastest.": (
+        lambda axis, sizes, order: _groups(axis, sizes, _reversed(order))
+    ),
+    "Only the fastest axis has groups of consecutive ranks.": _neighbors,
+    "Only the slowest axis has groups with the largest stride.": _strided,
+    "The argument order is not used: tp is not always the fastest.": (
+        lambda axis, sizes, order: _groups(axis, sizes, _fixed(sizes, order))
+    ),
+    "This is only the group of rank 0: return all groups of the axis.": (
+        lambda *given: _groups(*given)[:1]
+    ),
+    "An axis of size 1 has groups too: each rank is alone in its group.": (
+        lambda *given: [group for group in _groups(*given) if len(group) > 1]
+    ),
+    "A group starts at its first rank, not at every rank in it.": _from_every_rank,
+    "This is one group per rank, so each group is there once for every rank in it.": (
+        lambda *given: [group for group in _groups(*given) for _ in group]
+    ),
+    "The ranks of a group are in descending order: return them in ascending order.": (
+        lambda *given: [group[::-1] for group in _groups(*given)]
+    ),
+}
+
 GROUPS = Function(
     id="00-2",
     title="from coordinates to groups",
     names=("groups",),
-    mistakes=(
-        Wrong(
-            _other_axes,
-            "These ranks agree on the axis and differ on the others: it is the other way round.",
-        ),
-        Wrong(
-            lambda axis, sizes, order: _groups(axis, sizes, _reversed(order)),
-            "The order is read backwards: the first-named axis is the fastest.",
-        ),
-        Wrong(_neighbors, "Only the fastest axis has groups of consecutive ranks."),
-        Wrong(_strided, "Only the slowest axis has groups with the largest stride."),
-        Wrong(
-            lambda axis, sizes, order: _groups(axis, sizes, _fixed(sizes, order)),
-            "The argument order is not used: tp is not always the fastest.",
-        ),
-        Wrong(
-            lambda axis, sizes, order: _groups(axis, sizes, order)[:1],
-            "This is only the group of rank 0: return all groups of the axis.",
-        ),
-        Wrong(
-            lambda axis, sizes, order: [
-                group for group in _groups(axis, sizes, order) if len(group) > 1
-            ],
-            "An axis of size 1 has groups too: each rank is alone in its group.",
-        ),
-        Wrong(_from_every_rank, "A group starts at its first rank, not at every rank in it."),
-        Wrong(
-            lambda axis, sizes, order: [
-                _of_rank(rank, axis, sizes, order) for rank in range(prod(sizes.values()))
-            ],
-            "This is one group per rank, so each group is there once for every rank in it.",
-        ),
-        Wrong(
-            lambda axis, sizes, order: [group[::-1] for group in _groups(axis, sizes, order)],
-            "The ranks of a group are in descending order: return them in ascending order.",
-        ),
-    ),
+    mistakes=tuple(Wrong(answer, why) for why, answer in GROUP_MISTAKES.items()),
     reference=_groups,
     refused=REFUSED,
     normal=_as_groups,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from decimal import Decimal
 from numbers import Real
 from typing import Any
@@ -18,7 +18,7 @@ from course_lib.grading.graders.runner import lesson_01 as runner
 from course_lib.grading.placed import bytes_of
 from course_lib.grading.ranked import OnRanks
 from course_lib.grading.runner import Observed
-from course_lib.grading.trials import TRIALS, Given, Look, Mistake, Trial
+from course_lib.grading.trials import TRIALS, Given, Look, Mistake, Trial, outside
 from course_lib.grading.worked import Worked
 from course_lib.ledger import wire
 
@@ -99,28 +99,42 @@ def _least(n: int, width: int, per_parameter: int, flops: float, gbits: int) -> 
 
 def _links(width: int, per_parameter: int, *sizes: int) -> Callable[[random.Random], Any]:
     """Three links and GPUs, each with another number of ranks."""
-
-    def draw(rng: random.Random) -> list[Instance]:
-        return [
-            {
-                "n": n,
-                "width": width,
-                "per_parameter": per_parameter,
-                "flops": rng.randint(50, 900) * 1e12,
-                "gbits": rng.choice((25, 100, 200, 400, 800, 3600)),
-            }
-            for n in rng.sample(sizes, 3)
-        ]
-
-    return draw
+    return lambda rng: [_link(rng, n, width, per_parameter) for n in rng.sample(sizes, 3)]
 
 
-def _times(factor: Callable[[int, int, int], float]) -> Callable[..., float]:
-    """Return an answer with the right result times ``factor(n, width, per_parameter)``."""
-    return lambda n, width, per_parameter, flops, gbits: (
-        _least(n, width, per_parameter, flops, gbits) * factor(n, width, per_parameter)
-    )
+def _link(rng: random.Random, n: int, width: int, per_parameter: int) -> Instance:
+    rates = {"flops": rng.randint(50, 900) * 1e12, "gbits": rng.choice((25, 100, 200, 400, 3600))}
+    return {"n": n, "width": width, "per_parameter": per_parameter, **rates}
 
+
+def _large(rng: random.Random) -> list[Instance]:
+    first, other = rng.sample((1024, 2048, 16_384), 2)
+    return _one_by_one(_link(rng, first, 4, 8), _link(rng, other, 2, 6) | {"gbits": 800})
+
+
+def _one_by_one(call: Instance, other: Instance) -> list[Instance]:
+    """Return a call and, for each argument, the call in which this one alone is that of ``other``:
+    a result that was remembered by a part of the arguments is wrong."""
+    return [call, *({**call, name: value} for name, value in other.items())]
+
+
+# each is the right result times a factor, made from (n, width, per_parameter)
+FACTORS: Mapping[str, Callable[[int, int, int], float]] = {
+    "Gb/s are bits: a byte has eight of them.": lambda n, width, per: 1 / 8,
+    "Gb/s divided by eight are GB/s: you multiplied.": lambda n, width, per: 1 / 64,
+    "An all-reduce has two halves, and each sends (n-1)/n of the gradients.": lambda *_: 1 / 2,
+    "A rank does not send its own shard to itself: 2(n-1)/n, not 2.": lambda n, *_: n / (n - 1),
+    "That is all ranks together: return the tokens of one GPU.": lambda n, width, per: n,
+    "These are elements: each has width bytes.": lambda n, width, per: 1 / width,
+    "A parameter costs 8 FLOPs per token with full recomputation: per_parameter.": (
+        lambda n, width, per: per / 6
+    ),
+    "This takes 2 bytes for every gradient: use width.": lambda n, width, per: 2 / width,
+    "2 FLOPs are those of the forward: per_parameter has the backward too.": (
+        lambda n, width, per: per / 2
+    ),
+    "gbits counts 1e9 bits per second each.": lambda n, width, per: 1e9,
+}
 
 TOKENS = Function(
     id="01-2",
@@ -128,37 +142,8 @@ TOKENS = Function(
     names=("least_tokens",),
     mistakes=(
         *(
-            Wrong(_times(factor), message)
-            for factor, message in (
-                (lambda n, width, per: 1 / 8, "Gb/s are bits: a byte has eight of them."),
-                (lambda n, width, per: 1 / 64, "Gb/s divided by eight are GB/s: you multiplied."),
-                (
-                    lambda n, width, per: 1 / 2,
-                    "An all-reduce has two halves, and each sends (n-1)/n of the gradients.",
-                ),
-                (
-                    lambda n, width, per: n / (n - 1),
-                    "A rank does not send its own shard to itself: 2(n-1)/n, not 2.",
-                ),
-                (
-                    lambda n, width, per: n,
-                    "That is all ranks together: return the tokens of one GPU.",
-                ),
-                (lambda n, width, per: 1 / width, "These are elements: each has width bytes."),
-                (
-                    lambda n, width, per: per / 6,
-                    "A parameter costs 8 FLOPs per token with full recomputation: per_parameter.",
-                ),
-                (
-                    lambda n, width, per: 2 / width,
-                    "This takes 2 bytes for every gradient: use width.",
-                ),
-                (
-                    lambda n, width, per: per / 2,
-                    "2 FLOPs are those of the forward: per_parameter has the backward too.",
-                ),
-                (lambda n, width, per: 1e9, "gbits counts 1e9 bits per second each."),
-            )
+            Wrong(lambda *given, by=by: _least(*given) * by(*given[:3]), why)
+            for why, by in FACTORS.items()
         ),
         Wrong(
             lambda *given: 1 / _least(*given),
@@ -172,23 +157,16 @@ TOKENS = Function(
         Case("bfloat16, six FLOPs", _links(2, 6, 2, 4, 7, 16)),
         Case("float32 gradients", _links(4, 6, 3, 8, 24, 64)),
         Case("full recomputation", _links(2, 8, 8, 32, 128, 500)),
-        Case("a thousand GPUs and more", _links(4, 8, 1024, 2048, 16_384)),
+        Case("a thousand GPUs and more", _large),
     ),
 )
 
 
 # --- 01-3 ----------------------------------------------------------------------------------------
 
-Count = Callable[[int, int, int, int, int, int, bool], int]
-
 
 def _count(la: int, h: int, a: int, kv: int, f: int, v: int, tied: bool) -> int:
     return la * (2 * h * h + 2 * h * kv * (h // a) + 3 * h * f + 2 * h) + h + v * h * (2 - tied)
-
-
-def _off(more: Count) -> Count:
-    """Return an answer with the right count and what ``more`` adds to it."""
-    return lambda *given: _count(*given) + more(*given)
 
 
 def _as_whole(value: Any) -> int:
@@ -199,29 +177,65 @@ def _as_whole(value: Any) -> int:
     return int(value)
 
 
-def _models(*, grouped: bool, tied: bool) -> Callable[[random.Random], list[Instance]]:
-    """Three models of odd sizes; ``grouped``: fewer heads of keys and values than of queries."""
+def _model(rng: random.Random, kv_heads: int, per_kv: int, tied: bool = False) -> Instance:
+    """One model with ``per_kv`` query heads per head of keys. With 11, a count by floats that are
+    cut off is too small."""
+    heads = kv_heads * per_kv
+    while True:
+        hidden = heads * 2 * rng.randrange(33, 80, 2)
+        if per_kv != 11 or int(2 * hidden**2 * (1 + 1 / 11)) < 2 * hidden * (hidden + hidden // 11):
+            break
+    return {
+        "layers": rng.randint(3, 126),
+        "hidden": hidden,
+        "heads": heads,
+        "kv_heads": kv_heads,
+        "ffn": rng.randint(301, 20_000),
+        "vocab": rng.randrange(30_001, 130_000, 2),
+        "tied": tied,
+    }
 
-    def draw(rng: random.Random) -> list[Instance]:
-        found = []
-        for _ in range(3):
-            kv_heads = rng.choice((1, 3, 5) if grouped else (3, 5, 8))
-            heads = kv_heads * (rng.choice((2, 3, 7)) if grouped else 1)
-            found.append(
-                {
-                    "layers": rng.randint(3, 126),
-                    "hidden": heads * 2 * rng.randrange(33, 80, 2),
-                    "heads": heads,
-                    "kv_heads": kv_heads,
-                    "ffn": rng.randint(301, 20_000),
-                    "vocab": rng.randrange(30_001, 130_000, 2),
-                    "tied": tied,
-                }
-            )
-        return found
 
-    return draw
+def _models(*per_kv: int) -> Callable[[random.Random], list[Instance]]:
+    return lambda rng: [_model(rng, rng.choice((1, 3, 5)), each) for each in per_kv]
 
+
+def _tied(rng: random.Random) -> list[Instance]:
+    call = _model(rng, 2, rng.choice((3, 5, 7)), tied=True)
+    other = _model(rng, 1, 2) | {"layers": 1, "hidden": 3 * call["hidden"]}
+    return _one_by_one(call, other | {"heads": 2 * call["heads"]})
+
+
+# what each adds to the right count
+Added = Callable[[int, int, int, int, int, int, bool], int]
+ADDED: Mapping[str, Added] = {
+    "Keys and values have kv_heads heads, not as many as queries.": (
+        lambda la, h, a, kv, f, v, tied: la * 2 * h * (h - kv * (h // a))
+    ),
+    "kv_heads counts heads: each has hidden / heads features.": (
+        lambda la, h, a, kv, f, v, tied: la * 2 * h * (kv - kv * (h // a))
+    ),
+    "The MLP has three matrices: gate, up and down.": lambda la, h, a, kv, f, v, tied: -la * h * f,
+    "The norms are left out: two in a block, one after them.": lambda la, h, *_: -(2 * la + 1) * h,
+    "A block has two norms: one before attention, one before the MLP.": lambda la, h, *_: -la * h,
+    "There is one more norm between the last block and the head.": lambda la, h, *_: -h,
+    "Tied embedding and head are one table: it counts once.": (
+        lambda la, h, a, kv, f, v, tied: v * h if tied else 0
+    ),
+    "Where they are not tied, embedding and head are two tables.": (
+        lambda la, h, a, kv, f, v, tied: 0 if tied else -v * h
+    ),
+    "Attention has an output matrix too: o.": lambda la, h, *_: -la * h * h,
+    "These linears have no biases.": (
+        lambda la, h, a, kv, f, v, tied: la * (2 * kv * (h // a) + 2 * f + 3 * h)
+    ),
+    "The count was rounded: float32 has 24 bits, so add up whole numbers.": (
+        lambda *given: int(torch.tensor(_count(*given)).float()) - _count(*given)
+    ),
+    "The count was cut off: kv_heads / heads is no exact float, so divide with //.": (
+        lambda la, h, a, kv, *_: la * (int(2 * h * h * (1 + kv / a)) - 2 * h * (h + kv * (h // a)))
+    ),
+}
 
 COUNT = Function(
     id="01-3",
@@ -229,53 +243,8 @@ COUNT = Function(
     names=("count",),
     mistakes=(
         *(
-            Wrong(_off(more), message)
-            for more, message in (
-                (
-                    lambda la, h, a, kv, f, v, tied: la * 2 * h * (h - kv * (h // a)),
-                    "Keys and values have kv_heads heads, not as many as queries.",
-                ),
-                (
-                    lambda la, h, a, kv, f, v, tied: la * 2 * h * (kv - kv * (h // a)),
-                    "kv_heads counts heads: each has hidden / heads features.",
-                ),
-                (
-                    lambda la, h, a, kv, f, v, tied: -la * h * f,
-                    "The MLP has three matrices: gate, up and down.",
-                ),
-                (
-                    lambda la, h, a, kv, f, v, tied: -(2 * la + 1) * h,
-                    "The norms are left out: two in a block, one after them.",
-                ),
-                (
-                    lambda la, h, a, kv, f, v, tied: -la * h,
-                    "A block has two norms: one before attention, one before the MLP.",
-                ),
-                (
-                    lambda la, h, a, kv, f, v, tied: -h,
-                    "There is one more norm between the last block and the head.",
-                ),
-                (
-                    lambda la, h, a, kv, f, v, tied: v * h if tied else 0,
-                    "Tied embedding and head are one table: it counts once.",
-                ),
-                (
-                    lambda la, h, a, kv, f, v, tied: 0 if tied else -v * h,
-                    "Where they are not tied, embedding and head are two tables.",
-                ),
-                (
-                    lambda la, h, a, kv, f, v, tied: -la * h * h,
-                    "Attention has an output matrix too: o.",
-                ),
-                (
-                    lambda la, h, a, kv, f, v, tied: la * (2 * kv * (h // a) + 2 * f + 3 * h),
-                    "These linears have no biases.",
-                ),
-                (
-                    lambda *given: int(torch.tensor(_count(*given)).float()) - _count(*given),
-                    "The count was rounded: float32 has 24 bits, so add up whole numbers.",
-                ),
-            )
+            Wrong(lambda *given, more=more: _count(*given) + more(*given), why)
+            for why, more in ADDED.items()
         ),
         Wrong(
             lambda la, h, *rest: 12 * la * h * h,
@@ -291,9 +260,9 @@ COUNT = Function(
     ),
     normal=_as_whole,
     drawn=(
-        Case("as many heads of keys as of queries", _models(grouped=False, tied=False)),
-        Case("grouped queries", _models(grouped=True, tied=False)),
-        Case("tied", _models(grouped=True, tied=True)),
+        Case("as many heads of keys as of queries", _models(1, 1, 1)),
+        Case("grouped queries", _models(2, 7, 11)),
+        Case("tied", _tied),
     ),
 )
 
@@ -338,8 +307,8 @@ def _limits(given: Given, *, together: bool = True, over: Any = max) -> list[str
     computing, sending = given["computing"], given["sending"][0]
     sent = [sending + (not together) * (max(computing) - own) for own in computing]
     if over is None:
-        return [runner.LIMITS[a <= b] for a, b in zip(computing, sent, strict=True)]
-    return [runner.LIMITS[over(computing) <= max(sent)]] * given.n
+        return [runner.WORDS[a <= b] for a, b in zip(computing, sent, strict=True)]
+    return [runner.WORDS[over(computing) <= max(sent)]] * given.n
 
 
 def _ring(given: Given) -> float:
@@ -351,20 +320,71 @@ def _longer(given: Given, ranks: list[Observed], name: str) -> str:
 
 
 def _gradient_sent(given: Given, ranks: list[Observed]) -> str:
-    size = bytes_of(given["gradient"][0])
     for rank, observed in enumerate(ranks):
-        if not any(call.op == "all_reduce" and call.payload == size for call in observed.calls):
+        steps = observed.values["steps"]
+        if runner.GRADIENT not in steps:
             return (
-                f"expected an all_reduce of the gradient, {size:,} bytes, on rank {rank}, got "
-                "none: call machine.all_reduce(gradient) and measure it"
+                f"expected machine.all_reduce(gradient) on rank {rank}, got {_said(steps)}: a step "
+                "sums the gradient itself, not a part of it or another tensor"
             )
-        if group := next((call.ranks for call in observed.calls if len(call.ranks) > given.n), ()):
+        if runner.GRADIENT not in steps[(*steps, runner.COMPUTE).index(runner.COMPUTE) :]:
             return (
-                f"rank {rank} sent to ranks {list(group)}: expected its calls to use the group of "
-                f"the axis, which has {given.n} ranks"
+                f"expected machine.compute() before machine.all_reduce(gradient) on rank {rank}, "
+                f"got {_said(steps)}: a step first computes the gradient, and then sends it"
             )
-    return ""
+    return outside(given, ranks)
 
+
+def _said(steps: Sequence[str]) -> str:
+    return ", then ".join(steps) or "neither computing nor an all-reduce"
+
+
+# what the wrong formulas give: the ring's bytes, the bytes of an element and n -> bytes
+BYTES: Mapping[str, Callable[[float, int, int], float]] = {
+    "not every element has 4 bytes: use gradient.nbytes": lambda ring, size, n: ring * 4 / size,
+    "an all-reduce has two halves, and each sends (n-1)/n of the gradient": (
+        lambda ring, size, n: ring / 2
+    ),
+    "that is the gradient itself; a rank sends 2(n-1)/n of it": (
+        lambda ring, size, n: ring * n / (2 * (n - 1))
+    ),
+    "a rank does not send its own shard to itself: 2(n-1)/n, not 2": (
+        lambda ring, size, n: ring * n / (n - 1)
+    ),
+    "these are elements; each has gradient.element_size() bytes": (
+        lambda ring, size, n: ring / size
+    ),
+    "that is what all ranks send together: return the bytes of one rank": (
+        lambda ring, size, n: ring * n
+    ),
+}
+DISAGREE = (
+    "the ranks disagree: a step is as long as its slowest rank; take the maximum over the ranks"
+)
+LIMITS: Sequence[tuple[str, Callable[[Given], list[str]]]] = (
+    (DISAGREE, lambda given: _limits(given, over=None)),
+    (DISAGREE, lambda given: _limits(given, together=False, over=None)),
+    (
+        "the times of the ranks are added, but the ranks compute at the same time: take the "
+        "maximum over the ranks",
+        lambda given: _limits(given, over=sum),
+    ),
+    (
+        "this is not the time of the slowest rank, which is the last one here: take the maximum "
+        "over the ranks, not the mean or rank 0's time",
+        lambda given: (
+            _limits(given, over=lambda times: sum(times) / len(times))
+            if max(given["computing"]) == given["computing"][-1]
+            else []
+        ),
+    ),
+    (
+        "an all-reduce that some ranks begin early contains the wait for the rank that is late: let"
+        " all ranks begin it together, after machine.barrier(), and take the maximum of compute() "
+        "over the ranks, not the minimum",
+        lambda given: _limits(given, together=False),
+    ),
+)
 
 LIMIT = OnRanks(
     id="01-4",
@@ -375,68 +395,29 @@ LIMIT = OnRanks(
     expected=lambda given: {"bytes": _ring(given), "limit": _limits(given)},
     mistakes=(
         *(
-            Mistake(message, {"bytes": results})
-            for message, results in (
-                (
-                    "an all-reduce has two halves, and each sends (n-1)/n of the gradient",
-                    lambda given: _ring(given) / 2,
-                ),
-                (
-                    "that is the gradient itself; a rank sends 2(n-1)/n of it",
-                    lambda given: float(bytes_of(given["gradient"][0])),
-                ),
-                (
-                    "a rank does not send its own shard to itself: 2(n-1)/n, not 2",
-                    lambda given: 2.0 * bytes_of(given["gradient"][0]),
-                ),
-                ("these are elements; each has 4 bytes", lambda given: _ring(given) / 4),
-                (
-                    "that is what all ranks send together: return the bytes of one rank",
-                    lambda given: _ring(given) * given.n,
-                ),
+            Mistake(
+                why,
+                {
+                    "bytes": lambda given, wrong=wrong: wrong(
+                        _ring(given), given["gradient"][0].element_size(), given.n
+                    )
+                },
             )
+            for why, wrong in BYTES.items()
         ),
-        *(
-            Mistake(message, {"limit": results})
-            for message, results in (
-                (
-                    "the ranks disagree: a step is as long as its slowest rank; take the maximum "
-                    "over the ranks",
-                    lambda given: _limits(given, over=None),
-                ),
-                (
-                    "the ranks disagree: a step is as long as its slowest rank; take the maximum "
-                    "over the ranks",
-                    lambda given: _limits(given, together=False, over=None),
-                ),
-                (
-                    "the times of the ranks are added, but the ranks compute at the same time: "
-                    "take the maximum over the ranks",
-                    lambda given: _limits(given, over=sum),
-                ),
-                (
-                    "this is not the time of the slowest rank, which is the last one here: take "
-                    "the maximum over the ranks, not the mean or rank 0's time",
-                    lambda given: (
-                        _limits(given, over=lambda times: sum(times) / len(times))
-                        if max(given["computing"]) == given["computing"][-1]
-                        else []
-                    ),
-                ),
-                (
-                    "an all-reduce that some ranks begin early contains the wait for the rank that "
-                    "is late: let all ranks begin it together, after machine.barrier(), and take "
-                    "the maximum of compute() over the ranks, not the minimum",
-                    lambda given: _limits(given, together=False),
-                ),
-            )
-        ),
+        *(Mistake(why, {"limit": limits}) for why, limits in LIMITS),
     ),
     explain=_longer,
     trials=(
         TRIALS[0],
-        Trial(2, beside=2, strided=True, name="groups 0, 2 and 1, 3, one rank is late"),
-        Trial(3, name="three ranks, the last one is late"),
+        Trial(
+            2,
+            beside=2,
+            dtype=torch.float64,
+            strided=True,
+            name="groups 0, 2 and 1, 3, one rank is late",
+        ),
+        Trial(3, dtype=torch.bfloat16, name="three ranks, the last one is late"),
         Trial(1),
     ),
     looks=(Look("wire", "the gradient is sent", _gradient_sent),),

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from functools import partial
 from math import ceil, log2
 from typing import Any
 
@@ -18,7 +19,6 @@ from course_lib.grading.graders.runner import lesson_02 as runner
 from course_lib.grading.placed import bytes_of
 from course_lib.grading.ranked import OnRanks
 from course_lib.grading.runner import Observed
-from course_lib.grading.runner_placed import call_forward
 from course_lib.grading.trials import TRIALS, Given, Look, Mistake, Trial
 from course_lib.grading.worked import Worked
 from course_lib.mesh import Link
@@ -75,13 +75,15 @@ BY_HAND = Worked(
 
 
 def _links(*sizes: int, first: int = 1) -> Callable[[random.Random], list[Instance]]:
-    """Draw links of different speeds for the ``first`` numbers of ranks and two of the others."""
+    """Draw the ``first`` numbers of ranks and two of the others with one link. The first number
+    also gets links with another alpha or beta."""
 
     def draw(rng: random.Random) -> list[Instance]:
-        return [
-            {"n": n, "link": Link(rng.randint(2, 90) / 1e6, rng.randint(5, 400) * 1e8)}
-            for n in (*sizes[:first], *rng.sample(sizes[first:], 2))
-        ]
+        alphas = [alpha / 1e6 for alpha in rng.sample(range(2, 90), 2)]
+        betas = [beta * 1e8 for beta in rng.sample(range(5, 400), 2)]
+        pairs = [(n, alphas[0], betas[0]) for n in (*sizes[:first], *rng.sample(sizes[first:], 2))]
+        pairs += [(sizes[0], alphas[1], betas[0]), (sizes[0], alphas[0], betas[1])]
+        return [{"n": n, "link": Link(alpha, beta)} for n, alpha, beta in pairs]
 
     return draw
 
@@ -108,55 +110,44 @@ def _right(n: int, link: Link) -> float:
     return _at(link, n - 1 - _levels(n), _levels(n) - (n - 1) / n)
 
 
-CROSSING_MISTAKES: tuple[tuple[Callable[[int, Link], float], str], ...] = (
-    (
-        lambda n, link: _at(link, n - 1 - _levels(n), _levels(n) - (n - 1)),
-        "In a turn of the ring a rank sends S/n bytes, not S.",
+CROSSING_MISTAKES: Mapping[str, Callable[[int, Link], float]] = {
+    "In a turn of the ring a rank sends S/n bytes, not S.": (
+        lambda n, link: _at(link, n - 1 - _levels(n), _levels(n) - (n - 1))
     ),
-    (
-        lambda n, link: _at(link, 2 * (n - 1) - 2 * _levels(n), 2 * _levels(n) - (n - 1) / n),
-        "The ring has two halves, and a rank sends in both: 2(n-1)/n S in all.",
+    "The ring has two halves, and a rank sends in both: 2(n-1)/n S in all.": (
+        lambda n, link: _at(link, 2 * (n - 1) - 2 * _levels(n), 2 * _levels(n) - (n - 1) / n)
     ),
-    (
-        lambda n, link: _at(link, 2 * (n - 1) - _levels(n), _levels(n) - 2 * (n - 1) / n),
-        "Messages go up the tree and down again: 2 ceil(log2 n) in a row.",
+    "Messages go up the tree and down again: 2 ceil(log2 n) in a row.": (
+        lambda n, link: _at(link, 2 * (n - 1) - _levels(n), _levels(n) - 2 * (n - 1) / n)
     ),
-    (
-        lambda n, link: _at(link, n - 1 - log2(n), log2(n) - (n - 1) / n),
-        "A tree of 5 ranks has 3 levels: round log2 n up.",
+    "A tree of 5 ranks has 3 levels: round log2 n up.": (
+        lambda n, link: _at(link, n - 1 - log2(n), log2(n) - (n - 1) / n)
     ),
-    (
-        lambda n, link: _at(link, n - 1 - int(log2(n)), int(log2(n)) - (n - 1) / n),
-        "A tree of 5 ranks has 3 levels: round log2 n up, not down.",
+    "A tree of 5 ranks has 3 levels: round log2 n up, not down.": (
+        lambda n, link: _at(link, n - 1 - int(log2(n)), int(log2(n)) - (n - 1) / n)
     ),
-    (
-        lambda n, link: _at(link, n - 1 - n.bit_length(), n.bit_length() - (n - 1) / n),
-        "n.bit_length() is one too large for a power of two: a tree of 4 ranks has 2 levels. "
-        "(n - 1).bit_length() is right.",
+    "n.bit_length() is one too large for a power of two: a tree of 4 ranks has 2 levels. "
+    "(n - 1).bit_length() is right.": (
+        lambda n, link: _at(link, n - 1 - n.bit_length(), n.bit_length() - (n - 1) / n)
     ),
-    (
-        lambda n, link: _at(link, n - _levels(n), _levels(n) - 1),
-        "A ring of n ranks has n-1 turns in each half, not n.",
+    "A ring of n ranks has n-1 turns in each half, not n.": (
+        lambda n, link: _at(link, n - _levels(n), _levels(n) - 1)
     ),
-    (
-        lambda n, link: _right(n, link) / link.beta**2,
-        "alpha / beta is no number of bytes: multiply seconds by bytes per second.",
+    "alpha / beta is no number of bytes: multiply seconds by bytes per second.": (
+        lambda n, link: _right(n, link) / link.beta**2
     ),
-    (lambda n, link: _right(n, link) / n, "This is one message, S/n; expected the whole S."),
-    (
-        lambda n, link: 0.8 * link.alpha * link.beta,
-        "This is the crossing of 4 ranks: it depends on n.",
+    "This is one message, S/n; expected the whole S.": lambda n, link: _right(n, link) / n,
+    "This is the crossing of 4 ranks: it depends on n.": (
+        lambda n, link: 0.8 * link.alpha * link.beta
     ),
-    (
-        lambda n, link: _at(link, _levels(n) - (n - 1) / n, n - 1 - _levels(n)),
-        "The fraction is upside down: more alphas give a larger S.",
+    "The fraction is upside down: more alphas give a larger S.": (
+        lambda n, link: _at(link, _levels(n) - (n - 1) / n, n - 1 - _levels(n))
     ),
-    (lambda n, link: _right(n, link) / 4, "These are numbers of 4 bytes; expected bytes."),
-    (
-        lambda n, link: int(_right(n, link)),
-        "S is cut off to whole bytes: return the result of the division.",
+    "These are numbers of 4 bytes; expected bytes.": lambda n, link: _right(n, link) / 4,
+    "S is cut off to whole bytes: return the result of the division.": (
+        lambda n, link: int(_right(n, link))
     ),
-)
+}
 
 
 def _from_four(formula: Callable[[int, Link], float]) -> Callable[[int, Link], float]:
@@ -169,7 +160,7 @@ CROSSING = Function(
     names=("crossing",),
     mistakes=tuple(
         Wrong(formula, message)
-        for wrong, message in CROSSING_MISTAKES
+        for message, wrong in CROSSING_MISTAKES.items()
         for formula in (wrong, _from_four(wrong))
     ),
     reference=crossing,
@@ -184,6 +175,8 @@ CROSSING = Function(
     ),
 )
 
+
+INT, WHOLE = torch.int64, 2**40
 
 # --- messages ------------------------------------------------------------------------------------
 
@@ -203,16 +196,26 @@ def _payload(observed: Observed) -> int:
     return sum(call.payload for call in observed.calls if call.op == "send")
 
 
+def _values(trial: Trial, draw: Draw, *shape: int) -> Tensor:
+    """Draw values of the trial's dtype; whole numbers are too large for a float32."""
+    return draw.integers(-WHOLE, WHOLE, *shape) if trial.dtype == INT else draw.tensor(*shape)
+
+
 def _total(given: Given) -> Tensor:
     return torch.stack(given["x"]).sum(0)
+
+
+def _outputs(table: Mapping[str, Callable[[Given], Any]]) -> tuple[Mistake, ...]:
+    """Return mistakes from a table of messages and outputs."""
+    return tuple(Mistake(why, {"outputs": compute}) for why, compute in table.items())
 
 
 # --- 02-3 ----------------------------------------------------------------------------------------
 
 
 def _any_shape(trial: Trial, draw: Draw) -> Any:
-    shape = draw.shape()
-    return [{"x": draw.tensor(*shape)} for _ in range(trial.n)]
+    shape = () if trial.n == 3 and draw.call else draw.shape()
+    return [{"x": _values(trial, draw, *shape)} for _ in range(trial.n)]
 
 
 def _messages(given: Given, ranks: list[Observed]) -> str:
@@ -254,23 +257,21 @@ TREE = OnRanks(
     names=("tree_broadcast",),
     trials=(
         *TRIALS,
-        Trial(5, name="five ranks"),
+        Trial(5, dtype=INT, name="five ranks, whole numbers"),
         Trial(7, dtype=torch.bfloat16, name="seven ranks"),
     ),
-    act=call_forward,
+    act=runner.on_axis,
     draw=_any_shape,
     expected=lambda given: {"outputs": given["x"][0]},
-    mistakes=(
-        Mistake(
+    mistakes=_outputs(
+        {
             "every rank returned its own x: nothing arrived, or the result of comm.recv was not "
-            "used",
-            {"outputs": lambda given: given["x"]},
-        ),
-        Mistake(
-            "every rank has the x of the last rank: expected that of rank 0",
-            {"outputs": lambda given: given["x"][-1]},
-        ),
-        Mistake("this is the sum over the ranks: expected the x of rank 0", {"outputs": _total}),
+            "used": lambda given: given["x"],
+            "every rank has the x of the last rank: expected that of rank 0": (
+                lambda given: given["x"][-1]
+            ),
+            "this is the sum over the ranks: expected the x of rank 0": _total,
+        }
     ),
     only=("send", "recv"),
     looks=(
@@ -297,7 +298,15 @@ def _flat(trial: Trial, draw: Draw) -> list[dict[str, Tensor]]:
     length = LARGE + n * draw.size(1, 9) if trial.size else n * draw.size(2, 9) + 1
     if draw.call and not trial.strided:
         length = length + 1 if trial.size else draw.size(1, max(n - 1, 2))
-    return [{"x": draw.tensor(length)} for _ in range(n)]
+    parts = [_values(trial, draw, length) for _ in range(n)]
+    if trial.dtype == INT:  # a small sum of large numbers
+        parts[-1] = draw.integers(-9, 9, length) - sum(parts[:-1])
+    return [{"x": part} for part in parts]
+
+
+def _rounds_off(given: Given, ranks: list[Observed], name: str) -> str:
+    whole = "the sums of whole numbers are rounded: add in the dtype of x, without a float"
+    return whole if given.trial.dtype == INT else ""
 
 
 def _ring(
@@ -319,12 +328,15 @@ def _ring(
     return [torch.cat(each) for each in pieces]
 
 
-def _rings(message: str, **wrong: Any) -> list[Mistake]:
-    """A mistake of a ring, whichever piece it begins with."""
-    return [
-        Mistake(message, {"outputs": lambda given, start=start: _ring(given, start=start, **wrong)})
-        for start in (0, -1)
-    ]
+RINGS: Mapping[str, dict[str, Any]] = {
+    "one piece is right on each rank: the second half, n-1 turns that copy the sums, is missing": {
+        "halves": 1
+    },
+    "each piece comes from one rank only: in the first n-1 turns, add the piece that arrives to "
+    "your own": {"adds": lambda turn, n: False},
+    "pieces were added in the second half too: in its turns the sum that arrives replaces your own "
+    "piece": {"adds": lambda turn, n: True},
+}
 
 
 def _ring_messages(given: Given, ranks: list[Observed]) -> str:
@@ -381,42 +393,32 @@ RING = OnRanks(
     title="a ring all-reduce from send and recv",
     names=("ring_all_reduce",),
     trials=(
-        *TRIALS,
+        *TRIALS[:2],
+        Trial(3, dtype=INT, name="three ranks, whole numbers"),
+        TRIALS[3],
         Trial(4, size=LARGE),
         Trial(5, dtype=torch.bfloat16, name="five ranks"),
     ),
-    act=call_forward,
+    act=runner.on_axis,
     draw=_flat,
     expected=lambda given: {"outputs": _total(given)},
     mistakes=(
-        Mistake(
-            "every rank returned its own x: nothing was added",
-            {"outputs": lambda given: given["x"]},
+        *_outputs(
+            {
+                "every rank returned its own x: nothing was added": lambda given: given["x"],
+                "every rank has the x of rank 0: this is a broadcast": lambda given: given["x"][0],
+                "this is the average over the ranks: expected the sum": (
+                    lambda given: _total(given) / given.n
+                ),
+            }
         ),
-        Mistake(
-            "every rank has the x of rank 0: this is a broadcast",
-            {"outputs": lambda given: given["x"][0]},
-        ),
-        Mistake(
-            "this is the average over the ranks: expected the sum",
-            {"outputs": lambda given: _total(given) / given.n},
-        ),
-        *_rings(
-            "one piece is right on each rank: the second half, n-1 turns that copy the sums, is "
-            "missing",
-            halves=1,
-        ),
-        *_rings(
-            "each piece comes from one rank only: in the first n-1 turns, add the piece that "
-            "arrives to your own",
-            adds=lambda turn, n: False,
-        ),
-        *_rings(
-            "pieces were added in the second half too: in its turns the sum that arrives replaces "
-            "your own piece",
-            adds=lambda turn, n: True,
+        *(  # whichever piece a ring begins with
+            Mistake(why, {"outputs": partial(_ring, start=start, **wrong)})
+            for why, wrong in RINGS.items()
+            for start in (0, -1)
         ),
     ),
+    explain=_rounds_off,
     only=("send", "recv"),
     looks=(
         Look("wire", "messages and peers", _ring_messages),
@@ -440,7 +442,7 @@ RING = OnRanks(
 
 def _rows(trial: Trial, draw: Draw) -> Any:
     shape = draw.shape()[1:]  # of a row: from no dimension to two
-    return [{"x": draw.tensor(trial.n, *shape)} for _ in range(trial.n)]
+    return [{"x": _values(trial, draw, trial.n, *shape)} for _ in range(trial.n)]
 
 
 def _exchanged(given: Given) -> list[Tensor]:
@@ -490,7 +492,7 @@ ALL_TO_ALL = OnRanks(
     trials=(
         Trial(2),
         Trial(4, dtype=torch.float64),
-        Trial(3),
+        Trial(3, dtype=INT, name="three ranks, whole numbers"),
         Trial(5, dtype=torch.bfloat16, name="five ranks"),
         Trial(1),
     ),
@@ -498,22 +500,21 @@ ALL_TO_ALL = OnRanks(
     draw=_rows,
     expected=lambda given: {"outputs": _exchanged(given)},
     mistakes=(
-        Mistake(
-            "every rank returned its own x: nothing was exchanged",
-            {"outputs": lambda given: given["x"]},
-        ),
-        Mistake(
-            "each rank sent its own row to all others: rank r needs row r of each",
-            {"outputs": lambda given: torch.stack([x[rank] for rank, x in enumerate(given["x"])])},
+        *_outputs(
+            {
+                "every rank returned its own x: nothing was exchanged": lambda given: given["x"],
+                "each rank sent its own row to all others: rank r needs row r of each": (
+                    lambda given: torch.stack([x[rank] for rank, x in enumerate(given["x"])])
+                ),
+                "these are the right rows in another order: row s is the row that rank s sent": (
+                    _as_they_arrive
+                ),
+            }
         ),
         Mistake(
             "the row that stays on its rank is missing: it needs no message, but a copy",
             {"outputs": _own_unset},
             unset=True,
-        ),
-        Mistake(
-            "these are the right rows in another order: row s is the row that rank s sent",
-            {"outputs": _as_they_arrive},
         ),
     ),
     only=("send", "recv"),

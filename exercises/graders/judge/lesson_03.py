@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass
 from itertools import takewhile
@@ -98,7 +98,9 @@ BY_HAND = Worked(
 
 
 def _tokens(trial: Trial, draw: Draw) -> Any:
-    counts = draw.integers(1, 4, trial.n).cumsum(0)
+    """Where both calls have the same sizes, rank 0 has one count in both, other ranks have two."""
+    counts = 9 * draw.call + draw.integers(1, 4, trial.n).cumsum(0)
+    counts[0] = draw.size(1, 9)
     if trial.n == 3:
         counts[-1] = 0
     features = draw.size(3, 6)
@@ -145,6 +147,21 @@ def _one_count(given: Given, ranks: list[Observed]) -> str:
     return ""
 
 
+WRONG_SCALES: Mapping[str, Callable[[Given, int], float]] = {
+    "nothing is divided": lambda given, rank: 1,
+    "each rank divides by its own tokens (comm.all_reduce returns the sum, and leaves its input as "
+    "it is)": lambda given, rank: int(given["count"][rank]),
+    "this is the mean of the ranks' means: every rank weighs the same": (
+        lambda given, rank: int(given["count"][rank]) * given.n
+    ),
+    "this divides by the number of ranks; the mean is over tokens": lambda given, rank: given.n,
+    "divided by the number of ranks once more, but gradients are summed, not averaged": (
+        lambda given, rank: _all_tokens(given) * given.n
+    ),
+    "divided by the average number of tokens per rank, so the sum of the gradients is n times too "
+    "large": lambda given, rank: _all_tokens(given) / given.n,
+}
+
 SCALE = OnRanks(
     id="03-2",
     title="the scale before the sum",
@@ -160,32 +177,8 @@ SCALE = OnRanks(
     draw=_tokens,
     expected=_divided(lambda given, rank: _all_tokens(given)),
     mistakes=tuple(
-        Mistake(message, {"loss": lambda given, divide=divide: _divided(divide)(given)["loss"]})
-        for message, divide in (
-            ("nothing is divided", lambda given, rank: 1),
-            (
-                "each rank divides by its own tokens (comm.all_reduce returns the sum, and leaves "
-                "its input as it is)",
-                lambda given, rank: int(given["count"][rank]),
-            ),
-            (
-                "this is the mean of the ranks' means: every rank weighs the same",
-                lambda given, rank: int(given["count"][rank]) * given.n,
-            ),
-            (
-                "this divides by the number of ranks; the mean is over tokens",
-                lambda given, rank: given.n,
-            ),
-            (
-                "divided by the number of ranks once more, but gradients are summed, not averaged",
-                lambda given, rank: _all_tokens(given) * given.n,
-            ),
-            (
-                "divided by the average number of tokens per rank, so the sum of the gradients is "
-                "n times too large",
-                lambda given, rank: _all_tokens(given) / given.n,
-            ),
-        )
+        Mistake(why, {"loss": lambda given, divide=divide: _divided(divide)(given)["loss"]})
+        for why, divide in WRONG_SCALES.items()
     ),
     looks=(Look("wire", "one call with one element", _one_count),),
     hang="The last rank has no tokens, and must make the call too",
@@ -198,20 +191,25 @@ SCALE = OnRanks(
 
 def _bucket(trial: Trial, draw: Draw) -> Any:
     """On three ranks, each rank has no gradient for another parameter. These have equal sizes, so
-    that no rank waits forever if an answer leaves them out."""
+    that no rank waits forever if an answer leaves them out. On one rank, and in the second call on
+    two, no rank has a gradient for the first parameter."""
     a, b = draw.size(2, 4), draw.size(2, 3)
     shapes = [(a, b), (a * b,), (b, 1, a)] if trial.n == 3 else []
-    shapes += [draw.shape(low=1) for _ in range(draw.size(2, 3) + draw.call)]
+    shapes += [draw.shape(low=1) for _ in range(draw.size(2, 3))] + [()]
+    if draw.call and not trial.strided:
+        shapes.insert(1, draw.shape())
+    nowhere = trial.n == 1 or (trial.world == 2 and draw.call)
     return [
         {
             "weights": [draw.normal(*shape) for shape in shapes],
             "gradients": [
-                None if trial.n == 3 and rank == number else draw.tensor(*shape)
+                None if number == (0 if nowhere else rank) and (nowhere or trial.n == 3)
+                else draw.tensor(*shape)
                 for number, shape in enumerate(shapes)
             ],
         }
         for rank in range(trial.n)
-    ]
+    ]  # fmt: skip
 
 
 def _own(given: Given) -> list[Tensor]:
@@ -234,6 +232,16 @@ def _sum(parts: list[Tensor]) -> Tensor:
 ALONE = "each rank still has its own gradients: no sum was written to p.grad"
 ADDED = "the sum was added to the rank's own gradient: replace the gradient by the sum"
 
+
+def _overwritten(given: Given, ranks: list[Observed], name: str) -> str:
+    if not any(rank.values["overwritten"] for rank in ranks):
+        return ""
+    return (
+        "the gradients were overwritten when those of another model were summed: expected each "
+        "bucket to have memory of its own"
+    )
+
+
 BUCKET = OnRanks(
     id="03-3",
     title="one bucket, one all-reduce",
@@ -241,7 +249,7 @@ BUCKET = OnRanks(
     axes=("gradients",),
     trials=(
         Trial(2),
-        Trial(2, beside=2),
+        Trial(2, beside=2, strided=True),
         Trial(3, name="three ranks, parameters that a rank did not use"),
         Trial(1),
     ),
@@ -260,6 +268,7 @@ BUCKET = OnRanks(
             {"gradients": lambda given: _sum(_own(given)) / given.n},
         ),
     ),
+    explain=_overwritten,
     calls=lambda given, rank: [("all_reduce", bytes_of(_own(given)[0]))],
     calls_why="One all-reduce of one flat tensor is enough for all parameters",
     in_place=("gradients",),
@@ -383,8 +392,8 @@ def _complete_inside(given: Given) -> Tensor:
 
 
 def _after_step_1(given: Given, ranks: list[Observed], name: str) -> str:
-    if name == "gradients of step 1":
-        return ""
+    if name == "gradients of step 1" or _overwritten(given, ranks, name):
+        return _overwritten(given, ranks, name)
     return (
         "step 1 is right and a later one is not: is everything reset in finish? Reset every "
         "bucket, also one that no hook sent, and send zeros for a parameter that this rank did not "
@@ -427,6 +436,20 @@ def _no_wait(given: Given, ranks: list[Observed]) -> str:
     return ""
 
 
+OVERLAP_MISTAKES: Mapping[str, Callable[[Given], Any]] = {
+    ALONE: lambda given: [own.flatten() for own in _by_tower(given)],
+    ADDED: lambda given: [(own + _sum(_by_tower(given))).flatten() for own in _by_tower(given)],
+    "only the first micro-batch was sent: a backward inside accumulate() sends no bucket and "
+    "completes no gradient": lambda given: _flat_sum(_by_tower(given, 1)),
+    "gradients counted as complete inside accumulate(), so the first hook after it sent every "
+    "bucket": _complete_inside,
+    "each rank sent its buckets in the order in which its own hooks filled them, so different "
+    "buckets were added together": _in_firing_order,
+    "a full bucket made an earlier one leave in its place, before that one's own gradients were "
+    "computed": _next_of_any,
+    "a bucket was sent before all of its gradients were computed": _second_only,
+}
+
 OVERLAP = OnRanks(
     id="03-4",
     title="buckets that leave while backward runs",
@@ -434,7 +457,12 @@ OVERLAP = OnRanks(
     axes=("gradients", "weights"),
     trials=(
         Trial(2),
-        Trial(2, beside=2, name="groups 0, 2 and 1, 3, hooks in another order on some ranks"),
+        Trial(
+            2,
+            beside=2,
+            strided=True,
+            name="groups 0, 2 and 1, 3, hooks in another order on some ranks",
+        ),
         Trial(3, name="three ranks, a bucket that a rank did not use"),
         Trial(1),
     ),
@@ -443,37 +471,7 @@ OVERLAP = OnRanks(
     expected=_one_process,
     terms=64,
     mistakes=tuple(
-        Mistake(message, {"gradients of step 1": results})
-        for message, results in (
-            (ALONE, lambda given: [own.flatten() for own in _by_tower(given)]),
-            (
-                ADDED,
-                lambda given: [
-                    (own + _sum(_by_tower(given))).flatten() for own in _by_tower(given)
-                ],
-            ),
-            (
-                "only the first micro-batch was sent: a backward inside accumulate() sends no "
-                "bucket and completes no gradient",
-                lambda given: _flat_sum(_by_tower(given, 1)),
-            ),
-            (
-                "gradients counted as complete inside accumulate(), so the first hook after it "
-                "sent every bucket",
-                _complete_inside,
-            ),
-            (
-                "each rank sent its buckets in the order in which its own hooks filled them, so "
-                "different buckets were added together",
-                _in_firing_order,
-            ),
-            (
-                "a full bucket made an earlier one leave in its place, before that one's own "
-                "gradients were computed",
-                _next_of_any,
-            ),
-            ("a bucket was sent before all of its gradients were computed", _second_only),
-        )
+        Mistake(why, {"gradients of step 1": results}) for why, results in OVERLAP_MISTAKES.items()
     ),
     explain=_after_step_1,
     calls=lambda given, rank: (
@@ -498,6 +496,9 @@ OVERLAP = OnRanks(
 # --- 03-5 ----------------------------------------------------------------------------------------
 
 
+ROW_COUNT = 8  # bytes, as an int64
+
+
 def _training(trial: Trial, draw: Draw) -> Any:
     """The targets of the first step are large, so that its gradient is clipped."""
     features, inner, steps = draw.size(3, 7), draw.size(4, 8), 3
@@ -512,7 +513,7 @@ def _training(trial: Trial, draw: Draw) -> Any:
             for p in model.parameters():
                 p.copy_(draw.normal(*p.shape, scale=0.5))
         models.append(model)
-        rows = draw.integers(2, 8, steps) + rank
+        rows = draw.integers(1, 7, steps) + rank
         rows[1] = 0 if trial.n == 3 and rank == 2 else rows[1]
         batches.append(
             [
@@ -612,19 +613,48 @@ def _sent(given: Given, ranks: list[Observed]) -> str:
     n, size = given.n, bytes_of(ranks[0].values["weights"])
     steps = len(given["batches"][0])
     right = wire("broadcast", size, n) + steps * wire("all_reduce", size, n)
+    most = right + steps * wire("all_reduce", ROW_COUNT, n)
     for rank, observed in enumerate(ranks):
         sent = sum(call.wire(n) for call in observed.calls)
-        if not right <= sent <= right + steps * wire("all_reduce", 16, n):
+        if not right <= sent <= most:
             return (
-                f"expected {float(right):,g} bytes from rank {rank} and a few more for row counts, "
-                f"got {float(sent):,g}: send the weights once, by broadcast, and the gradients "
-                "once per step, by all-reduce"
+                f"expected {float(right):,g} to {float(most):,g} bytes from rank {rank}, got "
+                f"{float(sent):,g}: send the weights once, by broadcast, and the gradients and one "
+                "row count once per step, by all-reduce"
             )
     return ""
 
 
-_ENDS = (2,)
+OWN = "each rank steps by its own gradient: sum the gradients over the ranks"
 AVERAGED = "the weights are averaged where the gradients should be summed"
+WAYS: Mapping[How, str] = {
+    How(equal=False, steps=False): "the weights did not change: nothing was trained",
+    How(steps=False): "every rank still has rank 0's first weights: no step changed them "
+    "(dist.all_reduce works in place and returns no gradient)",
+    How(_alone): OWN,
+    How(_alone_by_means): OWN,
+    How(equal=False): "the ranks did not start equal: broadcast rank 0's weights",
+    _for_all(lambda own, rows, limit: _clipped(_sum(_means(own, rows)), limit)): (
+        "each rank divides by its own rows, and then the gradients are summed"
+    ),
+    _for_all(lambda own, rows, limit: _clipped(_sum(_means(own, rows)) / len(own), limit)): (
+        "this averages the ranks' means: a rank with one row weighs as much as one with seven"
+    ),
+    _for_all(lambda own, rows, limit: _clipped(_sum(own) / sum(rows) / len(own), limit)): (
+        "divided by the rows of all ranks and by the number of ranks: the rows are enough"
+    ),
+    _for_all(lambda own, rows, limit: _sum(_alone(own, rows, limit))): (
+        "each rank clips its own gradient: clip after the sum"
+    ),
+    _for_all(lambda own, rows, limit: _sum(own) / sum(rows)): "nothing is clipped",
+    How(zeroed=False): "the gradients of the step before are still in p.grad: "
+    "optimizer.zero_grad() is missing",
+    **{
+        How(combine, averaged=steps): AVERAGED
+        for combine in (_alone, _alone_by_means)
+        for steps in ((2,), (0, 1, 2))
+    },
+}
 
 RAW = OnRanks(
     id="03-5",
@@ -642,55 +672,7 @@ RAW = OnRanks(
     expected=lambda given: {"weights": How()(given)},
     terms=512,
     in_place=("model",),
-    mistakes=tuple(
-        Mistake(message, {"weights": how})
-        for message, how in (
-            ("the weights did not change: nothing was trained", How(equal=False, steps=False)),
-            (
-                "every rank still has rank 0's first weights: no step changed them (dist.all_reduce"
-                " works in place and returns no gradient)",
-                How(steps=False),
-            ),
-            ("each rank steps by its own gradient: sum the gradients over the ranks", How(_alone)),
-            (
-                "each rank steps by its own gradient: sum the gradients over the ranks",
-                How(_alone_by_means),
-            ),
-            ("the ranks did not start equal: broadcast rank 0's weights", How(equal=False)),
-            (
-                "each rank divides by its own rows, and then the gradients are summed",
-                _for_all(lambda own, rows, limit: _clipped(_sum(_means(own, rows)), limit)),
-            ),
-            (
-                "this averages the ranks' means: a rank with one row weighs as much as one with "
-                "seven",
-                _for_all(
-                    lambda own, rows, limit: _clipped(_sum(_means(own, rows)) / len(own), limit)
-                ),
-            ),
-            (
-                "divided by the rows of all ranks and by the number of ranks: the rows are enough",
-                _for_all(
-                    lambda own, rows, limit: _clipped(_sum(own) / sum(rows) / len(own), limit)
-                ),
-            ),
-            (
-                "each rank clips its own gradient: clip after the sum",
-                _for_all(lambda own, rows, limit: _sum(_alone(own, rows, limit))),
-            ),
-            ("nothing is clipped", _for_all(lambda own, rows, limit: _sum(own) / sum(rows))),
-            (
-                "the gradients of the step before are still in p.grad: optimizer.zero_grad() is "
-                "missing",
-                How(zeroed=False),
-            ),
-            *(
-                (AVERAGED, How(combine, averaged=steps))
-                for combine in (_alone, _alone_by_means)
-                for steps in (_ENDS, (0, 1, 2))
-            ),
-        )
-    ),
+    mistakes=tuple(Mistake(why, {"weights": how}) for how, why in WAYS.items()),
     explain=_ranks_differ,
     looks=(Look("wire", "bytes", _sent),),
     hang="The last rank has no rows in one step: it must make all calls of that step too",

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from fractions import Fraction
+from functools import partial
 from typing import Any
 
 import torch
@@ -105,13 +106,17 @@ def _bounds(elements: int, n: int, rank: int) -> Pair:
     return min(rank * shard, elements), min((rank + 1) * shard, elements)
 
 
-def _every_rank(elements: Callable[[random.Random, int], int]) -> Callable[..., list[Instance]]:
-    """Draw every rank of one flat tensor; ``elements(rng, n)`` is its length."""
+def _every_rank(
+    lengths: Callable[[random.Random, int], Sequence[int]], more: int = 1
+) -> Callable[[random.Random], list[Instance]]:
+    """Draw every rank of two flat tensors on n ranks, and of the first on n + ``more``, so that a
+    result depends on each argument."""
 
     def draw(rng: random.Random) -> list[Instance]:
-        n = rng.randint(4, 9)
-        size = elements(rng, n)
-        return [{"elements": size, "n": n, "rank": rank} for rank in range(n)]
+        n = rng.randint(5, 8)
+        first, second = lengths(rng, n)
+        pairs = ((first, n), (second, n), (first, n + more))
+        return [{"elements": e, "n": n, "rank": rank} for e, n in pairs for rank in range(n)]
 
     return draw
 
@@ -140,74 +145,56 @@ def _in_front(elements: int, n: int, rank: int) -> Pair:
     return max(rank * shard - padding, 0), max((rank + 1) * shard - padding, 0)
 
 
-def _last_is_larger(elements: int, n: int, rank: int) -> Pair:
-    shard = elements // n
-    return rank * shard, elements if rank == n - 1 else (rank + 1) * shard
-
-
-def _rounded_down(elements: int, n: int, rank: int) -> Pair:
-    return rank * (elements // n), (rank + 1) * (elements // n)
-
-
-def _with_padding(elements: int, n: int, rank: int) -> Pair:
-    return rank * -(-elements // n), (rank + 1) * -(-elements // n)
-
-
-def _begin_behind(elements: int, n: int, rank: int) -> Pair:
-    return rank * -(-elements // n), _bounds(elements, n, rank)[1]
-
-
-def _one_more(elements: int, n: int, rank: int) -> Pair:
-    shard = elements // n + 1
-    return min(rank * shard, elements), min((rank + 1) * shard, elements)
-
-
-def _inclusive(elements: int, n: int, rank: int) -> Pair:
-    begin, end = _bounds(elements, n, rank)
-    return begin, end - 1
-
-
-def _length(elements: int, n: int, rank: int) -> Pair:
-    begin, end = _bounds(elements, n, rank)
-    return begin, end - begin
-
+BOUNDS_MISTAKES: Mapping[str, Callable[[int, int, int], Pair]] = {
+    "Rounded down: no rank owns the last elements.": (
+        lambda elements, n, rank: (rank * (elements // n), (rank + 1) * (elements // n))
+    ),
+    "The last rank takes the remainder, so its shard is the largest: a collective needs equal "
+    "shards, so round up and pad.": lambda elements, n, rank: (
+        rank * (elements // n),
+        elements if rank == n - 1 else (rank + 1) * (elements // n),
+    ),
+    "The padding is included: there are no elements after the last one.": (
+        lambda elements, n, rank: (rank * -(-elements // n), (rank + 1) * -(-elements // n))
+    ),
+    "Where a shard is all padding, begin is larger than end: both are elements there.": (
+        lambda elements, n, rank: (rank * -(-elements // n), _bounds(elements, n, rank)[1])
+    ),
+    "These sizes differ by one, as torch.tensor_split makes them: shards have equal places, and "
+    "only the end of the flat tensor is padding.": _uneven,
+    "One place too many where n divides the elements: there is no padding then.": (
+        lambda elements, n, rank: (
+            min(rank * (elements // n + 1), elements),
+            min((rank + 1) * (elements // n + 1), elements),
+        )
+    ),
+    "The padding is in front: it belongs at the end.": _in_front,
+    "end is the place after the last own element, as in a slice.": (
+        lambda *given: (_bounds(*given)[0], _bounds(*given)[1] - 1)
+    ),
+    "This is (begin, length): expected (begin, end).": (
+        lambda *given: (_bounds(*given)[0], _bounds(*given)[1] - _bounds(*given)[0])
+    ),
+}
 
 BOUNDS = Function(
     id="04-2",
     title="the bounds of a shard",
     names=("bounds",),
-    mistakes=(
-        Wrong(_rounded_down, "Rounded down: no rank owns the last elements."),
-        Wrong(
-            _last_is_larger,
-            "The last rank takes the remainder, so its shard is the largest: a collective needs "
-            "equal shards, so round up and pad.",
-        ),
-        Wrong(_with_padding, "The padding is included: there are no elements after the last one."),
-        Wrong(
-            _begin_behind,
-            "Where a shard is all padding, begin is larger than end: both are elements there.",
-        ),
-        Wrong(
-            _uneven,
-            "These sizes differ by one, as torch.tensor_split makes them: shards have equal "
-            "places, and only the end of the flat tensor is padding.",
-        ),
-        Wrong(
-            _one_more,
-            "One place too many where n divides the elements: there is no padding then.",
-        ),
-        Wrong(_in_front, "The padding is in front: it belongs at the end."),
-        Wrong(_inclusive, "end is the place after the last own element, as in a slice."),
-        Wrong(_length, "This is (begin, length): expected (begin, end)."),
-    ),
+    mistakes=tuple(Wrong(answer, why) for why, answer in BOUNDS_MISTAKES.items()),
     reference=_bounds,
     normal=_as_pair,
     drawn=(
-        Case("n divides the elements", _every_rank(lambda rng, n: n * rng.randint(2, 20))),
-        Case("padding in the last shard", _every_rank(lambda rng, n: n * rng.randint(9, 20) - 1)),
-        Case("shards that are all padding", _every_rank(lambda rng, n: n + 1)),
-        Case("fewer elements than ranks", _every_rank(lambda rng, n: rng.randint(2, n - 1))),
+        Case(
+            "n divides the elements",
+            _every_rank(lambda rng, n: [n * (n + 1) * k for k in (rng.randint(1, 9), 2**60)]),
+        ),
+        Case(
+            "padding in the last shard",
+            _every_rank(lambda rng, n: [n * (n + 1) * k - 1 for k in rng.sample(range(1, 9), 2)]),
+        ),
+        Case("shards that are all padding", _every_rank(lambda rng, n: (n + 1, n + 2), -1)),
+        Case("fewer elements than ranks", _every_rank(lambda rng, n: rng.sample(range(1, n), 2))),
     ),
 )
 
@@ -248,12 +235,16 @@ PADDED = "four ranks, one with padding only"
 
 
 def _step_inputs(trial: Trial, draw: Draw) -> Any:
+    """In the second of three steps all gradients are zero, or they cancel."""
     elements = 3 * draw.size(2, 3) if trial.name == PADDED else draw.size(3, 20)
+    elements = 1 if trial.n == 3 and draw.call else elements
     weights, rate = draw.normal(elements), draw.random.uniform(0.05, 0.3)
-    return [
-        {"weights": weights, "gradients": draw.tensor(runner.STEPS, elements), "rate": rate}
-        for _ in range(trial.n)
-    ]
+    gradients = [draw.tensor(runner.STEPS, elements) for _ in range(trial.n)]
+    for own in gradients[2 * draw.call * (trial.n > 1) :]:
+        own[1] = 0
+    if draw.call and trial.n > 1:
+        gradients[0][1] = -gradients[1][1]
+    return [{"weights": weights, "gradients": own, "rate": rate} for own in gradients]
 
 
 def _stepped(given: Given, weights: Tensor, *gradients: Tensor) -> list[Tensor]:
@@ -322,35 +313,23 @@ def _one_shard(given: Given, ranks: list[Observed]) -> str:
 
 
 AFTER_1 = runner.after(1)
-STEP_MISTAKES: tuple[tuple[str, Callable[[Given], Any]], ...] = (
-    ("the weights have not changed: no rank has made a step", _start),
-    (
-        "each owner updated its shard with its own rank's gradient: reduce-scatter the gradients "
-        "first",
-        _own_gradients,
+STEP_MISTAKES: Mapping[str, Callable[[Given], Any]] = {
+    "the weights have not changed: no rank has made a step": _start,
+    "each owner updated its shard with its own rank's gradient: reduce-scatter the gradients "
+    "first": _own_gradients,
+    "the gradients are averaged over the ranks: expected their sum": (
+        lambda given: _stepped(given, _start(given), _sum(_first(given)) / given.n)[0]
     ),
-    (
-        "the gradients are averaged over the ranks: expected their sum",
-        lambda given: _stepped(given, _start(given), _sum(_first(given)) / given.n)[0],
+    "each rank updates its shard with the gradients of another one: rank r owns shard r": _of_next,
+    "the shards are joined in another order than that of the ranks": _other_order,
+    "the step was made twice": (lambda given: _stepped(given, _new(given), _sum(_first(given)))[0]),
+    "on every rank only its own shard is new: gather the shards after the step": (
+        lambda given: _own_only(_start(given), _new(given), given.n)
     ),
-    (
-        "each rank updates its shard with the gradients of another one: rank r owns shard r",
-        _of_next,
+    "each rank updates all weights with its own gradient: the gradients are never summed": (
+        lambda given: [_stepped(given, _start(given), g)[0] for g in _first(given)]
     ),
-    ("the shards are joined in another order than that of the ranks", _other_order),
-    (
-        "the step was made twice",
-        lambda given: _stepped(given, _new(given), _sum(_first(given)))[0],
-    ),
-    (
-        "on every rank only its own shard is new: gather the shards after the step",
-        lambda given: _own_only(_start(given), _new(given), given.n),
-    ),
-    (
-        "each rank updates all weights with its own gradient: the gradients are never summed",
-        lambda given: [_stepped(given, _start(given), g)[0] for g in _first(given)],
-    ),
-)
+}
 
 
 def _step_bytes(given: Given, ranks: list[Observed]) -> str:
@@ -372,9 +351,9 @@ STEP = OnRanks(
     act=runner.stage_1,
     draw=_step_inputs,
     expected=_after_steps,
-    mistakes=tuple(Mistake(message, {AFTER_1: compute}) for message, compute in STEP_MISTAKES),
+    mistakes=tuple(Mistake(why, {AFTER_1: compute}) for why, compute in STEP_MISTAKES.items()),
     looks=(
-        Look("outputs", "update gets one shard", _one_shard),
+        Look("outputs", "update gets one shard", _one_shard, one_rank=True),
         Look("wire", "bytes", _step_bytes),
     ),
     refused=(
@@ -391,9 +370,11 @@ STEPS = 2
 
 
 def _training(trial: Trial, draw: Draw) -> Any:
-    """Towers of three parameters, one bucket each, and ``trial.size`` micro-batches."""
-    large = trial.n == 4 and not draw.call
-    towers, width = (8, 2 * draw.size(23, 25) + 1) if large else (draw.size(2, 5), draw.size(3, 8))
+    """Towers of three parameters, one bucket each, and ``trial.size`` micro-batches. Four ranks
+    have large buckets, and in the second call fewer elements than ranks in each."""
+    towers, width = draw.size(2, 5), draw.size(3, 8)
+    if trial.n == 4:
+        towers, width = (2, 1) if draw.call else (8, 2 * draw.size(23, 25) + 1)
     shapes = ((width, width), (width,), (1,))
     buckets = [[draw.normal(*shape, scale=0.25) for shape in shapes] for _ in range(towers)]
     count, rows = (STEPS, trial.size, runner.ROWS), runner.ROWS * trial.size * trial.n
@@ -475,34 +456,22 @@ def _repeated(micro: list[list[list[Tensor]]], rank: int) -> list[Tensor]:
     return _total(batches)
 
 
-BUCKET_MISTAKES: tuple[tuple[str, Any], ...] = (
-    (
-        "only the last micro-batch is in the shard: add what arrives to shard.grad",
-        _shards_of(lambda micro, rank: _total([each[-1] for each in micro])),
+# what a mistake has the shards of, by bucket: made from [rank][micro-batch][bucket] and the rank
+BUCKET_MISTAKES: Mapping[str, Callable[[list[list[list[Tensor]]], int], list[Tensor]]] = {
+    "only the last micro-batch is in the shard: add what arrives to shard.grad": (
+        lambda micro, rank: _total([each[-1] for each in micro])
     ),
-    (
-        "only the first micro-batch is in the shard: after a bucket is sent, all its gradients are "
-        "missing again",
-        _shards_of(lambda micro, rank: _total([each[0] for each in micro])),
+    "only the first micro-batch is in the shard: after a bucket is sent, all its gradients are "
+    "missing again": lambda micro, rank: _total([each[0] for each in micro]),
+    "earlier micro-batches count several times: their gradients are still in p.grad when the next "
+    "one is added, so free them": _repeated,
+    "the shard has this rank's own gradient: sum over the ranks with a reduce-scatter": (
+        lambda micro, rank: _total(micro[rank])
     ),
-    (
-        "earlier micro-batches count several times: their gradients are still in p.grad when the "
-        "next one is added, so free them",
-        _shards_of(_repeated),
+    "gradients are averaged over the ranks: the losses are divided already, so sum them": (
+        lambda micro, rank: [g / len(micro) for g in _total([b for each in micro for b in each])]
     ),
-    (
-        "the shard has this rank's own gradient: sum over the ranks with a reduce-scatter",
-        _shards_of(lambda micro, rank: _total(micro[rank])),
-    ),
-    (
-        "gradients are averaged over the ranks: the losses are divided already, so sum them",
-        _shards_of(
-            lambda micro, rank: [
-                g / len(micro) for g in _total([b for each in micro for b in each])
-            ]
-        ),
-    ),
-)
+}
 
 
 def _bucket_calls(given: Given, ranks: list[Observed]) -> str:
@@ -535,11 +504,11 @@ def _freed(given: Given, ranks: list[Observed]) -> str:
                 f"rank {rank}: {found['left']} parameters still have a gradient after backward: "
                 "free what was sent, p.grad = None"
             )
-        if found["peak"] >= limit >= 2**16:
+        if (peak := found["peak"] - limit // given.n) >= limit >= 2**16:
             return (
-                f"expected less than {limit:,} bytes alive in backward on rank {rank}, those of "
-                f"all gradients, got {found['peak']:,}: send and free a bucket as soon as it is "
-                "full"
+                f"expected less than {limit:,} bytes alive in backward on rank {rank} beside the "
+                f"shards, those of all gradients, got {peak:,}: send and free a bucket as soon as "
+                "it is full, and store no buffer for each"
             )
         if found["updated"] != (share := sum(map(len, shards))):
             return (
@@ -556,7 +525,7 @@ BUCKETS = OnRanks(
     axes=("gradients", "weights"),
     trials=(
         Trial(2, size=1),
-        Trial(2, size=2, beside=2, dtype=torch.float64),
+        Trial(2, size=2, beside=2, dtype=torch.float64, strided=True),
         Trial(3, size=3),
         Trial(4, size=2),
         Trial(1, size=2),
@@ -566,7 +535,7 @@ BUCKETS = OnRanks(
     expected=_twin,
     terms=128,
     mistakes=(
-        *(Mistake(message, results) for message, results in BUCKET_MISTAKES),
+        *(Mistake(why, _shards_of(pick)) for why, pick in BUCKET_MISTAKES.items()),
         Mistake(
             "no parameter has changed: step updates the shards first, and then gathers them into "
             "the parameters",
@@ -601,11 +570,12 @@ BUCKETS = OnRanks(
 def _layers(trial: Trial, draw: Draw) -> Any:
     """``trial.size`` layers; ``whole`` are their weights."""
     width = 2 * draw.size(15, 17) + 1 if trial.n == 4 else draw.size(3, 8)
+    width = 1 if trial.n == 3 and draw.call else width
     weights = [draw.normal(width, width, scale=width**-0.5) for _ in range(trial.size)]
     shards = [[_cut(w.flatten(), trial.n)[rank] for w in weights] for rank in range(trial.n)]
     rows = draw.size(1, 4)
     return [
-        {"shards": own, "x": draw.normal(rows, width), "dy": draw.upstream(rows, width)}
+        {"shards": own, "x": draw.normal(width, rows).T, "dy": draw.upstream(rows, width)}
         for own in shards
     ], weights
 
@@ -641,14 +611,27 @@ def _alone(shards: list[Tensor], rank: int) -> Tensor:
     return torch.cat([s if r == rank else torch.zeros_like(s) for r, s in enumerate(shards)])
 
 
-def _shards(pick: Callable[[Given, int], Sequence[Tensor]], of: int = 0) -> Any:
-    """Return the results of a mistake: a rank has shard rank + ``of`` of ``pick(given, rank)``."""
-    return {
-        "gradients": lambda given: [
-            _layer_shards(pick(given, rank), (rank + of) % given.n, given.n)
-            for rank in range(given.n)
-        ]
-    }
+# what a mistake has the shards of
+SHARD_MISTAKES: Mapping[str, Callable[[Given, int], Sequence[Tensor]]] = {
+    "these are the shards of each rank's own gradient: sum them over the ranks": (
+        lambda given, rank: _pass(given, rank)[1]
+    ),
+    "the gradients are averaged over the ranks: expected the sum, not the average": (
+        lambda given, rank: [g / given.n for g in _summed(given)]
+    ),
+    "the layers are in the order of backward: gradients[l] belongs to layer l": (
+        lambda given, rank: _summed(given)[::-1]
+    ),
+    "dW is transposed: dW = x.T @ dz": (
+        lambda given, rank: [g.mT.contiguous() for g in _summed(given)]
+    ),
+}
+
+
+def _shards(given: Given, pick: Callable[[Given, int], Sequence[Tensor]], of: int = 0) -> Any:
+    """Return shard rank + ``of`` of ``pick(given, rank)`` by rank."""
+    n = given.n
+    return [_layer_shards(pick(given, rank), (rank + of) % n, n) for rank in range(n)]
 
 
 def _pass_bytes(given: Given, ranks: list[Observed]) -> str:
@@ -679,15 +662,15 @@ RAW = OnRanks(
     axes=("outputs", "gradients"),
     trials=(
         Trial(2, size=2),
-        Trial(4, size=12, dtype=torch.float64, strided=True, name="four ranks, twelve layers"),
+        Trial(4, size=12, dtype=torch.float64, name="four ranks, twelve layers"),
         Trial(3, size=3),
-        Trial(1, size=2),
+        Trial(1, size=1),
     ),
     act=runner.stage_3,
     draw=_layers,
     expected=lambda given: {
         "outputs": [_pass(given, rank)[0] for rank in range(given.n)],
-        "gradients": [_layer_shards(_summed(given), rank, given.n) for rank in range(given.n)],
+        "gradients": _shards(given, lambda given, rank: _summed(given)),
     },
     terms=128,
     mistakes=(
@@ -700,24 +683,13 @@ RAW = OnRanks(
             "the shards were joined in another order than that of the ranks",
             {"outputs": lambda given: _with(given, lambda shards, rank: torch.cat(shards[::-1]))},
         ),
-        Mistake(
-            "these are the shards of each rank's own gradient: sum them over the ranks",
-            _shards(lambda given, rank: _pass(given, rank)[1]),
+        *(
+            Mistake(why, {"gradients": partial(_shards, pick=pick)})
+            for why, pick in SHARD_MISTAKES.items()
         ),
         Mistake(
-            "the gradients are averaged over the ranks: expected the sum, not the average",
-            _shards(lambda given, rank: [g / given.n for g in _summed(given)]),
-        ),
-        Mistake(
-            "the layers are in the order of backward: gradients[l] belongs to layer l",
-            _shards(lambda given, rank: _summed(given)[::-1]),
-        ),
-        Mistake(
-            "these are the shards of another rank", _shards(lambda given, _: _summed(given), 1)
-        ),
-        Mistake(
-            "dW is transposed: dW = x.T @ dz",
-            _shards(lambda given, rank: [g.mT.contiguous() for g in _summed(given)]),
+            "these are the shards of another rank",
+            {"gradients": lambda given: _shards(given, lambda *_: _summed(given), 1)},
         ),
     ),
     looks=(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -11,10 +11,11 @@ from torch import Tensor, nn
 
 from course_lib import comm
 from course_lib.grading.answers import shown
-from course_lib.grading.runner import Answers, Inputs, Unfit, named
+from course_lib.grading.runner import Answers, Inputs, Unfit, named, unchanged
 from course_lib.mesh import Axis, Mesh
 
-LIMITS = ("compute", "network")
+WORDS = COMPUTE, NETWORK = "compute", "network"
+GRADIENT = "all_reduce of the gradient"
 
 
 @dataclass
@@ -25,8 +26,9 @@ class Machine:
     axis: Axis
     computing: float  # seconds of this rank
     sending: float  # seconds of the whole gradient
-    elements: int  # of the gradient
+    gradient: Tensor
     clock: float = 0.0
+    steps: list[str] = field(default_factory=list)  # what it did, in order
 
     def now(self) -> float:
         """Return the seconds on this rank's clock."""
@@ -34,6 +36,7 @@ class Machine:
 
     def compute(self) -> None:
         """Do this rank's computing of the step."""
+        self.steps.append(COMPUTE)
         self.clock += self.computing
 
     def barrier(self) -> None:
@@ -43,23 +46,24 @@ class Machine:
 
     def all_reduce(self, x: Tensor) -> Tensor:
         """Return the sum of ``x`` over the ranks; it begins when the last rank has joined."""
+        whole = x.shape == self.gradient.shape and x.equal(self.gradient)
+        self.steps.append(GRADIENT if whole else "all_reduce of another tensor")
         total = comm.all_reduce(x, self.axis)
         self.barrier()
-        self.clock += self.sending * x.numel() / self.elements
+        self.clock += self.sending * x.numel() / self.gradient.numel()
         return total
 
 
 def limit(answers: Answers, given: Inputs, axis: Axis, mesh: Mesh) -> dict[str, Any]:
-    """01-4: bytes and limit."""
-    gradient = given["gradient"]
-    machine = Machine(axis, given["computing"], given["sending"], gradient.numel())
-    found = named(answers[0](machine, gradient, axis), "bytes", "limit")
+    """01-4: bytes and limit, and the steps of the machine."""
+    machine = Machine(axis, given["computing"], given["sending"], given["gradient"])
+    found = named(answers[0](machine, given["gradient"], axis), "bytes", "limit")
     word = found["limit"].strip().lower() if isinstance(found["limit"], str) else found["limit"]
-    if word not in LIMITS:
+    if word not in WORDS:
         raise Unfit(
             f'expected "compute" or "network" from rank {axis.rank}, got {shown(found["limit"])}'
         )
-    return {"bytes": found["bytes"], "limit": word}
+    return {"bytes": found["bytes"], "limit": word, "steps": machine.steps}
 
 
 def tensors_of(plan: Inputs) -> list[Tensor]:
@@ -87,7 +91,8 @@ def tensors_of(plan: Inputs) -> list[Tensor]:
 def fullest(answers: Answers, given: Inputs, axis: Axis, mesh: Mesh) -> dict[str, Any]:
     """01-5: raw torch on the default group."""
     tensors = tensors_of(given)
+    before = [tensor.detach().clone() for tensor in tensors]
     value = answers[0](tensors)
-    if any(t.any() for t in (tensors[0], tensors[-1])):
+    if not unchanged(tensors, before):
         raise Unfit(f"expected the tensors to be unchanged on rank {dist.get_rank()}")
     return named(value.tolist() if isinstance(value, Tensor) else value, "rank", "bytes")

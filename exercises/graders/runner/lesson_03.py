@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from course_lib.grading.runner import Answers, Inputs, Unfit
+from course_lib.grading.runner import Answers, Inputs, Unfit, unchanged
 from course_lib.grading.wire import WireCalls
 from course_lib.mesh import Axis, Mesh
 
@@ -36,8 +36,8 @@ def scale(answers: Answers, given: Inputs, axis: Axis, mesh: Mesh) -> dict[str, 
     return {"loss": loss.detach().to(total.dtype), "gradient of w": w.grad}
 
 
-def bucket(answers: Answers, given: Inputs, axis: Axis, mesh: Mesh) -> dict[str, Any]:
-    """03-3: the flat gradients after the call."""
+def bucket(answers: Answers, given: Inputs, axis: Axis, mesh: Mesh) -> Iterator[Any]:
+    """03-3: the flat gradients after the call; two buckets in turn."""
     parameters = [nn.Parameter(weight) for weight in given["weights"]]
     for parameter, gradient in zip(parameters, given["gradients"], strict=True):
         parameter.grad = gradient
@@ -49,7 +49,10 @@ def bucket(answers: Answers, given: Inputs, axis: Axis, mesh: Mesh) -> dict[str,
                 f"expected a gradient for parameter {number} on rank {axis.rank}, got None: a "
                 "parameter that a rank did not use counts as zeros and gets the sum of the others"
             )
-    return {"gradients": flat(gradients)}
+    now = flat(gradients)
+    yield
+    later = flat(gradients)
+    return {"gradients": later, "overwritten": not unchanged(later, now)}
 
 
 def flat(tensors: Sequence[Tensor | None]) -> Tensor:
@@ -76,7 +79,7 @@ def overlap(answers: Answers, given: Inputs, axis: Axis, mesh: Mesh) -> Iterator
     towers = [[nn.Parameter(w.clone()) for w in tower] for tower in given["towers"]]
     parameters = [p for tower in towers for p in tower]
     optimizer = torch.optim.SGD(parameters, lr=RATE, momentum=MOMENTUM)
-    wire, made, missing = WireCalls(), [0], False
+    wire, made, missing, overwritten = WireCalls(), [0], False, False
     found: dict[str, Any] = {"sent": []}
     for first, _ in towers:  # before the hooks of the answer
         first.register_post_accumulate_grad_hook(lambda _: made.append(len(wire.calls)))
@@ -96,7 +99,10 @@ def overlap(answers: Answers, given: Inputs, axis: Axis, mesh: Mesh) -> Iterator
             found["sent"].append((made[-1] - before, len(calls), waited))
             sync.finish()
         missing |= any(p.grad is None for p in parameters)
-        found[f"gradients of step {step + 1}"] = flat([p.grad for p in parameters])
+        now = flat([p.grad for p in parameters])
+        yield
+        found[f"gradients of step {step + 1}"] = later = flat([p.grad for p in parameters])
+        overwritten |= not unchanged(later, now)
         optimizer.step()
         yield
     if missing:  # at the end, because other ranks wait for the calls of this one
@@ -105,7 +111,7 @@ def overlap(answers: Answers, given: Inputs, axis: Axis, mesh: Mesh) -> Iterator
             "did not use: its bucket is sent all the same, with zeros, and returns the sum of the "
             "others"
         )
-    return found | {"weights after the last step": flat(parameters)}
+    return found | {"weights after the last step": flat(parameters), "overwritten": overwritten}
 
 
 def training(answers: Answers, given: Inputs, axis: Axis, mesh: Mesh) -> dict[str, Any]:

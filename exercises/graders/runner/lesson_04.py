@@ -59,6 +59,11 @@ def stage_1(answers: Answers, given: Inputs, axis: Axis, mesh: Mesh) -> Iterator
         weights = new
         found[after(step)] = new.detach().clone()
         yield
+    if 0 < len(update.sizes) < STEPS:
+        raise Unfit(
+            f"expected one call of update per step, got {len(update.sizes)} in {STEPS} on rank "
+            f"{axis.rank}: its moment and its decay change the weights also where gradients are 0"
+        )
     return found
 
 
@@ -83,14 +88,16 @@ def stage_2(answers: Answers, given: Inputs, axis: Axis, mesh: Mesh) -> Iterator
     """04-4: trains with two instances of the class in turn. x and y have [steps, micro-batches]."""
     buckets = [[nn.Parameter(p.clone()) for p in bucket] for bucket in given["buckets"]]
     parameters = [p for bucket in buckets for p in bucket]
-    z = answers[0](buckets, axis, sgd)
     live, left, found = PeakLiveBytes(), 0, {}
+    with live:
+        z = answers[0](buckets, axis, sgd)
     for step, (xs, ys) in enumerate(zip(given["x"], given["y"], strict=True), 1):
         for x, y in zip(xs, ys, strict=True):
             yield
             loss = loss_of(buckets, x, y) / given["rows"]  # type: ignore[arg-type]
             with live:
                 loss.backward()
+        yield
         left = left or sum(p.grad is not None for p in parameters)
         if any(shard.grad is None for shard in z.shards):
             raise Unfit(
