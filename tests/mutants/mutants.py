@@ -104,7 +104,7 @@ def changes(node: ast.AST) -> Iterator[str]:
             yield from (str(value + 1), f"({value - 1})")
         case ast.Call(keywords=keywords):
             for dropped in keywords:
-                if dropped.arg is not None:
+                if dropped.arg not in (None, "strict"):  # of a zip: a guard that never fires
                     yield changed(keywords=[one for one in keywords if one is not dropped])
         case ast.IfExp(body=body, orelse=orelse):
             yield from (f"({ast.unparse(one)})" for one in (body, orelse))
@@ -172,13 +172,12 @@ def sample(count: int, seed: int, packages: list[str], at: str | None) -> list[M
     draw, drawn = random.Random(seed), []
     for number, package in enumerate(packages):
         files = sorted((ROOT / "course_lib" / package).rglob("*.py"))
-        every = [m for file in files for m in mutants_of(file) if m.key not in known]
+        every = [mutant for file in files for mutant in mutants_of(file)]
         share = count // len(packages) + (number < count % len(packages))
-        drawn += (
-            draw.sample(every, min(share, len(every)))
-            if at is None
-            else [mutant for mutant in every if at in (mutant.path, f"{mutant.path}:{mutant.line}")]
-        )
+        chosen = draw.sample(every, min(share, len(every)))
+        if at is not None:
+            chosen = [one for one in every if at in (one.path, f"{one.path}:{one.line}")]
+        drawn += [mutant for mutant in chosen if mutant.key not in known]
     turn = {package: itertools.count() for package in packages}
     return sorted(drawn, key=lambda mutant: next(turn[mutant.package]))  # one package, the next
 
