@@ -9,14 +9,15 @@ TESTS := tests/test_architecture.py tests/fast tests/notebooks tests/browser tes
 WORKERS ?= 2
 SPREAD := -n $(WORKERS) --dist loadfile --no-loadscope-reorder
 
-.PHONY: help setup tour test test-long test-gpu attack lab lint fmt notebooks execute length clean
+.PHONY: help setup tour test test-long test-gpu mutants attack lab lint fmt notebooks execute length clean
 
 help:
 	@echo "make setup      make .venv and install the course into it"
 	@echo "make tour       the main job: train on 4 ranks with each technique, compare with one process"
 	@echo "make test       every test that a learner runs, two at once (what is missing is skipped, with the reason)"
-	@echo "make test-long  the rest: large worlds, soak"
+	@echo "make test-long  the rest: large worlds, soak, every Hypothesis test from a random seed"
 	@echo "make test-gpu   what only NVIDIA cards can show; without one all of it is skipped"
+	@echo "make mutants    50 changes of a line, one at a time: does a test fail?  N=20 IN=cp SEED=3: another sample"
 	@echo "make attack     every exercise against its wrong and right answers;  EX=05 or EX=05-2: these alone"
 	@echo "make lab        open JupyterLab on the course"
 	@echo "make lint       ruff and mypy;  make fmt  put the code in form"
@@ -43,10 +44,14 @@ test: $(READY)
 	exit $$status
 
 test-long: $(READY)
-	$(PYTEST) -m long $(TESTS)
+	$(PYTEST) -m "long or hypothesis" --hypothesis-profile=random $(TESTS)
 
 test-gpu: $(READY)
 	$(PYTEST) tests/gpu
+
+mutants: $(READY)
+	$(BIN)/python tests/mutants/mutants.py --count $(or $(N),50) --seed $(or $(SEED),0) \
+		--at-once $(WORKERS) $(if $(IN),--package $(IN))
 
 attack: $(READY)
 	$(BIN)/python tests/attacks/attack.py $(EX)

@@ -11,6 +11,8 @@ import pytest
 from hypothesis import settings
 
 settings.register_profile("course", max_examples=15, deadline=None, derandomize=True)
+# make test-long: other examples in every run. A failure prints the line that repeats it.
+settings.register_profile("random", max_examples=60, deadline=None, print_blob=True)
 settings.load_profile("course")
 
 

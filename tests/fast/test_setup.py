@@ -21,7 +21,7 @@ from course_lib.doctor import PYTHON, TORCH
 ROOT = Path(__file__).parents[2]
 CONDA_NAMES = {"torch": "pytorch", "playwright": "playwright-python"}
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
-TARGETS = ("setup", "tour", "test", "test-long", "lab", "lint", "fmt", "length", "clean")
+TARGETS = ("setup", "tour", "test", "test-long", "mutants", "lab", "lint", "fmt", "length", "clean")
 
 
 def split(requirement: str) -> tuple[str, frozenset[str]]:
@@ -130,6 +130,8 @@ def test_make_target_exists_and_ends_in_what_the_readme_says(target, need):
         "tour": ".venv/bin/course tour",
         "test": '-m pytest -m "not long and not alone" -n 2 --dist loadfile --no-loadscope-reorder '
         "tests/test_architecture.py tests/fast tests/notebooks tests/browser tests/ranks",
+        "test-long": '-m pytest -m "long or hypothesis" --hypothesis-profile=random tests/',
+        "mutants": ".venv/bin/python tests/mutants/mutants.py --count 50 --seed 0",
         "lab": ".venv/bin/course lab",
         "lint": ".venv/bin/mypy",
     }

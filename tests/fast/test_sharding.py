@@ -104,3 +104,22 @@ def test_a_spec_is_read_where_it_was_set_and_a_shard_is_a_copy():
     shard.data.zero_()
     assert whole.detach().sum() == 15
     assert comm.shard_spec(comm.take_shard(whole, comm.ShardSpec(alone, 0))) is None
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_the_norm_of_half_precision_gradients_is_exact(dtype):
+    """Neither rounded to 8 bits nor above the largest float16."""
+    gradient = torch.full((3,), 60_000.0, dtype=dtype)
+    norm = comm.grad_norm([comm.Held(torch.nn.Parameter(torch.ones(3)), gradient, ())])
+    assert float(norm) == pytest.approx(float(gradient.double().norm()), rel=1e-6)
+
+
+@pytest.mark.parametrize("size", [1e-7, 1e-5, 1.0])
+def test_clipping_is_torchs_to_the_last_digit(size):
+    """Where the norm is as small as the 1e-6 that is added to it, too."""
+    ours, theirs = (torch.nn.Parameter(torch.ones(3, dtype=torch.float64)) for _ in range(2))
+    for parameter in (ours, theirs):
+        parameter.grad = torch.tensor([1.0, 2.0, 2.0], dtype=torch.float64) * size
+    norm = comm.clip_grad_norm(comm.held_gradients([ours]), [], 2 * size)
+    assert float(norm) == float(torch.nn.utils.clip_grad_norm_([theirs], 2 * size))
+    torch.testing.assert_close(ours.grad, theirs.grad, rtol=1e-15, atol=0)

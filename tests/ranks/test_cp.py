@@ -12,6 +12,7 @@ import torch
 from equality import assert_bitwise, assert_equal, projection, worst_error
 from hypothesis import given
 from hypothesis import strategies as st
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from course_lib import comm, cp, dp, recompute
 from course_lib.cp import blockwise, layout, ring
@@ -203,6 +204,20 @@ def test_scores_that_would_overflow_merge():
     assert_equal({"out": out}, {"out": causal_attention(q, k, v)}, 1e-9, "large scores")
 
 
+class Arguments(TorchDispatchMode):
+    """The arguments by name of the last call of an operator."""
+
+    def __init__(self, name):
+        super().__init__()
+        self.name, self.values = name, {}
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if func._schema.name == f"aten::{self.name}":
+            names = [argument.name for argument in func._schema.arguments]
+            self.values = dict(zip(names, args, strict=False))
+        return func(*args, **(kwargs or {}))
+
+
 def test_the_kernel_follows_device_and_dtype():
     """On tensors without memory, so that shapes on a GPU are tried where there is none."""
 
@@ -220,6 +235,11 @@ def test_the_kernel_follows_device_and_dtype():
         out, lse = blockwise.FLASH_CUDA.forward(q, k, v, False)
         assert (out.shape, lse.shape, lse.dtype) == (q.shape, q.shape[:3], torch.float32)
         gradients = blockwise.FLASH_CUDA.backward(out, q, k, v, out, lse, False)
+        assert [x.shape for x in gradients] == [q.shape, k.shape, v.shape]
+        k, v = (on("cuda", torch.bfloat16).expand(1, 2, 3, 64).repeat(1, 4, 1, 1) for _ in "kv")
+        with Arguments("_scaled_dot_product_flash_attention_backward") as given:
+            gradients = blockwise.FLASH_CUDA.backward(out, q, k, v, out, lse, False)
+        assert (given.values["max_q"], given.values["max_k"]) == (2, 8), "queries, then keys"
         assert [x.shape for x in gradients] == [q.shape, k.shape, v.shape]
 
 

@@ -210,14 +210,27 @@ def test_the_next_block_travels_while_the_caller_holds_the_present_one(worlds):
         assert seen == [True, True, False]
 
 
-def test_on_other_backends_than_gloo_an_exchange_is_one_batch(worlds):
+class Together:
+    """One work for a whole batch, as nccl returns it."""
+
+    def __init__(self, works):
+        self.works = works
+
+    def wait(self):
+        while self.works:  # gloo's can be waited for once only
+            self.works.pop().wait()
+
+
+@pytest.mark.parametrize("one_work", [False, True])
+def test_on_other_backends_than_gloo_an_exchange_is_one_batch(worlds, one_work):
     def swapped():
         axis, batches = make_mesh().dp, []
         real = dist.batch_isend_irecv
 
         def noted(operations):
             batches.append([(operation.op.__name__, operation.peer) for operation in operations])
-            return real(operations)
+            works = real(operations)
+            return [Together(works)] if one_work else works
 
         with (
             mock.patch.object(dist, "get_backend", return_value="nccl"),

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from unittest import mock
+
 import pytest
 import torch
 from equality import assert_bitwise, assert_equal, projection, worst_error
@@ -245,6 +247,29 @@ def test_nor_does_any_legal_schedule(worlds, seed):
 def test_a_swapped_send_and_recv_is_reported_as_a_deadlock(worlds):
     with pytest.raises(RankDeadline, match="2 of 2 ranks had not returned"):
         worlds(2).run(with_exchange, received_first, ON_TWO[:1], timeout=3)
+
+
+def test_the_next_input_is_asked_for_before_this_one_is_computed(worlds):
+    """So that it can arrive meanwhile: rank 1 is one receive ahead at each forward but the last."""
+    schedule = gpipe(2, 3)
+
+    def rank():
+        mesh, asked, at_forward = make_mesh(pp=2), [], []
+        stages = pp.make_stages(build_model(F64), schedule, mesh.pp.rank)
+        stages[mesh.pp.rank].register_forward_pre_hook(lambda *_: at_forward.append(len(asked)))
+        start = comm.start_exchange
+
+        def noted(axis, sends, receives):
+            asked.extend(receives)
+            return start(axis, sends, receives)
+
+        with mock.patch.object(comm, "start_exchange", noted):
+            pp.train_step(
+                schedule, stages, mesh, batches(3), torch.optim.SGD(pp.parameters(stages))
+            )
+        return at_forward
+
+    assert list(worlds(2).run(rank)) == [[0, 0, 0], [2, 3, 3]]
 
 
 # --- memory ---------------------------------------------------------------------------------

@@ -379,6 +379,16 @@ def test_rank_dropout_drops_other_elements_on_other_ranks(worlds):
     assert len({float(after) for _, after in results}) == 1, "the common stream stays common"
 
 
+def test_no_two_draws_give_two_ranks_one_mask():
+    """With rank added to the draw alone, rank 1 would have the mask of rank 0 at the next draw."""
+    masks = []
+    for drawn in range(3):
+        for rank in range(4):
+            with mock.patch.object(torch, "randint", return_value=torch.tensor(drawn)):
+                masks.append(RankDropout(0.5, axis_of(rank, 4))(torch.ones(64)))
+    assert len({tuple(mask.tolist()) for mask in masks}) == 12
+
+
 def test_rank_dropout_is_the_identity_in_evaluation():
     dropout = RankDropout(0.5, axis_of(0, 1)).eval()
     assert dropout(torch.ones(3)).tolist() == [1, 1, 1]

@@ -5,6 +5,7 @@ from __future__ import annotations
 from contextlib import nullcontext
 from dataclasses import replace
 from fractions import Fraction
+from unittest import mock
 
 import pytest
 import torch
@@ -14,7 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from zero_twin import BF16, F64, GPT, STAGES, STEPS, accumulated, check, serial, train
 
-from course_lib import dp, recompute, zero
+from course_lib import comm, dp, recompute, zero
 from course_lib.mesh import make_mesh
 from course_lib.model import (
     ModelConfig,
@@ -277,6 +278,32 @@ def test_ranks_that_use_other_parameters_still_agree(worlds, stage):
 
 
 # --- stage 3: what stays gathered, what comes early, recomputation, reading ------------------
+
+
+@pytest.mark.parametrize("prefetch", [True, False])
+def test_backward_of_the_root_prefetches_the_last_unit(worlds, prefetch):
+    """The root owns the head, so its backward comes first; the last unit was freed before it."""
+
+    def rank():
+        mesh, model, events = make_mesh(), twin.build(F64), []
+        z = twin.make(3, model, mesh.dp, prefetch=prefetch, reshard_after_forward=True)
+        model.head.weight.register_hook(lambda _: events.append("gradient of the head"))
+        start = comm.start_all_gather_flat
+
+        def noted(full, shard, axis, name):
+            events.append(name)
+            return start(full, shard, axis, name)
+
+        with mock.patch.object(comm, "start_all_gather_flat", noted):
+            total, _ = model.loss_sum(*twin.rows(0, mesh.dp.rank, mesh.dp.size))
+            events.clear()
+            total.backward()
+            z.finish()
+        return events
+
+    head, last = "gradient of the head", "blocks.1"
+    order = [last, head] if prefetch else [head, last]
+    assert list(worlds(2).run(rank)) == [["root", *order, "blocks.0"]] * 2
 
 
 @pytest.mark.parametrize("prefetch", [True, False])
