@@ -3,9 +3,9 @@
 =============  ===========================================================
 moe            the layer of one process: router, capacity, balance loss
 decoder        a model with such layers, and its loss
-parallel       parallelize: experts divided among ranks, tokens sent to their experts
-gradients      which gradients are summed over which ranks
-formulas       bytes sent, parameters held, saved activations
+parallel       parallelize: experts divided among ranks, tokens sent to their experts; ExpertSync:
+               which gradients are summed over which ranks
+formulas       bytes sent, parameters per rank, saved activations
 =============  ===========================================================
 """
 
@@ -13,25 +13,25 @@ from course_lib.ep.decoder import add_experts, auxiliary_loss, loss_sum, moe_lay
 from course_lib.ep.formulas import (
     even_wire_bytes,
     parameters_per_rank,
+    reference_saved_bytes,
     saved_beside_experts,
-    saved_by_layer,
-    saved_by_reference_layer,
+    saved_bytes,
     wire_bytes,
 )
-from course_lib.ep.gradients import (
+from course_lib.ep.moe import Load, MoE, balance_loss, imbalance, route
+from course_lib.ep.parallel import (
+    ExpertParallelMoE,
     ExpertSync,
     expert_parameters,
+    parallelize,
     shared_parameters,
 )
-from course_lib.ep.moe import Load, MoE, Routes, balance_loss, imbalance, route
-from course_lib.ep.parallel import ExpertParallelMoE, parallelize
 
 __all__ = [
     "ExpertParallelMoE",
     "ExpertSync",
     "Load",
     "MoE",
-    "Routes",
     "add_experts",
     "auxiliary_loss",
     "balance_loss",
@@ -42,10 +42,10 @@ __all__ = [
     "moe_layers",
     "parallelize",
     "parameters_per_rank",
+    "reference_saved_bytes",
     "route",
     "saved_beside_experts",
-    "saved_by_layer",
-    "saved_by_reference_layer",
+    "saved_bytes",
     "shared_parameters",
     "wire_bytes",
 ]

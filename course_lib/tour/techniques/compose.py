@@ -21,9 +21,8 @@ from course_lib.tour.techniques.compose_reference import (
     every_place,
     load_at,
     pairs_leaving,
-    some_layer,
 )
-from course_lib.tour.techniques.ep import CHOICES, COEFFICIENT, EXPERTS, exact, experts_model
+from course_lib.tour.techniques.ep import COEFFICIENT, EXPERTS, TOP_K, exact, experts_model
 from course_lib.tour.techniques.pp import slices
 from course_lib.tp import formulas
 from course_lib.trace.memory import SavedActivations, StateBytes, state_bytes
@@ -37,7 +36,7 @@ PLAN_4D = Plan(region=sp.REGION, zero=1, micro_batches=MICRO_BATCHES)
 PLAN_5D = Plan(
     region=sp.REGION,
     micro_batches=MICRO_BATCHES,
-    experts=Experts(EXPERTS, CHOICES, coefficient=COEFFICIENT),
+    experts=Experts(EXPERTS, TOP_K, coefficient=COEFFICIENT),
 )
 
 
@@ -173,7 +172,7 @@ def saved_by_experts(job: Job, sizes: Sizes, layer: int, mb: int, place: Place) 
     sequences, rows = micro_shape(job, sizes)
     tokens = sequences * rows // sizes["tp"]
     load = load_at(job, mb, layer, d, t)
-    return ep.saved_by_layer(job.config, some_layer(job), tokens, load, c)
+    return ep.saved_bytes(job.config, load, c, tokens, TOP_K)
 
 
 def composed(

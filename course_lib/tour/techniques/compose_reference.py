@@ -15,6 +15,7 @@ from course_lib import cp, ep
 from course_lib.tour.technique import Job, Technique
 from course_lib.tour.techniques.ep import (
     EXPERTS,
+    TOP_K,
     Batch,
     before_last_step,
     exact,
@@ -96,16 +97,10 @@ def pairs_leaving(load: ep.Load) -> int:
     )
 
 
-@cache
-def some_layer(job: Job) -> ep.MoE:
-    """Return one MoE layer; all have the same shape."""
-    return ep.moe_layers(experts_model(job))[0]
-
-
 def reference_peak(job: Job) -> int:
     """Return the peak bytes of saved activations, which are those of one micro-batch."""
     config, tokens = exact(job).config, job.sequences // MICRO_BATCHES * job.seq_len
-    of_layers = config.layers * ep.saved_by_reference_layer(config, some_layer(job), tokens)
+    of_layers = config.layers * ep.reference_saved_bytes(config, EXPERTS, tokens, TOP_K)
     return saved_beside_experts(job, MICRO_BATCHES) + of_layers
 
 

@@ -17,7 +17,7 @@ from course_lib.recompute import ID_BYTES, saved_outside_blocks
 from course_lib.tour.technique import COUNT_BYTES, COUNTER_BYTES, Job, Report, Technique, adam
 from course_lib.trace.memory import SavedActivations, state_bytes
 
-RANKS, EXPERTS, CHOICES = 4, 8, 2
+RANKS, EXPERTS, TOP_K = 4, 8, 2
 COEFFICIENT = 0.01  # of the auxiliary loss
 REFERENCE = "serial-moe"
 Batch = tuple[Tensor, Tensor]  # tokens and targets
@@ -31,7 +31,7 @@ def exact(job: Job) -> Job:
 
 def experts_model(job: Job) -> Decoder:
     """Return the model of the other rows with 8 experts instead of each MLP."""
-    return ep.add_experts(exact(job).model(), EXPERTS, CHOICES, seed=0)
+    return ep.add_experts(exact(job).model(), EXPERTS, TOP_K, seed=0)
 
 
 def whole_batch(job: Job, step: int) -> list[Batch]:
@@ -141,21 +141,20 @@ def experts_peak_bytes(job: Job, ep_size: int) -> int:
 
     The experts of a rank also compute the tokens of other ranks.
     """
-    layer, tokens = ep.moe_layers(experts_model(job))[0], job.sequences * job.seq_len // RANKS
+    config, tokens = exact(job).config, job.sequences * job.seq_len // RANKS
 
     def by_experts(rank: int) -> int:
         of_layers = loads(job, ep_size, rank // ep_size * ep_size)
         place = rank % ep_size
-        config = exact(job).config
-        return sum(ep.saved_by_layer(config, layer, tokens, load, place) for load in of_layers)
+        return sum(ep.saved_bytes(config, load, place, tokens, TOP_K) for load in of_layers)
 
     return saved_beside_experts(job, RANKS) + max(map(by_experts, range(RANKS)))
 
 
 def reference_peak_bytes(job: Job) -> int:
     """Return the peak bytes of saved activations of the single-process reference."""
-    layer, tokens = ep.moe_layers(experts_model(job))[0], job.sequences * job.seq_len
-    by_experts = ep.saved_by_reference_layer(exact(job).config, layer, tokens)
+    tokens = job.sequences * job.seq_len
+    by_experts = ep.reference_saved_bytes(exact(job).config, EXPERTS, tokens, TOP_K)
     return saved_beside_experts(job, 1) + job.config.layers * by_experts
 
 

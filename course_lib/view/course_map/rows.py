@@ -12,7 +12,6 @@ from dataclasses import dataclass
 from fractions import Fraction
 
 import torch
-from torch import nn
 
 from course_lib import compose, cp, dp, ep, pp, recompute, sp
 from course_lib.model import ModelConfig, parameter_count
@@ -267,9 +266,8 @@ def _expert_row() -> Row:
     even = tokens * EXPERTS.top_k // EXPERTS.number  # pairs of one rank and one expert
     counts = ((even,) * EXPERTS.number,) * n
     load = ep.Load(counts, counts)
-    layer = _shape_of_experts()
     kept = ep.saved_beside_experts(MODEL, 1, tokens)
-    kept += ep.saved_by_layer(MODEL, layer, tokens, load, 0)
+    kept += ep.saved_bytes(MODEL, load, 0, tokens, EXPERTS.top_k)
     outside = recompute.saved_outside_blocks(MODEL, 1, tokens)
     kept = MODEL.layers * kept + outside.total
     plan = compose.Plan(experts=EXPERTS, zero=0, micro_batches=SEQUENCES // n)
@@ -286,9 +284,3 @@ def _expert_row() -> Row:
         "more parameters at the same FLOPs",
         "uneven routers: all wait for the fullest rank",
     )
-
-
-def _shape_of_experts() -> ep.MoE:
-    """A layer without memory, for the formula that asks how its router is made."""
-    router = nn.Linear(MODEL.hidden, EXPERTS.number, bias=False, device="meta")
-    return ep.MoE(router, {}, EXPERTS.top_k)
