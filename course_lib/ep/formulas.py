@@ -26,7 +26,7 @@ def wire_bytes(load: Load, rank: int, row_bytes: int) -> Fraction:
     return Fraction(2 * (leaving + arriving) * row_bytes)
 
 
-def even_wire_bytes(tokens: int, top_k: int, row_bytes: int, n: int) -> Fraction:
+def even_wire_bytes(tokens: int | Fraction, top_k: int, row_bytes: int, n: int) -> Fraction:
     """Return the same for a rank with ``tokens`` whose pairs are spread evenly over all ranks."""
     return 4 * Fraction(n - 1, n) * tokens * top_k * row_bytes
 
