@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from os import PathLike
@@ -14,8 +14,8 @@ from torch import Tensor
 from course_lib import checkpoint, comm, cp, dp, pp, zero
 from course_lib.compose.build import BalanceLoss, build_stages, tied_weight
 from course_lib.compose.gradients import Gradients, make_parts
-from course_lib.compose.plan import LossScale, Plan
-from course_lib.compose.refusals import discouraged, refusals
+from course_lib.compose.plan import LossScale, Plan, Sizes
+from course_lib.compose.refusals import batch_refusals, discouraged, refusals
 from course_lib.mesh import Mesh
 from course_lib.model import Decoder
 from course_lib.schedule import Schedule
@@ -88,7 +88,6 @@ class Trainer:
         self.scale = Scale(plan.loss_scale)
         self.balance = BalanceLoss(stages, mesh, plan)
         self.steps = 0
-        self._cut_before: set[torch.Size] = set()  # shapes that can be cut
         self._broke_off = ""  # why there can be no next step
 
     def step(self, tokens_BS: Tensor, targets_BS: Tensor) -> Step:
@@ -147,11 +146,8 @@ class Trainer:
 
     def _cut(self, tokens_BS: Tensor, targets_BS: Tensor) -> list[Batch]:
         """Micro-batches (tokens, targets, positions) of this rank's positions."""
-        if tokens_BS.shape not in self._cut_before:
-            rows, seq_len = tokens_BS.shape
-            sizes = {**self.mesh.layout.sizes, "ep": self.mesh.layout.ep}
-            refuse(refusals(self.config, sizes, self.plan, sequences=rows, seq_len=seq_len))
-            self._cut_before.add(tokens_BS.shape)
+        sizes = Sizes(**self.mesh.layout.sizes, ep=self.mesh.layout.ep)
+        refuse(batch_refusals(self.config, sizes, self.plan, *tokens_BS.shape))
         layout = self.plan.layout if self.mesh.cp.size > 1 else cp.CONTIGUOUS
         tokens, targets, positions = cp.shard(tokens_BS, targets_BS, self.mesh.cp, layout)
         m = self.plan.micro_batches
@@ -268,7 +264,7 @@ def parallelize(
     return Trainer(stages, schedule, Gradients(parts, tied, schedule, mesh, plan), mesh, plan)
 
 
-def refuse(reasons: Sequence[str]) -> None:
-    """Raise ValueError with all of them, if there are any."""
-    if reasons:
-        raise ValueError("this combination does not work:\n- " + "\n- ".join(reasons))
+def refuse(reasons: Iterable[str]) -> None:
+    """Raise ValueError with all reasons, if there are any."""
+    if found := list(reasons):
+        raise ValueError("this combination does not work:\n- " + "\n- ".join(found))
