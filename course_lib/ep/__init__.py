@@ -14,8 +14,8 @@ from course_lib.ep.formulas import (
     even_wire_bytes,
     parameters_per_rank,
     reference_saved_bytes,
-    saved_beside_experts,
     saved_bytes,
+    saved_per_layer,
     wire_bytes,
 )
 from course_lib.ep.moe import Load, MoE, balance_loss, imbalance, route
@@ -26,26 +26,3 @@ from course_lib.ep.parallel import (
     parallelize,
     shared_parameters,
 )
-
-__all__ = [
-    "ExpertParallelMoE",
-    "ExpertSync",
-    "Load",
-    "MoE",
-    "add_experts",
-    "auxiliary_loss",
-    "balance_loss",
-    "even_wire_bytes",
-    "expert_parameters",
-    "imbalance",
-    "loss_sum",
-    "moe_layers",
-    "parallelize",
-    "parameters_per_rank",
-    "reference_saved_bytes",
-    "route",
-    "saved_beside_experts",
-    "saved_bytes",
-    "shared_parameters",
-    "wire_bytes",
-]

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from fractions import Fraction
 
 from course_lib.ep.moe import Load
 from course_lib.model import ModelConfig, accumulation_dtype, parameter_count
-from course_lib.recompute import saved_by_block
-
-INDEX_BYTES = 8
+from course_lib.recompute import ID_BYTES, saved_by_stage
 
 
 def wire_bytes(load: Load, rank: int, row_bytes: int) -> Fraction:
@@ -47,34 +46,50 @@ def parameters_per_rank(
     return config.layers * experts // n * mlp, parameter_count(config) + config.layers * added
 
 
-def saved_bytes(config: ModelConfig, load: Load, rank: int, tokens: int, top_k: int) -> int:
-    """Return the bytes saved for one expert-parallel layer on ``rank``, without shared expert.
+def saved_bytes(
+    config: ModelConfig, sequences: int, seq_len: int, loads: Sequence[Load], rank: int, top_k: int
+) -> int:
+    """Return the bytes that ``rank`` saves in one forward; ``loads`` are those of the layers.
+
+    Tokens and targets are not counted, and there is no shared expert.
+    """
+    tokens = sequences * seq_len
+    layers = sum(saved_per_layer(config, tokens, load, rank, top_k) for load in loads)
+    return _saved_beside_experts(config, sequences, seq_len) + layers
+
+
+def saved_per_layer(config: ModelConfig, tokens: int, load: Load, rank: int, top_k: int) -> int:
+    """Return the bytes that ``rank`` saves for router and experts of one layer.
 
     For each of its ``tokens``: the router's input and probabilities, and the rows that its top_k
     experts returned. For each row that its experts compute: the input and the inner features. These
     rows come from other ranks too, so the busiest rank needs the most memory.
     """
     b, pairs = config.dtype.itemsize, tokens * top_k
-    order = (pairs + sum(load.kept[rank])) * INDEX_BYTES  # where rows come from, and go
+    order = (pairs + sum(load.kept[rank])) * ID_BYTES  # where rows come from, and go
     computed = load.by_rank[rank] * (config.hidden + _inner(config)) * b
     back = pairs * (config.hidden + 1) * b
-    return _saved_by_router(config, len(load.kept[0]), tokens, top_k) + order + computed + back
+    return _saved_by_router(config, tokens, len(load.kept[0]), top_k) + order + computed + back
 
 
-def reference_saved_bytes(config: ModelConfig, experts: int, tokens: int, top_k: int) -> int:
-    """Return the bytes saved for the layer of one process, a loop over experts, without capacity.
+def reference_saved_bytes(
+    config: ModelConfig, sequences: int, seq_len: int, experts: int, top_k: int
+) -> int:
+    """Return the bytes that one process saves in one forward, in a loop over experts.
 
     For each pair of a token and an expert: two indices and a weight, the expert's input, inner
-    features and output, and the weighted output.
+    features and output, and the weighted output. There is no capacity and no shared expert.
     """
-    pair = 2 * INDEX_BYTES + (3 * config.hidden + _inner(config) + 1) * config.dtype.itemsize
-    return _saved_by_router(config, experts, tokens, top_k) + tokens * top_k * pair
+    tokens = sequences * seq_len
+    pair = 2 * ID_BYTES + (3 * config.hidden + _inner(config) + 1) * config.dtype.itemsize
+    layer = _saved_by_router(config, tokens, experts, top_k) + tokens * top_k * pair
+    return _saved_beside_experts(config, sequences, seq_len) + config.layers * layer
 
 
-def saved_beside_experts(config: ModelConfig, sequences: int, seq_len: int) -> int:
-    """Return the bytes saved for a block without its MLP and the MLP's input (the router's too)."""
+def _saved_beside_experts(config: ModelConfig, sequences: int, seq_len: int) -> int:
+    """Return the bytes saved for a model without its MLPs and their inputs (the routers' too)."""
     mlp = sequences * seq_len * (config.hidden + _inner(config)) * config.dtype.itemsize
-    return saved_by_block(config, sequences, seq_len).total - mlp
+    return saved_by_stage(config, sequences, seq_len) - config.layers * mlp
 
 
 def _inner(config: ModelConfig) -> int:
@@ -82,11 +97,11 @@ def _inner(config: ModelConfig) -> int:
     return (4 if config.family == "llama" else 2) * config.ffn
 
 
-def _saved_by_router(config: ModelConfig, experts: int, tokens: int, top_k: int) -> int:
+def _saved_by_router(config: ModelConfig, tokens: int, experts: int, top_k: int) -> int:
     wide = accumulation_dtype(config.dtype).itemsize
     numbers = tokens * (config.hidden + experts) + experts
     if wide > config.dtype.itemsize:
         numbers += experts * config.hidden  # its weight in float32
     if top_k > 1:
         numbers += tokens * (top_k + 1)  # the division by their sum
-    return numbers * wide + tokens * top_k * INDEX_BYTES
+    return numbers * wide + tokens * top_k * ID_BYTES

@@ -40,33 +40,3 @@ from course_lib.inference.scheduler import Request, Scheduler, StaticScheduler, 
 
 if not TYPE_CHECKING:  # mypy would take every name for an alias
     __getattr__ = aliases(__name__)
-
-__all__ = [
-    "Cache",
-    "ContextReplica",
-    "Replica",
-    "Request",
-    "Sampling",
-    "Scheduler",
-    "Served",
-    "Stage",
-    "StaticScheduler",
-    "Work",
-    "busy_share",
-    "cache_bytes",
-    "choose",
-    "chooser",
-    "counts",
-    "cut",
-    "decode_wire_bytes",
-    "even_ep_wire_bytes",
-    "make_requests",
-    "moved_cache_wire_bytes",
-    "pp_wire_bytes",
-    "prefill_wire_bytes",
-    "sampling_wire_bytes",
-    "serve",
-    "serve_pipeline",
-    "share",
-    "tp_wire_bytes",
-]

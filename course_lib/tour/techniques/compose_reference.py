@@ -15,13 +15,11 @@ from course_lib import cp, ep
 from course_lib.tour.technique import Job, Technique
 from course_lib.tour.techniques.ep import (
     EXPERTS,
-    TOP_K,
     Batch,
     before_last_step,
-    exact,
     experts_model,
     experts_state_bytes,
-    saved_beside_experts,
+    reference_peak_bytes,
     train_reference,
 )
 
@@ -97,13 +95,6 @@ def pairs_leaving(load: ep.Load) -> int:
     )
 
 
-def reference_peak(job: Job) -> int:
-    """Return the peak bytes of saved activations, which are those of one micro-batch."""
-    config, tokens = exact(job).config, job.sequences // MICRO_BATCHES * job.seq_len
-    of_layers = config.layers * ep.reference_saved_bytes(config, EXPERTS, tokens, TOP_K)
-    return saved_beside_experts(job, MICRO_BATCHES) + of_layers
-
-
 EXPERTS_REFERENCE = Technique(
     name=REFERENCE,
     lesson="12",
@@ -113,6 +104,6 @@ EXPERTS_REFERENCE = Technique(
     train=lambda job: train_reference(experts_model(job), job, micro_batches, job.steps),
     formula=lambda job: {},
     state_formula=lambda job: experts_state_bytes(job, 1),
-    peak_activation_formula=reference_peak,
+    peak_activation_formula=lambda job: reference_peak_bytes(job, MICRO_BATCHES),
     reference=REFERENCE,
 )

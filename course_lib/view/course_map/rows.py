@@ -262,14 +262,10 @@ def _context_row() -> Row:
 def _expert_row() -> Row:
     n = RANKS
     of_experts, rest = ep.parameters_per_rank(MODEL, EXPERTS.number, n)
-    tokens = SEQ_LEN
-    even = tokens * EXPERTS.top_k // EXPERTS.number  # pairs of one rank and one expert
+    even = SEQ_LEN * EXPERTS.top_k // EXPERTS.number  # pairs of one rank and one expert
     counts = ((even,) * EXPERTS.number,) * n
     load = ep.Load(counts, counts)
-    kept = ep.saved_beside_experts(MODEL, 1, tokens)
-    kept += ep.saved_bytes(MODEL, load, 0, tokens, EXPERTS.top_k)
-    outside = recompute.saved_outside_blocks(MODEL, 1, tokens)
-    kept = MODEL.layers * kept + outside.total
+    kept = ep.saved_bytes(MODEL, 1, SEQ_LEN, [load] * MODEL.layers, 0, EXPERTS.top_k)
     plan = compose.Plan(experts=EXPERTS, zero=0, micro_batches=SEQUENCES // n)
     return Row(
         f"EP, {EXPERTS.number} experts",
