@@ -12,13 +12,12 @@ import torch
 from torch import Tensor
 
 from course_lib import checkpoint, comm, cp, dp, pp, zero
-from course_lib.compose.build import BalanceLoss, build_stages, tied_weight
-from course_lib.compose.gradients import Gradients, make_parts
+from course_lib.compose.build import BalanceLoss, build_stages
+from course_lib.compose.gradients import Gradients
 from course_lib.compose.plan import LossScale, Plan, Sizes
 from course_lib.compose.refusals import batch_refusals, discouraged, refusals
 from course_lib.mesh import Mesh
 from course_lib.model import Decoder
-from course_lib.schedule import Schedule
 
 Batch = tuple[Tensor, Tensor, Tensor]  # tokens (b, s), targets (b, s), positions (s)
 
@@ -76,17 +75,14 @@ class Trainer:
     """
 
     def __init__(
-        self,
-        stages: Mapping[int, Decoder],
-        schedule: Schedule | None,
-        gradients: Gradients,
-        mesh: Mesh,
-        plan: Plan,
+        self, model: Decoder, mesh: Mesh, plan: Plan, make_optimizer: zero.MakeOptimizer
     ) -> None:
-        self.stages, self.schedule, self.gradients = stages, schedule, gradients
-        self.mesh, self.plan, self.config = mesh, plan, next(iter(stages.values())).config
+        self.mesh, self.plan, self.config = mesh, plan, model.config
+        self.schedule = plan.schedule_for(mesh.pp.size) if mesh.pp.size > 1 else None
+        self.stages = build_stages(model, self.schedule, mesh, plan)
+        self.gradients = Gradients(self.stages, self.schedule, mesh, plan, make_optimizer)
         self.scale = Scale(plan.loss_scale)
-        self.balance = BalanceLoss(stages, mesh, plan)
+        self.balance = BalanceLoss(self.stages, mesh, plan)
         self.steps = 0
         self._broke_off = ""  # why there can be no next step
 
@@ -257,11 +253,7 @@ def parallelize(
     refuse(refusals(model.config, sizes, plan))
     for sentence in discouraged(model.config, sizes, plan) if mesh.rank == 0 else ():
         warnings.warn(sentence, stacklevel=2)
-    schedule = plan.schedule_for(mesh.pp.size) if mesh.pp.size > 1 else None
-    stages = build_stages(model, schedule, mesh, plan)
-    tied = None if schedule is None else tied_weight(stages)
-    parts = make_parts(stages, tied, mesh, plan, make_optimizer)
-    return Trainer(stages, schedule, Gradients(parts, tied, schedule, mesh, plan), mesh, plan)
+    return Trainer(model, mesh, plan, make_optimizer)
 
 
 def refuse(reasons: Iterable[str]) -> None:
