@@ -23,6 +23,15 @@ RENAMED: Mapping[str, Mapping[str, str]] = {
         "all_to_all_uneven": "all_to_all_v",
     },
     "course_lib.dp": {"start_equal": "broadcast_parameters"},
+    "course_lib.inference": {
+        "tensor_bytes": "tp_wire_bytes",
+        "pipeline_bytes": "pp_wire_bytes",
+        "prefill_bytes": "prefill_wire_bytes",
+        "decode_bytes": "decode_wire_bytes",
+        "moved_cache_bytes": "moved_cache_wire_bytes",
+        "even_expert_bytes": "even_ep_wire_bytes",
+        "sampling_bytes": "sampling_wire_bytes",
+    },
 }
 PARAMETER_DIM = "tp_dim"  # the dim of a ShardSpec, as answers to 06-3 read it from a parameter
 

@@ -1122,7 +1122,7 @@ check("04-5", sharded_pass)
 # - Megatron Core, [distributed
 #   optimizer](https://docs.nvidia.com/megatron-core/developer-guide/latest/distrib_optimizer.html): stage 1 in production.
 # - [FSDP2's design notes](https://github.com/pytorch/torchtitan/blob/main/docs/fsdp.md): why one shard for each tensor.
-# - The library: `course_lib/zero`, whose formulas are in `cost.py`.
+# - The library: `course_lib/zero`, whose formulas are in `formulas.py`.
 #
 # Next: a gathered block must fit, and ranks must wait for it. Lesson 05 (tensor parallelism) never gathers it: every
 # rank computes with its shard.

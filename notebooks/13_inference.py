@@ -263,11 +263,11 @@ for n in (2, 4):
     result = runs[f"tp on {n}"] = run(on_ranks, {"tp": n}, n=n)
     assert together(result) == REFERENCE
     own, one = result.ledgers[0], result[0]
-    formula = inference.tensor_bytes(CONFIG, TOKENS, CHOSEN, n)
+    formula = inference.tp_wire_bytes(CONFIG, TOKENS, CHOSEN, n)
     assert own.wire_bytes() == formula
     assert one["cache"] == inference.cache_bytes(CONFIG, 4, CONFIG.max_seq_len, tp=n)
     calls = own.calls() // one["steps"]
-    choice = int(inference.sampling_bytes(CONFIG, CHOSEN, n))
+    choice = int(inference.sampling_wire_bytes(CONFIG, CHOSEN, n))
     gathered = int(wire("all_gather", CHOSEN * CONFIG.vocab // n * 8, n))
     sent = f"{int(own.wire_bytes()):14,}{int(formula):10,}"
     print(f"{n:5}{calls:14}{sent}{choice:9,}{gathered:10,}{one['cache']:9,}")
@@ -355,7 +355,7 @@ print(f"{path.name}: {path.stat().st_size / 1000:.0f} kB")
 result = runs["pp on 4"] = run(on_ranks, {"pp": RANKS}, 4, 4, n=RANKS)
 assert together(result) == REFERENCE
 sent = sum(ledger.wire_bytes("pp") for ledger in result.ledgers)
-formula = inference.pipeline_bytes(CONFIG, TOKENS, CHOSEN, RANKS)
+formula = inference.pp_wire_bytes(CONFIG, TOKENS, CHOSEN, RANKS)
 print(f"all ranks together {int(sent):,} bytes, formula {int(formula):,}")
 assert sent == formula
 
@@ -374,14 +374,14 @@ from course_lib.inference import context
 show_source(context.join_parts)
 result = runs["cp on 4"] = run(on_ranks, {"cp": RANKS}, n=RANKS)
 assert together(result) == REFERENCE
-prefill = sum(inference.prefill_bytes(CONFIG, len(r.prompt), RANKS) for r in REQUESTS)
-decoding = inference.decode_bytes(CONFIG, CHOSEN - len(REQUESTS), RANKS)
+prefill = sum(inference.prefill_wire_bytes(CONFIG, len(r.prompt), RANKS) for r in REQUESTS)
+decoding = inference.decode_wire_bytes(CONFIG, CHOSEN - len(REQUESTS), RANKS)
 own = result.ledgers[0].wire_bytes("cp")
 assert own == prefill + decoding
 print(f"\na rank sent {int(own):,} bytes, formula {int(prefill):,} + {int(decoding):,};", end=" ")
 print(f"cache {result[0]['cache']:,}, one process {runs['one process'][0]['cache']:,}")
-per_token = float(inference.decode_bytes(llama_70b(), 1, 8)) / 1e6
-moved = float(inference.moved_cache_bytes(llama_70b(), 131072, 8)) / 1e6
+per_token = float(inference.decode_wire_bytes(llama_70b(), 1, 8)) / 1e6
+moved = float(inference.moved_cache_wire_bytes(llama_70b(), 131072, 8)) / 1e6
 print(f"Llama 3 70B on 8 ranks: {per_token:.1f} MB a token; gathering 131,072 rows {moved:,.0f} MB")
 
 # %% [markdown]
@@ -402,7 +402,7 @@ def with_experts(n):
     mine = inference.share(REQUESTS, mesh.dp)
     served = serve(Replica(sparse, mesh, slots=2), Scheduler(mine, slots=2))
     rows = inference.counts(mine)[0]
-    even = inference.even_expert_bytes(CONFIG, rows, 2, n)
+    even = inference.even_ep_wire_bytes(CONFIG, rows, 2, n)
     return {"tokens": served.tokens, "steps": served.steps, "even": int(even)}
 
 
@@ -428,7 +428,7 @@ drawn = {}
 for n in (1, 2, 4):
     result = run(on_ranks, {"tp": n}, 4, 1, SAMPLING, n=n)
     drawn[n] = together(result)
-    assert n == 1 or result.ledgers[0].wire_bytes() == inference.tensor_bytes(
+    assert n == 1 or result.ledgers[0].wire_bytes() == inference.tp_wire_bytes(
         CONFIG, TOKENS, CHOSEN, n, SAMPLING
     )
 assert drawn[1] == drawn[2] == drawn[4]
@@ -837,13 +837,13 @@ def cheat_sheet():
     for n in (2, 4, 8):
         held = 2 * formulas.parameters_per_rank(config, n)
         each = inference.cache_bytes(config, 1, 8192, tp=n)
-        sent = float(inference.tensor_bytes(config, 1, 1, n)) / 1e6
+        sent = float(inference.tp_wire_bytes(config, 1, 1, n)) / 1e6
         print(
             f"{n:3}{held / 1e9:13.1f}{each / 1e9:11.2f}{sent:18.2f}{(80 * 10**9 - held) // each:19}"
         )
-    hops = float(inference.pipeline_bytes(config, 1, 1, 8)) / 1e6
+    hops = float(inference.pp_wire_bytes(config, 1, 1, 8)) / 1e6
     print(f"\npp 8: {hops:.2f} MB per token in all; prefill of 8,192 over cp 8:", end=" ")
-    print(f"{float(inference.prefill_bytes(config, 8192, 8)) / 1e9:.2f} GB a rank")
+    print(f"{float(inference.prefill_wire_bytes(config, 8192, 8)) / 1e9:.2f} GB a rank")
 
 
 cheat_sheet()

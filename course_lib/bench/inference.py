@@ -71,8 +71,8 @@ def config_for(tokens: int) -> ModelConfig:
 
 def token_bytes(config: ModelConfig, layout: Layout) -> dict[str, Fraction]:
     """Return the bytes that all ranks together send per decoded token, by axis."""
-    by_tp = layout.tp * inference.tensor_bytes(config, 1, 1, layout.tp)
-    by_pp = layout.tp * inference.pipeline_bytes(config, 1, 1, layout.pp)
+    by_tp = layout.tp * inference.tp_wire_bytes(config, 1, 1, layout.tp)
+    by_pp = layout.tp * inference.pp_wire_bytes(config, 1, 1, layout.pp)
     return {axis: sent for axis, sent in (("tp", by_tp), ("pp", by_pp)) if sent}
 
 

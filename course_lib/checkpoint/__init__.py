@@ -18,7 +18,7 @@ A weight is saved in the precision it is updated in: ZeRO's float32 master, not 
 Numbers of the training, such as its count of steps, are saved beside them if the caller gives them;
 hyperparameters, learning-rate schedules and random states are the caller's.
 
-names finds a weight's name in the whole model, boxes finds the place of its values, and files has
+boxes finds a weight's name in the whole model and the place of its values; files has
 torch.distributed.checkpoint write and read them: it drops duplicates, checks that the boxes fill
 their tensor, and plans which rank reads which file.
 """
@@ -31,12 +31,9 @@ from os import PathLike
 import torch
 
 from course_lib.checkpoint import files
-from course_lib.checkpoint.boxes import Box, Optimizer, State, holders, run_boxes
-from course_lib.checkpoint.names import Model, names_in_whole, stages_of, tied_copies
+from course_lib.checkpoint.boxes import Box, Model, Optimizer, State, holders, tied_copies
 from course_lib.mesh import Mesh
 from course_lib.zero import Sharded
-
-__all__ = ["Optimizer", "load", "run_boxes", "save"]
 
 Optimizers = Optimizer | Sequence[Optimizer]
 PROGRESS = "progress."  # in the name of a number that belongs to no weight
@@ -60,13 +57,13 @@ def save(
     Raises ValueError when the folder holds a checkpoint, when an optimizer has weights that are
     none of the model's, and for optimizer state that cannot be cut.
     """
-    stages, several = stages_of(model), _several(optimizers)
+    several = _several(optimizers)
 
     def own() -> list[Box]:
-        copies = tied_copies(stages)
+        copies = tied_copies(model)
         boxes = [
             box
-            for holder in holders(names_in_whole(stages), several)
+            for holder in holders(model, several)
             for box in holder.boxes(State.of(holder), without=copies)
             if not box.is_padding
         ]
@@ -92,16 +89,14 @@ def load(
     ValueError too, and so are weights that were trained for different numbers of steps and would
     share a shard; but by then some of the model is read.
     """
-    stages, several = stages_of(model), _several(optimizers)
+    several = _several(optimizers)
     fresh: list[State] = []
     padding: list[Box] = []
     numbers: list[Box] = []
 
     def own(saved: Collection[str]) -> list[Box]:
         with_state = {name.split(":")[0] for name in saved if ":" in name}
-        fresh.extend(
-            State.empty(each, with_state) for each in holders(names_in_whole(stages), several)
-        )
+        fresh.extend(State.empty(each, with_state) for each in holders(model, several))
         found = [box for state in fresh for box in state.holder.boxes(state)]
         padding.extend(box for box in found if box.is_padding)
         numbers.extend(_number(name, 0.0) for name in saved if name.startswith(PROGRESS))

@@ -1,8 +1,8 @@
-"""What a rank holds, as boxes in the tensors of the whole model."""
+"""What a rank holds, as boxes in the tensors of the whole model, and their names there."""
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from copy import copy
 from dataclasses import dataclass
@@ -13,10 +13,59 @@ import torch
 from torch import Tensor, nn
 
 from course_lib.comm import shard_spec
+from course_lib.model import Decoder
 from course_lib.zero import Sharded
 
+Model = Decoder | Mapping[int, Decoder]
 Optimizer = torch.optim.Optimizer | Sharded
 Run = tuple[nn.Parameter, int, Tensor]  # whose, number of its first element, values, one after one
+
+
+def names_in_whole(model: Model) -> dict[nn.Parameter, str]:
+    """Return the name in the whole model of every parameter on this rank.
+
+    Raises ValueError when two parameters have one name.
+    """
+    names: dict[nn.Parameter, str] = {}
+    for stage in _stages(model):
+        for prefix, module in _modules(stage).items():
+            for name, parameter in () if module is None else module.named_parameters(prefix):
+                names.setdefault(parameter, name)
+    if twice := [name for name, count in Counter(names.values()).items() if count > 1]:
+        raise ValueError(
+            f"two weights of this rank are {twice[0]} in the whole model, and would drift apart: "
+            "cut the model into stages after all else, so that what is tied stays one weight"
+        )
+    return names
+
+
+def _stages(model: Model) -> list[Decoder]:
+    """Return the stages of this rank; a whole decoder is one."""
+    return [model] if isinstance(model, Decoder) else list(model.values())
+
+
+def _modules(stage: Decoder) -> dict[str, nn.Module | None]:
+    """By their names in the whole model.
+
+    A slice counts its own blocks from 0, and may have one end of a tied pair alone.
+    """
+    return {
+        "embedding": stage.embedding,
+        **{f"blocks.{block.layer}": block for block in stage.blocks},
+        "norm": stage.norm,
+        "embedding.token" if stage.config.tied else "head": stage.head,
+    }
+
+
+def tied_copies(model: Model) -> set[Tensor]:
+    """Return heads that are tied to an embedding on another rank, where it is saved.
+
+    Both have the same bits, but ZeRO shards the flat parameters of the two stages at different
+    places: their boxes would overlap.
+    """
+    stages = _stages(model)
+    heads = {s.head.weight for s in stages if s.config.tied and s.head is not None}
+    return heads - {s.embedding.token.weight for s in stages if s.embedding is not None}
 
 
 @dataclass(frozen=True)
@@ -69,12 +118,13 @@ class Holder:
                     yield Box(name + key, number, (0,) * number.dim(), tuple(number.shape))
 
 
-def holders(names: Mapping[nn.Parameter, str], optimizers: Sequence[Optimizer]) -> Iterator[Holder]:
-    """All that this rank holds of the parameters in ``names``.
+def holders(model: Model, optimizers: Sequence[Optimizer]) -> Iterator[Holder]:
+    """Yield all that this rank holds of the parameters of ``model``.
 
     Raises ValueError for an optimizer with weights that are not among them, and for weights that
-    lie in shards of a Zero3 that is not among the optimizers.
+    are in shards of a Zero3 that is not among the optimizers.
     """
+    names = names_in_whole(model)
     inner = [each.optimizer if isinstance(each, Sharded) else each for each in optimizers]
     flats = [flat for each in optimizers if isinstance(each, Sharded) for flat in each.every_flat]
     updaters = {

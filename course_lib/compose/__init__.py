@@ -21,22 +21,3 @@ from course_lib.compose.formulas import PartSize, part_sizes, wire_bytes
 from course_lib.compose.plan import GATHER, RING, ULYSSES, Core, Experts, LossScale, Plan, grid
 from course_lib.compose.refusals import discouraged, refusals
 from course_lib.compose.trainer import Step, Trainer, parallelize
-
-__all__ = [
-    "GATHER",
-    "RING",
-    "ULYSSES",
-    "Core",
-    "Experts",
-    "LossScale",
-    "PartSize",
-    "Plan",
-    "Step",
-    "Trainer",
-    "discouraged",
-    "grid",
-    "parallelize",
-    "part_sizes",
-    "refusals",
-    "wire_bytes",
-]

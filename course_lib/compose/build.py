@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -14,15 +13,6 @@ from course_lib.compose.plan import Experts, Plan
 from course_lib.mesh import Mesh
 from course_lib.model import Decoder
 from course_lib.schedule import Schedule
-
-
-def tied_weight(stages: Mapping[int, Decoder]) -> nn.Parameter | None:
-    """Return the weight of a tied embedding and LM head, if this rank has either of them."""
-    for stage in stages.values():
-        module: Any = stage.head if stage.embedding is None else stage.embedding.token
-        if stage.config.tied and module is not None:
-            return module.weight
-    return None
 
 
 def build_stages(

@@ -23,38 +23,12 @@ from dataclasses import dataclass, replace
 from fractions import Fraction
 
 from course_lib import dp, pp, sp, zero
-from course_lib.compose.plan import Experts, Plan
+from course_lib.compose.plan import Plan, Sizes
 from course_lib.ep.formulas import mlp_parameters
 from course_lib.ledger import wire
-from course_lib.model import ModelConfig
+from course_lib.model import ModelConfig, accumulation_dtype
 from course_lib.tp import formulas as tp_formulas
 from course_lib.tp.layers import padded_rows
-
-
-@dataclass(frozen=True)
-class _Mesh:
-    """Sizes of the axes, by letter."""
-
-    t: int
-    c: int
-    d: int
-    p: int
-    e: int
-
-    @classmethod
-    def of(cls, sizes: Mapping[str, int]) -> _Mesh:
-        """An axis that is left out has size 1."""
-        return cls(*(sizes.get(axis, 1) for axis in ("tp", "cp", "dp", "pp", "ep")))
-
-    @property
-    def columns(self) -> int:
-        """Ranks that hold a stage."""
-        return self.t * self.c * self.d
-
-    @property
-    def data(self) -> int:
-        """Ranks that sum the same gradients."""
-        return self.c * self.d
 
 
 def wire_bytes(
@@ -74,123 +48,17 @@ def wire_bytes(
     pad each bucket with fewer than dp x cp elements more. All parameters are trained: of frozen
     ones less is sent than this says, as no gradient is summed, and backward may end sooner.
     """
-    mesh = _Mesh.of(sizes)
+    step = _Step(config, Sizes(**sizes), plan, sequences, seq_len)
     total: dict[str, Fraction] = defaultdict(Fraction)
     for axis, sent in [
-        *_over_tp(config, mesh, plan, sequences, seq_len).items(),
-        *_over_cp(config, mesh, plan, sequences, seq_len).items(),
-        ("pp", _over_pp(config, mesh, plan, sequences, seq_len)),
-        ("ep", _over_ep(config, mesh, plan, sequences * seq_len, leaving)),
-        *_over_data(config, mesh, plan),
+        *step.over_tp().items(),
+        *step.over_cp().items(),
+        ("pp", step.over_pp()),
+        ("ep", step.over_ep(leaving)),
+        *step.over_data(),
     ]:
         total[axis] += sent
     return {axis: sent for axis, sent in total.items() if sent}
-
-
-def _over_tp(
-    config: ModelConfig, mesh: _Mesh, plan: Plan, sequences: int, seq_len: int
-) -> dict[str, Fraction]:
-    """Activations and loss; then the sums of gradients of which a rank of tp has a part."""
-    t, rows, forwards = mesh.t, seq_len // mesh.c, plan.block_forwards
-    if plan.by_rows:
-        again, regions = plan.gathers_again, 1 if plan.experts else 2
-        moves = sp.wire_bytes(
-            config, sequences, rows, t, again=again, forwards=forwards, regions=regions
-        )
-        moves -= wire("all_reduce", sp.replicated_parameters(config) * config.dtype.itemsize, t)
-        moves += tp_formulas.loss_bytes(config, sequences * rows, t) + _of_rows(config, mesh, plan)
-    else:
-        moves = tp_formulas.wire_bytes(config, sequences, rows, t, forwards=forwards)
-        moves -= tp_formulas.shared_head_bytes(config, t)
-    held = replace(config, dtype=zero.reduce_dtype(config.dtype)) if plan.zero else config
-    shared = tp_formulas.shared_head_bytes(held, t, shards=mesh.data if plan.zero else 1)
-    return {"tp": mesh.columns * moves, "tp_kv": mesh.columns * shared}
-
-
-def _of_rows(config: ModelConfig, mesh: _Mesh, plan: Plan) -> Fraction:
-    """The sum of gradients of what is not cut, where ranks share rows; under ZeRO of shards, the
-    average over the ranks that hold them."""
-    whole, experts = sp.replicated_parameters(config), 0
-    if plan.experts is not None:
-        router, experts = _experts_of_layer(config, plan.experts, mesh.e)
-        bias = config.hidden if config.family == "gpt" else 0  # of the MLP that is not there
-        whole += config.layers * (router - bias)
-    shards, copies = (mesh.data, mesh.data // mesh.e) if plan.zero else (1, 1)
-    held = Fraction(whole, shards) + Fraction(config.layers * experts, copies)
-    return held * wire("all_reduce", _held_itemsize(config, plan), mesh.t)
-
-
-def _over_cp(
-    config: ModelConfig, mesh: _Mesh, plan: Plan, sequences: int, seq_len: int
-) -> dict[str, Fraction]:
-    core, forwards = plan.core, plan.core_forwards
-    share = replace(
-        config,
-        hidden=config.hidden // mesh.t,
-        heads=config.heads // mesh.t,
-        kv_heads=max(config.kv_heads // mesh.t, 1),
-    )
-    if mesh.c > 1 and core.run > 1:
-        grid = core.run, mesh.c // core.run
-        of_rank = core.wire_bytes(share, sequences, seq_len, *grid, forwards=forwards)
-        return {f"cp_{way}": mesh.columns * of_rank[i] for i, way in enumerate(("heads", "ring"))}
-    own = core.wire_bytes(share, sequences, seq_len, mesh.c, forwards=forwards) if mesh.c > 1 else 0
-    return {"cp": Fraction(mesh.columns * own)}
-
-
-def _over_pp(
-    config: ModelConfig, mesh: _Mesh, plan: Plan, sequences: int, seq_len: int
-) -> Fraction:
-    """Activations and their gradients; a tied embedding's gradient, or its shards, both ways."""
-    if mesh.p == 1:
-        return Fraction(0)
-    schedule = plan.schedule_for(mesh.p)
-    rows = seq_len // mesh.c // (mesh.t if plan.by_rows else 1)
-    activations = sequences * rows * config.hidden * config.dtype.itemsize
-    sent = mesh.columns * pp.wire_bytes(schedule, activations)
-    if config.tied and schedule.placement[0] != schedule.placement[-1]:
-        table = padded_rows(config.vocab, mesh.t) * config.hidden * _held_itemsize(config, plan)
-        sent += 2 * table * mesh.t * (1 if plan.zero else mesh.data)
-    return Fraction(sent)
-
-
-def _over_ep(
-    config: ModelConfig, mesh: _Mesh, plan: Plan, tokens: int, leaving: int | Fraction | None
-) -> Fraction:
-    """Rows of pairs whose expert is elsewhere, there and back, in each forward and backward."""
-    if plan.experts is None:
-        return Fraction(0)
-    if leaving is None:
-        pairs = tokens * mesh.d * plan.experts.top_k * config.layers
-        leaving = Fraction(mesh.e - 1, mesh.e) * pairs
-    row = config.hidden * config.dtype.itemsize
-    return Fraction(leaving) * row * 2 * (plan.block_forwards + 1)
-
-
-def _over_data(config: ModelConfig, mesh: _Mesh, plan: Plan) -> list[tuple[str, Fraction]]:
-    """Gradients, and what ZeRO gathers: part by part, experts over ranks of their own."""
-    axis = "dp" if mesh.c == 1 else "dp_cp"
-    of_experts = "edp" if mesh.e > 1 else axis
-    sent = []
-    for part in _parts(config, mesh, plan):
-        over = mesh.data // mesh.e if part.experts else mesh.data
-        own = _of_part(config, over, plan, part.elements)
-        sent.append((of_experts if part.experts else axis, mesh.columns * own))
-    return sent
-
-
-def _of_part(config: ModelConfig, n: int, plan: Plan, elements: Sequence[int]) -> Fraction:
-    """A rank's bytes for parameters that n ranks hold; ZeRO-3: root and blocks, else one."""
-    if plan.zero == 0:
-        return dp.wire_bytes(sum(elements) * config.dtype.itemsize, n)
-    return zero.wire_bytes(
-        plan.zero,
-        elements if plan.zero == 3 else [sum(elements)],
-        n,
-        dtype=config.dtype,
-        micro_batches=plan.micro_batches,
-        gathered_once=(0, len(elements) - 1) if plan.zero == 3 else (),
-    )
 
 
 @dataclass(frozen=True)
@@ -207,43 +75,161 @@ class PartSize:
 
 def part_sizes(config: ModelConfig, sizes: Mapping[str, int], plan: Plan) -> list[PartSize]:
     """The parts of all stages, of one rank of tp, ep and the data axes, before ZeRO cuts them."""
-    return _parts(config, _Mesh.of(sizes), plan)
+    return _Step(config, Sizes(**sizes), plan).parts()
 
 
-def _parts(config: ModelConfig, mesh: _Mesh, plan: Plan) -> list[PartSize]:
-    placement: tuple[int, ...] = (0,)
-    layers = [config.layers]
-    if mesh.p > 1:
-        placement = plan.schedule_for(mesh.p).placement
-        layers = pp.partition(config.layers, len(placement))
-    dense = replace(config, ffn=mesh.t) if plan.experts else config  # an MLP that is not there
-    one, two = (
-        tp_formulas.parameters_per_rank(replace(dense, layers=count), mesh.t) for count in (1, 2)
-    )
-    block, experts = two - one, 0
-    if plan.experts is not None:
-        router, experts = _experts_of_layer(config, plan.experts, mesh.e)
-        block += router - mlp_parameters(replace(dense, ffn=1))
-    gpt, table = config.family == "gpt", padded_rows(config.vocab, mesh.t) * config.hidden
-    apart = config.tied and mesh.p > 1  # two stages use it
-    outside = [0] * len(layers)
-    outside[0] += (0 if apart else table) + (config.max_seq_len * config.hidden if gpt else 0)
-    outside[-1] += (2 if gpt else 1) * config.hidden + (0 if config.tied else table)
-    found = [PartSize(s, (outside[s], *[block] * count)) for s, count in enumerate(layers)]
-    if experts:
-        found += [PartSize(s, (experts * count,), True) for s, count in enumerate(layers)]
-    if apart:
-        holders = {placement[0]: 0, placement[-1]: len(layers) - 1}
-        found += [PartSize(stage, (table,)) for stage in holders.values()]
-    return found
+@dataclass(frozen=True)
+class _Step:
+    """A model, a mesh, a plan and the batch of a replica: what a step sends over each axis."""
 
+    config: ModelConfig
+    sizes: Sizes
+    plan: Plan
+    sequences: int = 0
+    seq_len: int = 0
 
-def _experts_of_layer(config: ModelConfig, experts: Experts, e: int) -> tuple[int, int]:
-    """Elements of (router and shared expert, this rank's experts) in a layer."""
-    mlp = mlp_parameters(config)
-    return config.hidden * experts.number + experts.shared * mlp, experts.number // e * mlp
+    def over_tp(self) -> dict[str, Fraction]:
+        """Activations and loss; then the sums of gradients of which a rank of tp has a part."""
+        config, plan, t = self.config, self.plan, self.sizes.tp
+        batch = self.sequences, self.seq_len // self.sizes.cp
+        forwards = plan.block_forwards
+        if plan.by_rows:
+            again, regions = plan.gathers_again, 1 if plan.experts else 2
+            moves = sp.wire_bytes(
+                config, *batch, t, again=again, forwards=forwards, regions=regions
+            )
+            moves -= wire("all_reduce", sp.replicated_parameters(config) * config.dtype.itemsize, t)
+            moves += tp_formulas.loss_bytes(config, batch[0] * batch[1], t) + self.of_rows()
+        else:
+            moves = tp_formulas.wire_bytes(config, *batch, t, forwards=forwards)
+            moves -= tp_formulas.shared_head_bytes(config, t)
+        held = replace(config, dtype=accumulation_dtype(config.dtype)) if plan.zero else config
+        shards = self.sizes.data if plan.zero else 1
+        shared = tp_formulas.shared_head_bytes(held, t, shards=shards)
+        return {"tp": self.sizes.per_stage * moves, "tp_kv": self.sizes.per_stage * shared}
 
+    def of_rows(self) -> Fraction:
+        """The sum of gradients of replicated parameters, where the ranks of tp share rows.
 
-def _held_itemsize(config: ModelConfig, plan: Plan) -> int:
-    """Bytes of an element of the gradients that a rank holds."""
-    return (zero.reduce_dtype(config.dtype) if plan.zero else config.dtype).itemsize
+        Under ZeRO that of shards, the average over the ranks that hold them.
+        """
+        config, plan, data = self.config, self.plan, self.sizes.data
+        router, experts = self.experts_of_layer()
+        # With experts, the bias of an MLP that is not there.
+        bias = config.hidden if plan.experts and config.family == "gpt" else 0
+        whole = sp.replicated_parameters(config) + config.layers * (router - bias)
+        shards, copies = (data, data // self.sizes.ep) if plan.zero else (1, 1)
+        held = Fraction(whole, shards) + Fraction(config.layers * experts, copies)
+        return held * wire("all_reduce", self.held_itemsize(), self.sizes.tp)
+
+    def over_cp(self) -> dict[str, Fraction]:
+        """Attention, of the heads that tp leaves to a rank."""
+        config, core, t, c = self.config, self.plan.core, self.sizes.tp, self.sizes.cp
+        if c == 1:
+            return {}
+        kv_heads = max(config.kv_heads // t, 1)
+        share = replace(
+            config, hidden=config.hidden // t, heads=config.heads // t, kv_heads=kv_heads
+        )
+        n = (c,) if core.run == 1 else (core.run, c // core.run)
+        forwards = self.plan.core_forwards
+        sent = core.wire_bytes(share, self.sequences, self.seq_len, *n, forwards=forwards)
+        by_axis = {"cp": sent} if core.run == 1 else {"cp_heads": sent[0], "cp_ring": sent[1]}
+        return {axis: self.sizes.per_stage * one for axis, one in by_axis.items()}
+
+    def over_pp(self) -> Fraction:
+        """Activations and their gradients; the gradient of a tied embedding."""
+        config, sizes = self.config, self.sizes
+        if sizes.pp == 1:
+            return Fraction(0)
+        schedule = self.plan.schedule_for(sizes.pp)
+        rows = self.seq_len // sizes.cp // (sizes.tp if self.plan.by_rows else 1)
+        activations = self.sequences * rows * config.hidden * config.dtype.itemsize
+        sent = sizes.per_stage * pp.wire_bytes(schedule, activations)
+        if config.tied and schedule.placement[0] != schedule.placement[-1]:
+            copies = 1 if self.plan.zero else sizes.data  # of each shard over tp
+            sent += 2 * self.table() * self.held_itemsize() * sizes.tp * copies
+        return Fraction(sent)
+
+    def over_ep(self, leaving: int | Fraction | None) -> Fraction:
+        """Rows of pairs whose expert is elsewhere, there and back, in each forward and backward."""
+        config, plan, e = self.config, self.plan, self.sizes.ep
+        if plan.experts is None:
+            return Fraction(0)
+        if leaving is None:
+            tokens = self.sequences * self.seq_len * self.sizes.dp
+            leaving = Fraction(e - 1, e) * tokens * plan.experts.top_k * config.layers
+        row = config.hidden * config.dtype.itemsize
+        return Fraction(leaving) * row * 2 * (plan.block_forwards + 1)
+
+    def over_data(self) -> list[tuple[str, Fraction]]:
+        """Gradients, and what ZeRO gathers: part by part, experts over ranks of their own."""
+        data, e = self.sizes.data, self.sizes.ep
+        axis = "dp" if self.sizes.cp == 1 else "dp_cp"
+        over = {False: (axis, data), True: ("edp" if e > 1 else axis, data // e)}
+        sent = []
+        for part in self.parts():
+            name, n = over[part.experts]
+            sent.append((name, self.sizes.per_stage * self.of_part(part.elements, n)))
+        return sent
+
+    def of_part(self, elements: Sequence[int], n: int) -> Fraction:
+        """A rank's bytes for parameters that n ranks hold; ZeRO-3: root and blocks, else one."""
+        config, plan = self.config, self.plan
+        if plan.zero == 0:
+            return dp.wire_bytes(sum(elements) * config.dtype.itemsize, n)
+        return zero.wire_bytes(
+            plan.zero,
+            elements if plan.zero == 3 else [sum(elements)],
+            n,
+            dtype=config.dtype,
+            micro_batches=plan.micro_batches,
+            gathered_once=(0, len(elements) - 1) if plan.zero == 3 else (),
+        )
+
+    def parts(self) -> list[PartSize]:
+        """The parts of all stages, before ZeRO shards them."""
+        config, t = self.config, self.sizes.tp
+        placement: tuple[int, ...] = (0,)
+        layers = [config.layers]
+        if self.sizes.pp > 1:
+            placement = self.plan.schedule_for(self.sizes.pp).placement
+            layers = pp.partition(config.layers, len(placement))
+        # With experts, of an MLP of one feature per rank, which is then taken off.
+        dense = replace(config, ffn=t) if self.plan.experts else config
+        one, two = (
+            tp_formulas.parameters_per_rank(replace(dense, layers=count), t) for count in (1, 2)
+        )
+        router, experts = self.experts_of_layer()
+        block = two - one + router
+        if self.plan.experts:
+            block -= mlp_parameters(replace(dense, ffn=1))
+        gpt, table = config.family == "gpt", self.table()
+        apart = config.tied and self.sizes.pp > 1  # two stages use it
+        outside = [0] * len(layers)
+        outside[0] += (0 if apart else table) + (config.max_seq_len * config.hidden if gpt else 0)
+        outside[-1] += (2 if gpt else 1) * config.hidden + (0 if config.tied else table)
+        found = [PartSize(s, (outside[s], *[block] * count)) for s, count in enumerate(layers)]
+        if experts:
+            found += [PartSize(s, (experts * count,), True) for s, count in enumerate(layers)]
+        if apart:
+            holders = {placement[0]: 0, placement[-1]: len(layers) - 1}
+            found += [PartSize(stage, (table,)) for stage in holders.values()]
+        return found
+
+    def table(self) -> int:
+        """Elements of a rank's shard of the embedding, or of the LM head."""
+        return padded_rows(self.config.vocab, self.sizes.tp) * self.config.hidden
+
+    def experts_of_layer(self) -> tuple[int, int]:
+        """Elements of (router and shared expert, this rank's experts) in a layer."""
+        experts, mlp = self.plan.experts, mlp_parameters(self.config)
+        if experts is None:
+            return 0, 0
+        router = self.config.hidden * experts.number
+        return router + experts.shared * mlp, experts.number // self.sizes.ep * mlp
+
+    def held_itemsize(self) -> int:
+        """Bytes of an element of the gradients that a rank holds."""
+        dtype = self.config.dtype
+        return (accumulation_dtype(dtype) if self.plan.zero else dtype).itemsize

@@ -21,6 +21,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -54,6 +55,15 @@ class Part:
         if isinstance(self.sync, zero.Sharded):
             return self.sync.held_gradients()
         return comm.held_gradients(self.parameters)
+
+
+def tied_weight(stages: Mapping[int, Decoder]) -> nn.Parameter | None:
+    """Return the weight of a tied embedding and LM head, if this rank has either of them."""
+    for stage in stages.values():
+        module: Any = stage.head if stage.embedding is None else stage.embedding.token
+        if stage.config.tied and module is not None:
+            return module.weight
+    return None
 
 
 def make_parts(
@@ -107,17 +117,18 @@ class Gradients:
 
     def __init__(
         self,
-        parts: Sequence[Part],
-        tied: nn.Parameter | None,
+        stages: Mapping[int, Decoder],
         schedule: Schedule | None,
         mesh: Mesh,
         plan: Plan,
+        make_optimizer: zero.MakeOptimizer,
     ) -> None:
-        self.parts, self.mesh, self.plan = list(parts), mesh, plan
+        self.mesh, self.plan = mesh, plan
+        self._tied = tied = None if schedule is None else tied_weight(stages)
+        self.parts = make_parts(stages, tied, mesh, plan, make_optimizer)
         ranks = {schedule.placement[0], schedule.placement[-1]} if schedule else set()
         apart = tied is not None and tied.requires_grad and len(ranks) == 2
         self._other_stage = sum(ranks - {mesh.pp.rank}) if apart else None
-        self._tied = tied
 
     @contextmanager
     def accumulate(self) -> Iterator[None]:

@@ -9,14 +9,33 @@ from typing import Any
 
 from torch import Tensor
 
-from course_lib import cp, recompute, sp, tp
+from course_lib import cp, dp, recompute, sp, tp
 from course_lib.comm import Region
 from course_lib.cp import SequenceLayout
 from course_lib.mesh import Axis
 from course_lib.model import Decoder
 from course_lib.schedule import Schedule, make
 
-BUCKET_BYTES = 12 * 2**20
+
+@dataclass(frozen=True)
+class Sizes:
+    """The size of each axis; ``ep`` is inside dp and cp."""
+
+    tp: int = 1
+    cp: int = 1
+    dp: int = 1
+    pp: int = 1
+    ep: int = 1
+
+    @property
+    def data(self) -> int:
+        """Return the number of ranks that sum the gradients of the same parameters."""
+        return self.cp * self.dp
+
+    @property
+    def per_stage(self) -> int:
+        """Return the number of ranks that hold a pipeline stage together."""
+        return self.tp * self.data
 
 
 @dataclass(frozen=True)
@@ -115,7 +134,7 @@ class Plan:
     overlap: bool = False
     max_norm: float | None = None
     loss_scale: LossScale | None = None
-    bucket_bytes: int = BUCKET_BYTES
+    bucket_bytes: int = dp.BUCKET_BYTES
     seed: int = 0
 
     @property

@@ -9,17 +9,15 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from math import inf, lcm
 
-from course_lib.compose.plan import Plan
+from course_lib.compose.plan import Plan, Sizes
 from course_lib.cp import Nested
 from course_lib.model import ModelConfig
 from course_lib.schedule import Schedule, validate
 
-Sizes = Mapping[str, int]
-
 
 def refusals(
     config: ModelConfig,
-    sizes: Sizes,
+    sizes: Mapping[str, int],
     plan: Plan,
     *,
     sequences: int | None = None,
@@ -29,25 +27,18 @@ def refusals(
 
     ``sequences`` are those of one replica in a step; left out, the batch is not looked at.
     """
-    found = [*_numbers(plan), *_model(config, sizes, plan), *_zero(sizes, plan)]
-    found += [*_experts(sizes, plan), *_pipeline(config, sizes, plan)]
-    if sequences is not None and sequences < plan.micro_batches:
-        found.append(
-            f"micro_batches={plan.micro_batches} of {sequences} sequences in a replica: each needs "
-            "one sequence at least; take fewer micro-batches or a larger batch"
-        )
-    if seq_len is not None:
-        found += _sequence(config, sizes, plan, seq_len)
+    of = Sizes(**sizes)
+    found = [*_numbers(plan), *_model(config, of, plan), *_zero(of, plan), *_experts(of, plan)]
+    found += [*_pipeline(config, of, plan)]
+    if sequences is not None and seq_len is not None:
+        found += batch_refusals(config, of, plan, sequences, seq_len)
     return found
 
 
-def discouraged(config: ModelConfig, sizes: Sizes, plan: Plan) -> list[str]:
+def discouraged(config: ModelConfig, sizes: Mapping[str, int], plan: Plan) -> list[str]:
     """What works and is no good idea, and why; empty when there is nothing to say."""
-    return [*_costly(config, sizes, plan), *_different(config, sizes, plan)]
-
-
-def _size(sizes: Sizes, axis: str) -> int:
-    return sizes.get(axis, 1)
+    of = Sizes(**sizes)
+    return [*_costly(config, of, plan), *_different(config, of, plan)]
 
 
 def _numbers(plan: Plan) -> Iterator[str]:
@@ -68,7 +59,7 @@ def _numbers(plan: Plan) -> Iterator[str]:
 
 def _model(config: ModelConfig, sizes: Sizes, plan: Plan) -> Iterator[str]:
     """Heads and features against tp (which leaves experts whole), heads against Ulysses."""
-    t, c = _size(sizes, "tp"), _size(sizes, "cp")
+    t, c = sizes.tp, sizes.cp
     for name, size in (("heads", config.heads), ("ffn", 0 if plan.experts else config.ffn)):
         if size % t:
             yield f"{name}={size} is not divisible by tp={t}: every rank takes {name} / tp of them"
@@ -106,7 +97,7 @@ def _cores(heads: int, c: int, plan: Plan) -> Iterator[str]:
 
 
 def _zero(sizes: Sizes, plan: Plan) -> Iterator[str]:
-    p = _size(sizes, "pp")
+    p = sizes.pp
     if plan.zero >= 2 and p > 1:
         what = {
             2: "reduce-scatters its gradients once for every micro-batch, where ZeRO-1 does once a "
@@ -130,10 +121,12 @@ def _zero(sizes: Sizes, plan: Plan) -> Iterator[str]:
 
 
 def _experts(sizes: Sizes, plan: Plan) -> Iterator[str]:
-    t, e = _size(sizes, "tp"), _size(sizes, "ep")
-    data = _size(sizes, "dp") * _size(sizes, "cp")
-    if data % e:
-        yield f"ep={e} does not divide dp x cp = {data}: the ranks of ep must hold different data"
+    t, e = sizes.tp, sizes.ep
+    if sizes.data % e:
+        yield (
+            f"ep={e} does not divide dp x cp = {sizes.data}: the ranks of ep must hold different "
+            "data"
+        )
     if plan.experts is None:
         if e > 1:
             yield f"ep={e} without experts in the plan: there is nothing to divide"
@@ -148,7 +141,7 @@ def _experts(sizes: Sizes, plan: Plan) -> Iterator[str]:
 
 
 def _pipeline(config: ModelConfig, sizes: Sizes, plan: Plan) -> Iterator[str]:
-    p = _size(sizes, "pp")
+    p = sizes.pp
     if isinstance(plan.schedule, Schedule) or p > 1:
         try:
             schedule = plan.schedule_for(p)
@@ -171,23 +164,32 @@ def _pipeline(config: ModelConfig, sizes: Sizes, plan: Plan) -> Iterator[str]:
             )
 
 
-def _sequence(config: ModelConfig, sizes: Sizes, plan: Plan, seq_len: int) -> Iterator[str]:
-    t, c = _size(sizes, "tp"), _size(sizes, "cp")
+def batch_refusals(
+    config: ModelConfig, sizes: Sizes, plan: Plan, sequences: int, seq_len: int
+) -> Iterator[str]:
+    """Say why a batch of ``sequences`` per replica, each of ``seq_len``, cannot be split."""
+    if sequences < plan.micro_batches:
+        yield (
+            f"micro_batches={plan.micro_batches} of {sequences} sequences in a replica: each needs "
+            "one sequence at least; take fewer micro-batches or a larger batch"
+        )
     if seq_len > config.max_seq_len:
         yield f"{seq_len} positions, but the model was built for max_seq_len={config.max_seq_len}"
+    t, c = sizes.tp, sizes.cp
     pieces = plan.layout.per_rank * c if c > 1 else 1
     rows = t if plan.by_rows else 1
-    if seq_len % lcm(pieces, c * rows):
+    multiple = lcm(pieces, c * rows)
+    if seq_len % multiple:
         yield (
             f"{seq_len} positions: cp={c} needs {pieces} equal chunks"
             + (f", and tp={t} equal rows of each rank's" if rows > 1 else "")
-            + f"; pad the sequence to a multiple of {lcm(pieces, c * rows)} (targets of the "
-            "padding: IGNORE_INDEX)"
+            + f"; pad the sequence to a multiple of {multiple} (targets of the padding: "
+            "IGNORE_INDEX)"
         )
 
 
 def _costly(config: ModelConfig, sizes: Sizes, plan: Plan) -> Iterator[str]:
-    t, c, p = (_size(sizes, axis) for axis in ("tp", "cp", "pp"))
+    t, c, p = sizes.tp, sizes.cp, sizes.pp
     kv = max(config.kv_heads // t, 1)
     sharing = plan.core.sharing_heads(c)
     if c > 1 and kv % sharing:
@@ -215,13 +217,12 @@ def _costly(config: ModelConfig, sizes: Sizes, plan: Plan) -> Iterator[str]:
 
 def _different(config: ModelConfig, sizes: Sizes, plan: Plan) -> Iterator[str]:
     """What makes the result depend on the mesh."""
-    ranks = _size(sizes, "dp") * _size(sizes, "cp") * _size(sizes, "tp")
-    if plan.experts and plan.experts.capacity_factor is not None and ranks > 1:
+    if plan.experts and plan.experts.capacity_factor is not None and sizes.per_stage > 1:
         yield (
             f"capacity_factor={plan.experts.capacity_factor}: each rank drops among its own "
             "tokens, so that losses depend on the mesh; capacity_factor=None drops nothing"
         )
-    if config.dropout and ranks * _size(sizes, "pp") > 1:
+    if config.dropout and sizes.per_stage * sizes.pp > 1:
         yield (
             f"dropout={config.dropout}: masks follow from seed, step and place in the mesh, so "
             "that losses depend on the mesh (as they do on a seed)"

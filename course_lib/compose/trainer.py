@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from os import PathLike
@@ -12,13 +12,12 @@ import torch
 from torch import Tensor
 
 from course_lib import checkpoint, comm, cp, dp, pp, zero
-from course_lib.compose.build import BalanceLoss, build_stages, tied_weight
-from course_lib.compose.gradients import Gradients, make_parts
-from course_lib.compose.plan import LossScale, Plan
-from course_lib.compose.refusals import discouraged, refusals
+from course_lib.compose.build import BalanceLoss, build_stages
+from course_lib.compose.gradients import Gradients
+from course_lib.compose.plan import LossScale, Plan, Sizes
+from course_lib.compose.refusals import batch_refusals, discouraged, refusals
 from course_lib.mesh import Mesh
 from course_lib.model import Decoder
-from course_lib.schedule import Schedule
 
 Batch = tuple[Tensor, Tensor, Tensor]  # tokens (b, s), targets (b, s), positions (s)
 
@@ -76,19 +75,15 @@ class Trainer:
     """
 
     def __init__(
-        self,
-        stages: Mapping[int, Decoder],
-        schedule: Schedule | None,
-        gradients: Gradients,
-        mesh: Mesh,
-        plan: Plan,
+        self, model: Decoder, mesh: Mesh, plan: Plan, make_optimizer: zero.MakeOptimizer
     ) -> None:
-        self.stages, self.schedule, self.gradients = stages, schedule, gradients
-        self.mesh, self.plan, self.config = mesh, plan, next(iter(stages.values())).config
+        self.mesh, self.plan, self.config = mesh, plan, model.config
+        self.schedule = plan.schedule_for(mesh.pp.size) if mesh.pp.size > 1 else None
+        self.stages = build_stages(model, self.schedule, mesh, plan)
+        self.gradients = Gradients(self.stages, self.schedule, mesh, plan, make_optimizer)
         self.scale = Scale(plan.loss_scale)
-        self.balance = BalanceLoss(stages, mesh, plan)
+        self.balance = BalanceLoss(self.stages, mesh, plan)
         self.steps = 0
-        self._cut_before: set[torch.Size] = set()  # shapes that can be cut
         self._broke_off = ""  # why there can be no next step
 
     def step(self, tokens_BS: Tensor, targets_BS: Tensor) -> Step:
@@ -147,11 +142,8 @@ class Trainer:
 
     def _cut(self, tokens_BS: Tensor, targets_BS: Tensor) -> list[Batch]:
         """Micro-batches (tokens, targets, positions) of this rank's positions."""
-        if tokens_BS.shape not in self._cut_before:
-            rows, seq_len = tokens_BS.shape
-            sizes = {**self.mesh.layout.sizes, "ep": self.mesh.layout.ep}
-            refuse(refusals(self.config, sizes, self.plan, sequences=rows, seq_len=seq_len))
-            self._cut_before.add(tokens_BS.shape)
+        sizes = Sizes(**self.mesh.layout.sizes, ep=self.mesh.layout.ep)
+        refuse(batch_refusals(self.config, sizes, self.plan, *tokens_BS.shape))
         layout = self.plan.layout if self.mesh.cp.size > 1 else cp.CONTIGUOUS
         tokens, targets, positions = cp.shard(tokens_BS, targets_BS, self.mesh.cp, layout)
         m = self.plan.micro_batches
@@ -261,14 +253,10 @@ def parallelize(
     refuse(refusals(model.config, sizes, plan))
     for sentence in discouraged(model.config, sizes, plan) if mesh.rank == 0 else ():
         warnings.warn(sentence, stacklevel=2)
-    schedule = plan.schedule_for(mesh.pp.size) if mesh.pp.size > 1 else None
-    stages = build_stages(model, schedule, mesh, plan)
-    tied = None if schedule is None else tied_weight(stages)
-    parts = make_parts(stages, tied, mesh, plan, make_optimizer)
-    return Trainer(stages, schedule, Gradients(parts, tied, schedule, mesh, plan), mesh, plan)
+    return Trainer(model, mesh, plan, make_optimizer)
 
 
-def refuse(reasons: Sequence[str]) -> None:
-    """Raise ValueError with all of them, if there are any."""
-    if reasons:
-        raise ValueError("this combination does not work:\n- " + "\n- ".join(reasons))
+def refuse(reasons: Iterable[str]) -> None:
+    """Raise ValueError with all reasons, if there are any."""
+    if found := list(reasons):
+        raise ValueError("this combination does not work:\n- " + "\n- ".join(found))

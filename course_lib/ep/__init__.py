@@ -3,9 +3,9 @@
 =============  ===========================================================
 moe            the layer of one process: router, capacity, balance loss
 decoder        a model with such layers, and its loss
-parallel       parallelize: experts divided among ranks, tokens sent to their experts
-gradients      which gradients are summed over which ranks
-formulas       bytes sent, parameters held, saved activations
+parallel       parallelize: experts divided among ranks, tokens sent to their experts; ExpertSync:
+               which gradients are summed over which ranks
+formulas       bytes sent, parameters per rank, saved activations
 =============  ===========================================================
 """
 
@@ -13,39 +13,16 @@ from course_lib.ep.decoder import add_experts, auxiliary_loss, loss_sum, moe_lay
 from course_lib.ep.formulas import (
     even_wire_bytes,
     parameters_per_rank,
-    saved_beside_experts,
-    saved_by_layer,
-    saved_by_reference_layer,
+    reference_saved_bytes,
+    saved_bytes,
+    saved_per_layer,
     wire_bytes,
 )
-from course_lib.ep.gradients import (
+from course_lib.ep.moe import Load, MoE, balance_loss, imbalance, route
+from course_lib.ep.parallel import (
+    ExpertParallelMoE,
     ExpertSync,
     expert_parameters,
+    parallelize,
     shared_parameters,
 )
-from course_lib.ep.moe import Load, MoE, Routes, balance_loss, imbalance, route
-from course_lib.ep.parallel import ExpertParallelMoE, parallelize
-
-__all__ = [
-    "ExpertParallelMoE",
-    "ExpertSync",
-    "Load",
-    "MoE",
-    "Routes",
-    "add_experts",
-    "auxiliary_loss",
-    "balance_loss",
-    "even_wire_bytes",
-    "expert_parameters",
-    "imbalance",
-    "loss_sum",
-    "moe_layers",
-    "parallelize",
-    "parameters_per_rank",
-    "route",
-    "saved_beside_experts",
-    "saved_by_layer",
-    "saved_by_reference_layer",
-    "shared_parameters",
-    "wire_bytes",
-]

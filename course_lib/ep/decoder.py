@@ -27,7 +27,13 @@ def add_experts(
     anew, of the same spread; they follow from ``seed`` alone. Raises ValueError for sizes that do
     not fit.
     """
-    _check(experts, top_k, capacity_factor)
+    if not 1 <= top_k <= experts:
+        raise ValueError(f"expected top_k from 1 to experts={experts}, got top_k={top_k}")
+    if capacity_factor is not None and not capacity_factor > 0:
+        raise ValueError(
+            f"expected capacity_factor above 0 (1 fits an even load) or None (nothing is dropped), "
+            f"got capacity_factor={capacity_factor}"
+        )
     generator = torch.Generator().manual_seed(seed)
     for block in model.blocks:
         dense: nn.Module = block.ffn  # type: ignore[assignment]
@@ -42,16 +48,6 @@ def add_experts(
             _another(dense, generator) if shared else None,
         )
     return model
-
-
-def _check(experts: int, top_k: int, capacity_factor: float | None) -> None:
-    if experts < 1 or not 1 <= top_k <= experts:
-        raise ValueError(f"expected top_k from 1 to experts={experts}, got top_k={top_k}")
-    if capacity_factor is not None and not capacity_factor > 0:
-        raise ValueError(
-            f"expected capacity_factor above 0 (1 fits an even load) or None (nothing is dropped), "
-            f"got capacity_factor={capacity_factor}"
-        )
 
 
 @torch.no_grad()

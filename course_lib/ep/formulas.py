@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from fractions import Fraction
 
-from course_lib.ep.moe import Load, MoE
-from course_lib.model import ModelConfig, parameter_count
-from course_lib.recompute import saved_by_block
+from course_lib.ep.moe import Load
+from course_lib.model import ModelConfig, accumulation_dtype, parameter_count
+from course_lib.recompute import ID_BYTES, saved_by_stage
 
 
 def wire_bytes(load: Load, rank: int, row_bytes: int) -> Fraction:
@@ -24,7 +25,7 @@ def wire_bytes(load: Load, rank: int, row_bytes: int) -> Fraction:
     return Fraction(2 * (leaving + arriving) * row_bytes)
 
 
-def even_wire_bytes(tokens: int, top_k: int, row_bytes: int, n: int) -> Fraction:
+def even_wire_bytes(tokens: int | Fraction, top_k: int, row_bytes: int, n: int) -> Fraction:
     """Return the same for a rank with ``tokens`` whose pairs are spread evenly over all ranks."""
     return 4 * Fraction(n - 1, n) * tokens * top_k * row_bytes
 
@@ -41,42 +42,54 @@ def parameters_per_rank(
 ) -> tuple[int, int]:
     """Return (experts', other) parameters of a rank: E/n experts and a router per layer."""
     mlp = mlp_parameters(config)
-    rest = parameter_count(config) + config.layers * (
-        config.hidden * experts + (0 if shared else -mlp)
-    )
-    return config.layers * experts // n * mlp, rest
+    added = config.hidden * experts - (0 if shared else mlp)  # to each layer
+    return config.layers * experts // n * mlp, parameter_count(config) + config.layers * added
 
 
-def saved_by_layer(config: ModelConfig, layer: MoE, tokens: int, load: Load, rank: int) -> int:
-    """Return the bytes saved for one expert-parallel layer on ``rank``, without shared expert.
+def saved_bytes(
+    config: ModelConfig, sequences: int, seq_len: int, loads: Sequence[Load], rank: int, top_k: int
+) -> int:
+    """Return the bytes that ``rank`` saves in one forward; ``loads`` are those of the layers.
+
+    Tokens and targets are not counted, and there is no shared expert.
+    """
+    tokens = sequences * seq_len
+    layers = sum(saved_per_layer(config, tokens, load, rank, top_k) for load in loads)
+    return _saved_beside_experts(config, sequences, seq_len) + layers
+
+
+def saved_per_layer(config: ModelConfig, tokens: int, load: Load, rank: int, top_k: int) -> int:
+    """Return the bytes that ``rank`` saves for router and experts of one layer.
 
     For each of its ``tokens``: the router's input and probabilities, and the rows that its top_k
     experts returned. For each row that its experts compute: the input and the inner features. These
     rows come from other ranks too, so the busiest rank needs the most memory.
     """
-    b, index, pairs = config.dtype.itemsize, 8, tokens * layer.top_k
-    order = (pairs + sum(load.kept[rank])) * index  # where rows come from, and go
+    b, pairs = config.dtype.itemsize, tokens * top_k
+    order = (pairs + sum(load.kept[rank])) * ID_BYTES  # where rows come from, and go
     computed = load.by_rank[rank] * (config.hidden + _inner(config)) * b
     back = pairs * (config.hidden + 1) * b
-    return _saved_by_router(config, layer, tokens) + order + computed + back
+    return _saved_by_router(config, tokens, len(load.kept[0]), top_k) + order + computed + back
 
 
-def saved_by_reference_layer(config: ModelConfig, layer: MoE, tokens: int) -> int:
-    """Return the bytes saved for the layer of one process, a loop over experts, without capacity.
+def reference_saved_bytes(
+    config: ModelConfig, sequences: int, seq_len: int, experts: int, top_k: int
+) -> int:
+    """Return the bytes that one process saves in one forward, in a loop over experts.
 
     For each pair of a token and an expert: two indices and a weight, the expert's input, inner
-    features and output, and the weighted output.
+    features and output, and the weighted output. There is no capacity and no shared expert.
     """
-    b, index = config.dtype.itemsize, 8
-    pair = 2 * index + (3 * config.hidden + _inner(config) + 1) * b
-    return _saved_by_router(config, layer, tokens) + tokens * layer.top_k * pair
-
-
-def saved_beside_experts(config: ModelConfig, sequences: int, seq_len: int) -> int:
-    """Return the bytes saved for a block without its MLP and the MLP's input (the router's too)."""
     tokens = sequences * seq_len
-    mlp = tokens * (config.hidden + _inner(config)) * config.dtype.itemsize
-    return saved_by_block(config, sequences, seq_len).total - mlp
+    pair = 2 * ID_BYTES + (3 * config.hidden + _inner(config) + 1) * config.dtype.itemsize
+    layer = _saved_by_router(config, tokens, experts, top_k) + tokens * top_k * pair
+    return _saved_beside_experts(config, sequences, seq_len) + config.layers * layer
+
+
+def _saved_beside_experts(config: ModelConfig, sequences: int, seq_len: int) -> int:
+    """Return the bytes saved for a model without its MLPs and their inputs (the routers' too)."""
+    mlp = sequences * seq_len * (config.hidden + _inner(config)) * config.dtype.itemsize
+    return saved_by_stage(config, sequences, seq_len) - config.layers * mlp
 
 
 def _inner(config: ModelConfig) -> int:
@@ -84,13 +97,11 @@ def _inner(config: ModelConfig) -> int:
     return (4 if config.family == "llama" else 2) * config.ffn
 
 
-def _saved_by_router(config: ModelConfig, layer: MoE, tokens: int) -> int:
-    experts, top_k = layer.router.out_features, layer.top_k
-    b = config.dtype.itemsize
-    wide, index = max(b, 4), 8
-    saved = tokens * (config.hidden + experts) * wide + experts * wide + tokens * top_k * index
-    if wide > b:
-        saved += experts * config.hidden * wide  # its weight in float32
+def _saved_by_router(config: ModelConfig, tokens: int, experts: int, top_k: int) -> int:
+    wide = accumulation_dtype(config.dtype).itemsize
+    numbers = tokens * (config.hidden + experts) + experts
+    if wide > config.dtype.itemsize:
+        numbers += experts * config.hidden  # its weight in float32
     if top_k > 1:
-        saved += tokens * (top_k + 1) * wide  # the division by their sum
-    return saved
+        numbers += tokens * (top_k + 1)  # the division by their sum
+    return numbers * wide + tokens * top_k * ID_BYTES

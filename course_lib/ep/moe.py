@@ -154,7 +154,10 @@ class MoE(nn.Module):
 
     def survey(self, routes: Routes) -> Load:
         """Return the counts as Python numbers; on a GPU this waits for the router."""
-        chosen, kept = self.of_every_rank(torch.stack([routes.chosen_E, _kept(routes)])).unbind(1)
+        experts_KT = routes.experts_KT
+        kept_E = experts_KT[experts_KT != NOWHERE].bincount(minlength=len(routes.chosen_E))
+        counts_n2E = self.of_every_rank(torch.stack([routes.chosen_E, kept_E]))
+        chosen, kept = counts_n2E.unbind(1)
         return Load(tuple(map(tuple, chosen.tolist())), tuple(map(tuple, kept.tolist())))
 
     def of_every_rank(self, counts_2E: Tensor) -> Tensor:
@@ -177,9 +180,3 @@ class MoE(nn.Module):
             rows = expert(x_TD.index_select(0, token)) * weights_KT[choice, token, None]
             y_TD = y_TD.index_add(0, token, rows)
         return y_TD
-
-
-def _kept(routes: Routes) -> Tensor:
-    """Pairs that each expert takes, E."""
-    experts = len(routes.chosen_E)
-    return (routes.experts_KT.flatten() - NOWHERE).bincount(minlength=experts + 1)[1:]

@@ -24,10 +24,12 @@ Letters as in :mod:`course_lib.ep.moe`; A rows that arrive at this rank's expert
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from course_lib import comm
 from course_lib.ep.decoder import moe_layers
@@ -137,3 +139,58 @@ def combine(rows_PD: Tensor, pairs_P: Tensor, weights_KT: Tensor) -> Tensor:
     empty = rows_PD.new_zeros(top_k * tokens, rows_PD.shape[1])
     rows_KTD = empty.index_put((pairs_P,), rows_PD).unflatten(0, (top_k, tokens))
     return (rows_KTD * weights_KT.to(rows_PD.dtype)[..., None]).sum(0)
+
+
+def expert_parameters(model: nn.Module) -> list[nn.Parameter]:
+    """Return this rank's experts' parameters: their gradients are summed over ``mesh.edp``."""
+    return [p for layer in moe_layers(model) for p in layer.experts.parameters()]
+
+
+def shared_parameters(model: nn.Module) -> list[nn.Parameter]:
+    """Return all others, with routers and shared experts: summed over ``mesh.dp_cp``."""
+    experts = set(expert_parameters(model))
+    return [p for p in model.parameters() if p not in experts]
+
+
+class ExpertSync:
+    """Two gradient syncs as one: ``make`` makes one for the shared and one for the experts'.
+
+    ``make`` is a class like dp.Overlapped or zero.Zero1, called with parameters and an axis.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        make: Callable[[Iterable[nn.Parameter], Axis], Any],
+        *,
+        ep: Axis,
+        edp: Axis,
+        data: Axis,
+    ) -> None:
+        self.model, self.ep, self.axis = model, ep, data
+        self.syncs = (
+            make(shared_parameters(model), data),
+            make(expert_parameters(model), edp),
+        )
+
+    @contextmanager
+    def accumulate(self) -> Iterator[None]:
+        """A backward inside sends tokens, but no gradients of parameters."""
+        with ExitStack() as both:
+            for sync in self.syncs:
+                both.enter_context(sync.accumulate())
+            yield
+
+    def finish(self) -> None:
+        """Call it once per step, after the last backward."""
+        for sync in self.syncs:
+            sync.finish()
+
+    def clip(self, max_norm: float) -> Tensor:
+        """Scale all gradients to a global norm of at most ``max_norm``; return the norm before.
+
+        By the norm of its own experts alone each rank would scale the shared ones by another
+        factor. Raises ValueError where gradients are not in ``.grad``, as under ZeRO.
+        """
+        held = comm.held_gradients(self.model.parameters())
+        return comm.clip_grad_norm(held, [self.ep], max_norm)

@@ -17,48 +17,26 @@ formulas    bytes sent
     tokens = serve(Replica(model, mesh, slots=8), scheduler).tokens  # by request, on every rank
 """
 
+from typing import TYPE_CHECKING
+
+from course_lib.aliases import aliases
 from course_lib.inference.cache import Cache, cache_bytes
-from course_lib.inference.context import (
-    ContextReplica,
-    decode_bytes,
-    moved_cache_bytes,
-    prefill_bytes,
+from course_lib.inference.context import ContextReplica
+from course_lib.inference.formulas import (
+    busy_share,
+    counts,
+    decode_wire_bytes,
+    even_ep_wire_bytes,
+    moved_cache_wire_bytes,
+    pp_wire_bytes,
+    prefill_wire_bytes,
+    sampling_wire_bytes,
+    tp_wire_bytes,
 )
-from course_lib.inference.formulas import counts, even_expert_bytes, expert_bytes, tensor_bytes
-from course_lib.inference.pipeline import Stage, busy_share, cut, pipeline_bytes, serve_pipeline
-from course_lib.inference.replica import Replica, Served, generate, serve, share
-from course_lib.inference.sampling import Chooser, Sampling, choose, chooser, sampling_bytes
+from course_lib.inference.pipeline import Stage, cut, serve_pipeline
+from course_lib.inference.replica import Replica, Served, serve, share
+from course_lib.inference.sampling import Sampling, choose, chooser
 from course_lib.inference.scheduler import Request, Scheduler, StaticScheduler, Work, make_requests
 
-__all__ = [
-    "Cache",
-    "Chooser",
-    "ContextReplica",
-    "Replica",
-    "Request",
-    "Sampling",
-    "Scheduler",
-    "Served",
-    "Stage",
-    "StaticScheduler",
-    "Work",
-    "busy_share",
-    "cache_bytes",
-    "choose",
-    "chooser",
-    "counts",
-    "cut",
-    "decode_bytes",
-    "even_expert_bytes",
-    "expert_bytes",
-    "generate",
-    "make_requests",
-    "moved_cache_bytes",
-    "pipeline_bytes",
-    "prefill_bytes",
-    "sampling_bytes",
-    "serve",
-    "serve_pipeline",
-    "share",
-    "tensor_bytes",
-]
+if not TYPE_CHECKING:  # mypy would take every name for an alias
+    __getattr__ = aliases(__name__)

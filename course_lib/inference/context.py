@@ -19,20 +19,17 @@ Source: Yang et al. 2024 (arXiv:2411.01783), pass-KV prefill and the joining of 
 from __future__ import annotations
 
 from collections.abc import Callable
-from fractions import Fraction
 
 import torch
 from torch import Tensor
 
 from course_lib import comm, cp
 from course_lib.inference.cache import Cache, LayerCache
-from course_lib.inference.pipeline import TOKEN_BYTES
 from course_lib.inference.replica import Replica, forward_span
 from course_lib.inference.sampling import Chooser
 from course_lib.inference.scheduler import Work
-from course_lib.ledger import wire
 from course_lib.mesh import Axis, Mesh
-from course_lib.model import Attention, Decoder, ModelConfig, accumulation_dtype
+from course_lib.model import Attention, Decoder, accumulation_dtype
 
 NOWHERE = 2**62  # the position of an empty row: no query sees it
 Prefill = Callable[[Tensor, Tensor, Tensor, Axis, cp.SequenceLayout], Tensor]
@@ -44,28 +41,6 @@ def padded(length: int, n: int, layout: cp.SequenceLayout) -> int:
     return -(-length // pieces) * pieces
 
 
-def prefill_bytes(
-    config: ModelConfig, prompt: int, n: int, layout: cp.SequenceLayout = cp.ZIGZAG
-) -> Fraction:
-    """Bytes a rank sends for one prompt: K and V once past everyone, and the first token."""
-    rows = padded(prompt, n, layout)
-    kv = 2 * rows * config.kv_heads * config.head_dim * config.dtype.itemsize
-    return config.layers * wire("all_gather", kv, n) / n + wire("broadcast", TOKEN_BYTES, n)
-
-
-def decode_bytes(config: ModelConfig, tokens: int, n: int) -> Fraction:
-    """Bytes a rank sends to decode ``tokens``: the parts of attention in every layer."""
-    itemsize = accumulation_dtype(config.dtype).itemsize
-    part = config.heads * (config.head_dim + 1) * itemsize
-    return config.layers * wire("all_gather", tokens * part, n)
-
-
-def moved_cache_bytes(config: ModelConfig, rows: int, n: int) -> Fraction:
-    """Bytes a rank would send to gather a cache of ``rows`` positions instead, once."""
-    kv = 2 * rows * config.kv_heads * config.head_dim * config.dtype.itemsize
-    return config.layers * wire("all_gather", kv, n) / n
-
-
 class ContextReplica(Replica):
     """A whole model on each rank of ``mesh.cp``, and 1/n of the cache.
 
@@ -73,7 +48,6 @@ class ContextReplica(Replica):
     the layout do not divide max_seq_len.
     """
 
-    cuts_sequences = True
     cache: ContextCache
 
     def __init__(
@@ -132,14 +106,8 @@ class ContextCache(Cache):
         return ContextLayer(self, attention, self.capacity // self.axis.size)
 
     def owner(self, position: int) -> int:
-        """The rank that holds ``position`` of the prompt that is being read."""
-        return next(r for r in range(self.axis.size) if position in self.positions_of(r))
-
-    def positions_of(self, rank: int) -> range | list[int]:
-        """Which positions of the padded prompt ``rank`` reads, ascending."""
-        chunk = self.rows_read // self.layout.per_rank
-        chunks = self.layout.chunks(rank, self.axis.size)
-        return [c * chunk + row for c in chunks for row in range(chunk)]
+        """Return the rank that holds ``position`` of the prompt that is being read."""
+        return next(rank for rank, read in enumerate(self.read) if position in read)
 
     def open(self, work: Work) -> tuple[Tensor, Tensor]:
         """Decide who keeps which of the new rows, and write down their positions."""
@@ -160,13 +128,16 @@ class ContextCache(Cache):
         return tokens_BS, positions_BS
 
     def open_prompt(self, work: Work, tokens_1S: Tensor) -> tuple[Tensor, Tensor]:
-        """This rank's tokens of one prompt, padded, and their positions."""
+        """Return this rank's tokens of one prompt, padded, and their positions."""
         n, slot = self.axis.size, work.slots[0]
         length = padded(work.width, n, self.layout)
-        self.rows_read = length // n
-        self.held[slot] = [sum(p < work.width for p in self.positions_of(r)) for r in range(n)]
-        mine_s = torch.tensor(self.positions_of(self.axis.rank), device=self.device)
-        self.real = slice(0, self.held[slot][self.axis.rank])  # padding stands at the end
+        chunks = torch.arange(length).view(n * self.layout.per_rank, -1)
+        self.read = [  # positions, by rank
+            chunks[list(self.layout.chunks(rank, n))].flatten().tolist() for rank in range(n)
+        ]
+        self.held[slot] = [sum(p < work.width for p in read) for read in self.read]
+        mine_s = torch.tensor(self.read[self.axis.rank], device=self.device)
+        self.real = slice(0, self.held[slot][self.axis.rank])  # padding is at the end
         self.positions_NT[slot] = NOWHERE
         self.positions_NT[slot, self.real] = mine_s[self.real]
         tokens_1S = torch.nn.functional.pad(tokens_1S, (0, length - work.width))

@@ -17,9 +17,6 @@ More groups raise throughput but do not lower latency: a token takes max(g, p) t
 
 from __future__ import annotations
 
-from fractions import Fraction
-from itertools import count
-
 import torch
 from torch import Tensor
 
@@ -27,11 +24,9 @@ from course_lib import comm, pp
 from course_lib.inference.cache import Cache
 from course_lib.inference.replica import Served, forward_span, sharing_experts
 from course_lib.inference.sampling import Chooser, chooser
-from course_lib.inference.scheduler import NOTHING, Scheduler, Work, check_fits
+from course_lib.inference.scheduler import NOTHING, Scheduler, Work
 from course_lib.mesh import Mesh
-from course_lib.model import Decoder, ModelConfig
-
-TOKEN_BYTES = 8
+from course_lib.model import Decoder
 
 
 def cut(model: Decoder, mesh: Mesh) -> Decoder:
@@ -39,18 +34,6 @@ def cut(model: Decoder, mesh: Mesh) -> Decoder:
     layers = pp.partition(len(model.blocks), mesh.pp.size)
     first = sum(layers[: mesh.pp.rank])
     return model.stage(first, first + layers[mesh.pp.rank])
-
-
-def busy_share(groups: int, stages: int) -> Fraction:
-    """Of the ticks of a round, how many a stage works."""
-    return Fraction(groups, max(groups, stages))
-
-
-def pipeline_bytes(config: ModelConfig, tokens: int, chosen: int, stages: int) -> Fraction:
-    """Bytes of all ranks together: ``tokens`` cross p-1 stage boundaries,
-    the ``chosen`` ones go to p-1 ranks."""
-    row = config.hidden * config.dtype.itemsize
-    return Fraction((stages - 1) * (tokens * row + chosen * TOKEN_BYTES))
 
 
 class Stage:
@@ -106,18 +89,13 @@ class Iterations:
 @torch.no_grad()
 def serve_pipeline(stage: Stage, scheduler: Scheduler) -> Served:
     """Run until every request has its tokens; all ranks of ``mesh.pp`` return them."""
-    axis, config = stage.mesh.pp, stage.model.config
-    check_fits(scheduler.waiting, config)
-    if scheduler.slots > stage.cache.slots:
-        raise ValueError(
-            f"a scheduler of {scheduler.slots} slots, but the cache has {stage.cache.slots}"
-        )
+    axis = stage.mesh.pp
+    scheduler.check_fits(stage.model.config, stage.cache.slots)
     iterations, served = Iterations(scheduler, axis.size), Served(scheduler.tokens)
     x_BSD = None
     try:
-        for tick in count():
-            if scheduler.done:
-                break
+        while not scheduler.done:
+            tick = served.steps
             iteration = tick - axis.rank
             work = iterations.work(iteration)
             y = stage.step(work, x_BSD, iterations.group(iteration)) if work else None

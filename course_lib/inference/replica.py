@@ -24,7 +24,7 @@ from course_lib import comm
 from course_lib.ep import ExpertParallelMoE
 from course_lib.inference.cache import Cache
 from course_lib.inference.sampling import Chooser, chooser
-from course_lib.inference.scheduler import NOTHING, Request, Scheduler, Work, check_fits
+from course_lib.inference.scheduler import NOTHING, Request, Scheduler, Work
 from course_lib.mesh import Axis, Mesh
 from course_lib.model import Decoder
 from course_lib.trace.spans import Sleep
@@ -64,24 +64,22 @@ class Served:
 class Replica:
     """A full model, not a stage, with its cache. ``choose`` left out is greedy."""
 
-    cuts_sequences = False
-
     def __init__(
         self, model: Decoder, mesh: Mesh, slots: int, choose: Chooser | None = None
     ) -> None:
         if model.embedding is None or model.head is None:
             raise ValueError("this is a stage, not a model: serve stages with serve_pipeline")
-        if mesh.cp.size > 1 and not self.cuts_sequences:
-            raise ValueError(
-                f"axis cp has {mesh.cp.size} ranks, and this replica would hold the whole cache on "
-                "each: take ContextReplica"
-            )
         self.model, self.mesh = model, mesh
         self.cache = self.make_cache(slots)
         self.choose = choose or chooser(model)
 
     def make_cache(self, slots: int) -> Cache:
-        """The cache of this kind of replica."""
+        """Return the cache of this kind of replica: all of it on every rank."""
+        if self.mesh.cp.size > 1:
+            raise ValueError(
+                f"axis cp has {self.mesh.cp.size} ranks, and this replica would hold the whole "
+                "cache on each: take ContextReplica"
+            )
         return Cache(self.model, slots)
 
     def step(self, work: Work) -> Tensor:
@@ -89,10 +87,6 @@ class Replica:
         with forward_span(self.mesh, work):
             logits_BSV = self.model(*self.cache.open(work))
         return self.choose(logits_BSV[:, -1], work)
-
-    def others(self) -> Axis | None:
-        """The ranks whose replicas share experts with this one, if any do."""
-        return sharing_experts(self.model)
 
 
 def sharing_experts(model: nn.Module) -> Axis | None:
@@ -124,9 +118,13 @@ def forward_span(
 @torch.no_grad()
 def serve(replica: Replica, scheduler: Scheduler) -> Served:
     """Run until every request has its tokens; with shared experts, until all replicas are done."""
-    check_fits(scheduler.waiting, replica.model.config)
-    _check_slots(scheduler, replica.cache)
-    served, others = Served(scheduler.tokens), replica.others()
+    scheduler.check_fits(replica.model.config, replica.cache.slots)
+    if scheduler.groups > 1:
+        raise ValueError(
+            f"expected a scheduler of 1 group, got {scheduler.groups}: groups alternate in a "
+            "pipeline; one model serves one group"
+        )
+    served, others = Served(scheduler.tokens), sharing_experts(replica.model)
     try:
         while _anyone_busy(scheduler, others):
             work = NOTHING if scheduler.done else scheduler.next_work()
@@ -147,24 +145,6 @@ def _anyone_busy(scheduler: Scheduler, others: Axis | None) -> bool:
     return bool(comm.all_reduce(busy, others, control=True))
 
 
-def _check_slots(scheduler: Scheduler, cache: Cache) -> None:
-    if scheduler.groups > 1:
-        raise ValueError(
-            f"expected a scheduler of 1 group, got {scheduler.groups}: groups alternate in a "
-            "pipeline; one model serves one group"
-        )
-    if scheduler.slots > cache.slots:
-        raise ValueError(f"a scheduler of {scheduler.slots} slots, but the cache has {cache.slots}")
-
-
 def share(requests: Sequence[Request], axis: Axis) -> list[Request]:
     """The requests that this replica of data parallelism answers: every n-th."""
     return list(requests[axis.rank :: axis.size])
-
-
-def generate(
-    model: Decoder, mesh: Mesh, requests: Sequence[Request], choose: Chooser | None = None
-) -> dict[int, list[int]]:
-    """The tokens of all ``requests`` at once, by number: a slot for each."""
-    slots = max(len(requests), 1)
-    return serve(Replica(model, mesh, slots, choose), Scheduler(requests, slots)).tokens

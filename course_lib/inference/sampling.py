@@ -22,7 +22,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from fractions import Fraction
 
 import torch
 import torch.nn.functional as F
@@ -30,11 +29,9 @@ from torch import Tensor
 
 from course_lib import comm
 from course_lib.inference.scheduler import Work
-from course_lib.ledger import wire
 from course_lib.mesh import Axis
-from course_lib.model import Decoder, ModelConfig, accumulation_dtype
+from course_lib.model import Decoder, accumulation_dtype
 from course_lib.tp import VocabHead
-from course_lib.tp.layers import padded_rows
 
 MIX = 1_000_003  # a prime: seeds, requests and positions do not fall on one another
 Chooser = Callable[[Tensor, Work], Tensor]  # logits_BV (or this rank's), work -> tokens_B
@@ -130,15 +127,3 @@ def gumbel(work: Work, seed: int, vocab: int) -> Tensor:
         mixed = ((seed * MIX + request) * MIX + start + work.width) % 2**32
         noise[row].exponential_(generator=torch.Generator().manual_seed(mixed)).log_().neg_()
     return noise
-
-
-def sampling_bytes(
-    config: ModelConfig, chosen: int, n: int, sampling: Sampling | None = None
-) -> Fraction:
-    """Bytes that a rank of a cut head sends to choose ``chosen`` tokens: pairs, and candidates."""
-    numbers = 2
-    if sampling is not None and sampling.cuts:
-        rows = padded_rows(config.vocab, n)
-        numbers += min(sampling.top_k or rows, rows)
-    itemsize = accumulation_dtype(config.dtype).itemsize
-    return wire("all_gather", chosen * numbers * itemsize, n)

@@ -69,23 +69,6 @@ def make_requests(
     return [Request(number, given[number], each[number]) for number in range(len(given))]
 
 
-def check_fits(requests: Iterable[Request], config: ModelConfig) -> None:
-    """Raise ValueError for a request that the model cannot serve."""
-    for request in requests:
-        if request.kv_positions > config.max_seq_len:
-            raise ValueError(
-                f"request {request.number}: a prompt of {len(request.prompt)} and "
-                f"{request.max_new_tokens} new tokens take {request.kv_positions} positions, but "
-                f"the model was built for max_seq_len={config.max_seq_len}; shorten one of them"
-            )
-        bad = [token for token in request.prompt if not 0 <= token < config.vocab]
-        if bad:
-            raise ValueError(
-                f"request {request.number}: token {bad[0]} is outside the vocabulary of "
-                f"{config.vocab}"
-            )
-
-
 @dataclass(frozen=True)
 class Work:
     """One forward of B requests: S ``tokens`` of each, the first at position ``starts``."""
@@ -150,14 +133,32 @@ class Scheduler:
         self.slots, self.groups, self.stop = slots, groups, stop
         self.running: dict[int, Request] = {}  # by slot
         self.tokens: dict[int, list[int]] = {request.number: [] for request in self.waiting}
-        self.unfinished = len(self.waiting)
         if len(self.tokens) < len(self.waiting):
             raise ValueError("two requests have the same number: give each its own")
 
     @property
     def done(self) -> bool:
         """Whether every request has its tokens."""
-        return not self.unfinished
+        return not self.waiting and not self.running
+
+    def check_fits(self, config: ModelConfig, slots: int) -> None:
+        """Raise ValueError for what the model or its cache of ``slots`` cannot serve."""
+        if self.slots > slots:
+            raise ValueError(f"a scheduler of {self.slots} slots, but the cache has {slots}")
+        for request in self.waiting:
+            if request.kv_positions > config.max_seq_len:
+                raise ValueError(
+                    f"request {request.number}: a prompt of {len(request.prompt)} and "
+                    f"{request.max_new_tokens} new tokens take {request.kv_positions} positions, "
+                    f"but the model was built for max_seq_len={config.max_seq_len}; shorten one of "
+                    "them"
+                )
+            bad = [token for token in request.prompt if not 0 <= token < config.vocab]
+            if bad:
+                raise ValueError(
+                    f"request {request.number}: token {bad[0]} is outside the vocabulary of "
+                    f"{config.vocab}"
+                )
 
     def next_work(self, group: int = 0) -> Work:
         """Return the next work of ``group``, whose last tokens must have been recorded."""
@@ -190,7 +191,6 @@ class Scheduler:
             own.append(int(token))
             if len(own) == self.running[slot].max_new_tokens or token == self.stop:
                 del self.running[slot]
-                self.unfinished -= 1
 
 
 class StaticScheduler(Scheduler):

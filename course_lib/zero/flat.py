@@ -21,20 +21,13 @@ def padded(elements: int, n: int) -> int:
     return -(-elements // n) * n
 
 
-def reduce_dtype(dtype: torch.dtype) -> torch.dtype:
-    """Return the dtype in which gradients are summed and weights are updated: float32 at least.
-
-    bfloat16 has 8 bits of precision, so an update below 1/256 of a weight would be lost.
-    """
-    return accumulation_dtype(dtype)
-
-
 class FlatParameter:
     """Parameters of one dtype in one flat tensor, split into n shards; the last one is padded.
 
     ``full_F`` stores what the model computes with; the parameters are views into it.
     ``shard`` (f) is what this rank's optimizer updates. With bfloat16 parameters it stores float32
-    master weights; otherwise it is a view of this rank's slice of ``full_F`` and needs no memory.
+    master weights: bfloat16 has 8 bits of precision, so an update below 1/256 of a weight would be
+    lost. Otherwise it is a view of this rank's slice of ``full_F`` and needs no memory.
     ``shard.grad`` is this rank's shard of the gradient, summed over the ranks, in shard's dtype.
     """
 
@@ -46,7 +39,7 @@ class FlatParameter:
         self.full_F[: self.elements] = values
         self._set_values(self.views(self.full_F))
         own_f = self.full_F.chunk(axis.size)[axis.rank]
-        self.shard = nn.Parameter(own_f.to(reduce_dtype(own_f.dtype)))
+        self.shard = nn.Parameter(own_f.to(accumulation_dtype(own_f.dtype)))
         self.shares_memory = self.shard.dtype == own_f.dtype  # with the parameters
         self._gradient_F: Tensor | None = None
         self._gradient_views: dict[nn.Parameter, Tensor] = {}  # into _gradient_F

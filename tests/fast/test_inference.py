@@ -399,7 +399,7 @@ def test_bad_input_is_named(call, said):
 
 
 def test_nothing_to_do_is_done():
-    assert inference.generate(make_model(sizes(2)), make_mesh(), []) == {}
+    assert run(sizes(2), Scheduler([], 1), 1).tokens == {}
 
 
 def test_rows_are_shared_out_evenly():

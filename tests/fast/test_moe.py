@@ -255,7 +255,7 @@ def test_activations_are_counted_without_running(top_k, capacity_factor, family,
     with SavedActivations(moe) as saved:
         y = moe(x)
     assert y.grad_fn is not None
-    assert saved.now == ep.saved_by_layer(config, moe, 12, moe.load, 0)
+    assert saved.now == ep.saved_per_layer(config, 12, moe.load, 0, top_k)
 
 
 def test_the_loss_takes_each_layer_s_auxiliary_loss_once():

@@ -21,7 +21,7 @@ from hypothesis import strategies as st
 from ways import COEFFICIENT, GPT, LLAMA, LOOPED, MOE, NAMES, SERIAL, WAYS, V, Way
 
 from course_lib import checkpoint, comm, ep, zero
-from course_lib.checkpoint import boxes, names
+from course_lib.checkpoint import boxes
 from course_lib.mesh import make_mesh
 from course_lib.model import build_model
 from course_lib.schedule import looped
@@ -366,7 +366,7 @@ MISTAKES = {
     "stages count from 0": (
         LOOPED,
         LLAMA,
-        names,
+        boxes,
         "_modules",
         lambda original: partial(counted_from_0, original),
     ),

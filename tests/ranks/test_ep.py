@@ -411,7 +411,7 @@ def test_memory_equals_its_formulas(worlds):
         x = rows_of([40] * 4, mesh.rank).float().requires_grad_()
         with SavedActivations(layer) as saved:
             y = layer(x)
-        formula = ep.saved_by_layer(config, layer, 40, layer.load, mesh.ep.rank)
+        formula = ep.saved_per_layer(config, 40, layer.load, mesh.ep.rank, layer.top_k)
         kept, rows = saved.now, layer.load.by_rank
         assert y.grad_fn is not None
         adam = torch.optim.AdamW(model.parameters())

@@ -133,7 +133,7 @@ def test_tensor_parallel(worlds, n, changes):
     config = sizes(n, **changes)
     results = worlds(n).run(partial(answer, config, tp=n))
     check(results, twin(config))
-    formula = inference.tensor_bytes(config, *counts(requests_of()), n)
+    formula = inference.tp_wire_bytes(config, *counts(requests_of()), n)
     for _, sent, calls, cache_bytes, steps in results:
         assert sent["tp"] == formula
         assert calls == (0 if n == 1 else steps * (2 * config.layers + 2))
@@ -147,7 +147,7 @@ def test_pipeline(worlds, n, groups, changes):
     results = worlds(n).run(partial(answer, config, pp=n, slots=2 * groups, groups=groups))
     check(results, twin(config))
     total = sum(sent["pp"] for _, sent, *_ in results)
-    assert total == inference.pipeline_bytes(config, *counts(requests_of()), n)
+    assert total == inference.pp_wire_bytes(config, *counts(requests_of()), n)
     layers = [8 // n + (rank < 8 % n) for rank in range(n)]
     for own, (*_, cache_bytes, _) in zip(layers, results, strict=True):
         assert cache_bytes == inference.cache_bytes(config, 2 * groups, 48, layers=own)
@@ -215,9 +215,11 @@ def test_context_parallel(worlds, n, way, changes):
     layout = cp.CONTIGUOUS if way == "contiguous" else cp.ZIGZAG
     results = worlds(n).run(partial(answer, config, make=make, cp=n))
     check(results, twin(config))
-    formula = inference.decode_bytes(config, sum(r.max_new_tokens - 1 for r in requests_of()), n)
+    formula = inference.decode_wire_bytes(
+        config, sum(r.max_new_tokens - 1 for r in requests_of()), n
+    )
     for request in requests_of():
-        formula += inference.prefill_bytes(config, len(request.prompt), n, layout)
+        formula += inference.prefill_wire_bytes(config, len(request.prompt), n, layout)
     for _, sent, _, cache_bytes, _ in results:
         assert sent["cp"] == formula
         assert cache_bytes == inference.cache_bytes(config, 2, 48, cp=n)
@@ -248,7 +250,7 @@ def test_expert_parallel(worlds, n, changes):
     ]
     row = config.hidden * config.dtype.itemsize
     for rank, (_, sent, *_) in enumerate(results):
-        assert sent["ep"] == inference.expert_bytes(loads, rank, row)
+        assert sent["ep"] == sum(ep.wire_bytes(load, rank, row) for load in loads) / 2
         assert sent["dp"] == sent["dp_cp"] == 0
     steps = {steps for *_, steps in results}
     assert len(steps) == 1, "replicas that share experts take every step together"
@@ -260,8 +262,8 @@ def test_even_routing_is_the_mean_of_uneven_routing():
     load = ep.Load((), ((tokens * CHOICES // EXPERTS,) * EXPERTS,) * 4)
     assert even * 4 == EXPERTS
     pairs = tokens * CHOICES // EXPERTS * EXPERTS
-    want = inference.expert_bytes([load] * config.layers, 0, config.hidden * 8)
-    assert want == inference.even_expert_bytes(config, Fraction(pairs, CHOICES), CHOICES, 4)
+    want = config.layers * ep.wire_bytes(load, 0, config.hidden * 8) / 2
+    assert want == inference.even_ep_wire_bytes(config, Fraction(pairs, CHOICES), CHOICES, 4)
 
 
 # --- several at once ------------------------------------------------------------------------
@@ -291,9 +293,9 @@ def test_techniques_together(worlds, together, changes):
     if axes == {"tp": 2, "pp": 2}:
         tokens, chosen = counts(requests_of())
         pp_bytes = sum(sent["pp"] for _, sent, *_ in results)
-        assert pp_bytes == 2 * inference.pipeline_bytes(config, tokens, chosen, 2)
+        assert pp_bytes == 2 * inference.pp_wire_bytes(config, tokens, chosen, 2)
         row = config.hidden * 8
-        ends = (tokens * row, inference.sampling_bytes(config, chosen, 2))  # embedding; choice
+        ends = (tokens * row, inference.sampling_wire_bytes(config, chosen, 2))  # embedding; choice
         for rank, (_, sent, *_) in enumerate(results):
             assert sent["tp"] == config.layers * tokens * row + ends[rank // 2]
 
@@ -352,7 +354,7 @@ def test_drawn_tokens_are_the_serial_ones(worlds, n, sampling):
     config = sizes(n)
     results = worlds(n).run(partial(answer, config, tp=n, sampling=sampling))
     check(results, drawn_twin(config, sampling))
-    formula = inference.tensor_bytes(config, *counts(requests_of()), n, sampling)
+    formula = inference.tp_wire_bytes(config, *counts(requests_of()), n, sampling)
     assert [sent["tp"] for _, sent, *_ in results] == [formula] * n
 
 
@@ -588,7 +590,7 @@ def test_ranks_with_other_requests_fail_with_a_report(worlds):
         mesh = make_mesh(tp=2)
         requests = requests_of()[mesh.rank :]
         model = cut_model(sizes(2), mesh)
-        return inference.generate(model, mesh, requests)
+        return inference.serve(Replica(model, mesh, 5), Scheduler(requests, 5)).tokens
 
     with pytest.raises(RankError, match="shape"):
         worlds(2).run(rank, checked=True)

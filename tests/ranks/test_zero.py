@@ -19,6 +19,7 @@ from course_lib import comm, dp, recompute, zero
 from course_lib.mesh import make_mesh
 from course_lib.model import (
     ModelConfig,
+    accumulation_dtype,
     block_parameter_count,
     build_model,
     loss_sum,
@@ -70,7 +71,7 @@ def test_equals_the_shards_accumulated_bit_for_bit(worlds, n, stage, config):
 
     first, masters = accumulated(config, n)
     for got_first, got_masters, final, _ in worlds(n).run(rank):
-        assert next(iter(got_first.values())).dtype == zero.reduce_dtype(config.dtype)
+        assert next(iter(got_first.values())).dtype == accumulation_dtype(config.dtype)
         assert_bitwise(got_first, first, "gradients")
         assert_bitwise(got_masters, masters, "masters after 5 AdamW steps")
         assert_bitwise(final, {k: m.to(config.dtype) for k, m in got_masters.items()}, "weights")
@@ -672,9 +673,9 @@ def test_equals_torch_fsdp2(worlds, config):
         from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
         mesh = make_mesh()
-        model = twin.build(config).to(zero.reduce_dtype(config.dtype))
+        model = twin.build(config).to(accumulation_dtype(config.dtype))
         devices = init_device_mesh("cpu", (mesh.dp.size,))
-        policy = MixedPrecisionPolicy(config.dtype, zero.reduce_dtype(config.dtype))
+        policy = MixedPrecisionPolicy(config.dtype, accumulation_dtype(config.dtype))
         for module in [*model.blocks, model]:
             fully_shard(module, mesh=devices, mp_policy=policy)
         first = torch_steps(model, mesh, twin.adam(model.parameters()))

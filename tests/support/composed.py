@@ -14,7 +14,7 @@ from equality import assert_bitwise, assert_equal
 from torch import Tensor
 
 from course_lib import comm, compose, ep
-from course_lib.checkpoint.names import names_in_whole
+from course_lib.checkpoint.boxes import names_in_whole
 from course_lib.compose import Experts, Plan
 from course_lib.data import batch
 from course_lib.mesh import make_mesh
@@ -125,7 +125,7 @@ class Piece:
 def pieces(trainer: compose.Trainer, of: Callable[[Tensor], Tensor | None]) -> dict[str, Piece]:
     """``of`` every parameter on this rank, by its name in the whole model."""
     found = {}
-    for parameter, name in names_in_whole(list(trainer.stages.values())).items():
+    for parameter, name in names_in_whole(trainer.stages).items():
         value = of(parameter)
         if value is not None:
             spec = comm.shard_spec(parameter)

@@ -9,7 +9,7 @@ from typing import Any
 from course_lib import compose, ep, sp, zero
 from course_lib.compose import Experts, Plan
 from course_lib.mesh import make_mesh
-from course_lib.model import parameter_sizes
+from course_lib.model import accumulation_dtype, parameter_sizes
 from course_lib.recompute import saved_outside_blocks
 from course_lib.tour.technique import COUNT_BYTES, COUNTER_BYTES, Job, Report, Technique, adam
 from course_lib.tour.techniques.compose_reference import (
@@ -21,9 +21,8 @@ from course_lib.tour.techniques.compose_reference import (
     every_place,
     load_at,
     pairs_leaving,
-    some_layer,
 )
-from course_lib.tour.techniques.ep import CHOICES, COEFFICIENT, EXPERTS, exact, experts_model
+from course_lib.tour.techniques.ep import COEFFICIENT, EXPERTS, TOP_K, exact, experts_model
 from course_lib.tour.techniques.pp import slices
 from course_lib.tp import formulas
 from course_lib.trace.memory import SavedActivations, StateBytes, state_bytes
@@ -37,7 +36,7 @@ PLAN_4D = Plan(region=sp.REGION, zero=1, micro_batches=MICRO_BATCHES)
 PLAN_5D = Plan(
     region=sp.REGION,
     micro_batches=MICRO_BATCHES,
-    experts=Experts(EXPERTS, CHOICES, coefficient=COEFFICIENT),
+    experts=Experts(EXPERTS, TOP_K, coefficient=COEFFICIENT),
 )
 
 
@@ -88,7 +87,7 @@ def state(job: Job, sizes: Sizes, plan: Plan) -> int:
     for part in compose.part_sizes(job.config, sizes, plan):
         held = sum(part.elements)
         if plan.zero:
-            gradient = zero.padded(held, n) // n * zero.reduce_dtype(job.config.dtype).itemsize
+            gradient = zero.padded(held, n) // n * accumulation_dtype(job.config.dtype).itemsize
             held_bytes = zero.state_bytes(plan.zero, [held], n, dtype=job.config.dtype)
             found[part.stage] += held_bytes + gradient + COUNTER_BYTES
         else:
@@ -173,7 +172,7 @@ def saved_by_experts(job: Job, sizes: Sizes, layer: int, mb: int, place: Place) 
     sequences, rows = micro_shape(job, sizes)
     tokens = sequences * rows // sizes["tp"]
     load = load_at(job, mb, layer, d, t)
-    return ep.saved_by_layer(job.config, some_layer(job), tokens, load, c)
+    return ep.saved_per_layer(job.config, tokens, load, c, TOP_K)
 
 
 def composed(

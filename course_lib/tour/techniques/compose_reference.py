@@ -17,10 +17,9 @@ from course_lib.tour.techniques.ep import (
     EXPERTS,
     Batch,
     before_last_step,
-    exact,
     experts_model,
     experts_state_bytes,
-    saved_beside_experts,
+    reference_peak_bytes,
     train_reference,
 )
 
@@ -96,19 +95,6 @@ def pairs_leaving(load: ep.Load) -> int:
     )
 
 
-@cache
-def some_layer(job: Job) -> ep.MoE:
-    """Return one MoE layer; all have the same shape."""
-    return ep.moe_layers(experts_model(job))[0]
-
-
-def reference_peak(job: Job) -> int:
-    """Return the peak bytes of saved activations, which are those of one micro-batch."""
-    config, tokens = exact(job).config, job.sequences // MICRO_BATCHES * job.seq_len
-    of_layers = config.layers * ep.saved_by_reference_layer(config, some_layer(job), tokens)
-    return saved_beside_experts(job, MICRO_BATCHES) + of_layers
-
-
 EXPERTS_REFERENCE = Technique(
     name=REFERENCE,
     lesson="12",
@@ -118,6 +104,6 @@ EXPERTS_REFERENCE = Technique(
     train=lambda job: train_reference(experts_model(job), job, micro_batches, job.steps),
     formula=lambda job: {},
     state_formula=lambda job: experts_state_bytes(job, 1),
-    peak_activation_formula=reference_peak,
+    peak_activation_formula=lambda job: reference_peak_bytes(job, MICRO_BATCHES),
     reference=REFERENCE,
 )

@@ -13,11 +13,11 @@ from torch import Tensor
 from course_lib import dp, ep
 from course_lib.mesh import make_mesh
 from course_lib.model import Decoder, parameter_sizes
-from course_lib.recompute import ID_BYTES, saved_outside_blocks
+from course_lib.recompute import ID_BYTES
 from course_lib.tour.technique import COUNT_BYTES, COUNTER_BYTES, Job, Report, Technique, adam
 from course_lib.trace.memory import SavedActivations, state_bytes
 
-RANKS, EXPERTS, CHOICES = 4, 8, 2
+RANKS, EXPERTS, TOP_K = 4, 8, 2
 COEFFICIENT = 0.01  # of the auxiliary loss
 REFERENCE = "serial-moe"
 Batch = tuple[Tensor, Tensor]  # tokens and targets
@@ -31,7 +31,7 @@ def exact(job: Job) -> Job:
 
 def experts_model(job: Job) -> Decoder:
     """Return the model of the other rows with 8 experts instead of each MLP."""
-    return ep.add_experts(exact(job).model(), EXPERTS, CHOICES, seed=0)
+    return ep.add_experts(exact(job).model(), EXPERTS, TOP_K, seed=0)
 
 
 def whole_batch(job: Job, step: int) -> list[Batch]:
@@ -141,31 +141,26 @@ def experts_peak_bytes(job: Job, ep_size: int) -> int:
 
     The experts of a rank also compute the tokens of other ranks.
     """
-    layer, tokens = ep.moe_layers(experts_model(job))[0], job.sequences * job.seq_len // RANKS
+    config, sequences = exact(job).config, job.sequences // RANKS
 
-    def by_experts(rank: int) -> int:
+    def saved(rank: int) -> int:
         of_layers = loads(job, ep_size, rank // ep_size * ep_size)
-        place = rank % ep_size
-        config = exact(job).config
-        return sum(ep.saved_by_layer(config, layer, tokens, load, place) for load in of_layers)
+        batch = sequences, job.seq_len
+        return ep.saved_bytes(config, *batch, of_layers, rank % ep_size, TOP_K)
 
-    return saved_beside_experts(job, RANKS) + max(map(by_experts, range(RANKS)))
+    return max(map(saved, range(RANKS))) + batch_bytes(job, RANKS)
 
 
-def reference_peak_bytes(job: Job) -> int:
+def reference_peak_bytes(job: Job, micro_batches: int = 1) -> int:
     """Return the peak bytes of saved activations of the single-process reference."""
-    layer, tokens = ep.moe_layers(experts_model(job))[0], job.sequences * job.seq_len
-    by_experts = ep.saved_by_reference_layer(exact(job).config, layer, tokens)
-    return saved_beside_experts(job, 1) + job.config.layers * by_experts
+    config, sequences = exact(job).config, job.sequences // micro_batches
+    saved = ep.reference_saved_bytes(config, sequences, job.seq_len, EXPERTS, TOP_K)
+    return saved + batch_bytes(job, micro_batches)
 
 
-def saved_beside_experts(job: Job, replicas: int) -> int:
-    """Return the saved bytes outside the experts, of one of ``replicas`` that share the batch."""
-    config, sequences = exact(job).config, job.sequences // replicas
-    blocks = config.layers * ep.saved_beside_experts(config, sequences, job.seq_len)
-    outside = saved_outside_blocks(config, sequences, job.seq_len)
-    ids = 2 * ID_BYTES * sequences * job.seq_len
-    return blocks + outside.total + ids + COUNT_BYTES
+def batch_bytes(job: Job, parts: int) -> int:
+    """Return the bytes of tokens, targets and their count, of one of ``parts`` of the batch."""
+    return 2 * ID_BYTES * (job.sequences // parts) * job.seq_len + COUNT_BYTES
 
 
 def expert_parallel(name: str, sentence: str, ep_size: int) -> Technique:

@@ -108,8 +108,8 @@ def sent(job: Job) -> dict[str, Fraction]:
     """Return the bytes that all ranks together send in the whole decode, by axis."""
     config, counts = exact(job).config, inference.counts(requests_of(job))
     return {
-        "tp": TP * inference.tensor_bytes(config, *counts, TP),
-        "pp": TP * inference.pipeline_bytes(config, *counts, PP),
+        "tp": TP * inference.tp_wire_bytes(config, *counts, TP),
+        "pp": TP * inference.pp_wire_bytes(config, *counts, PP),
     }
 
 

@@ -9,7 +9,13 @@ import torch
 
 from course_lib import comm, dp, zero
 from course_lib.mesh import Mesh, make_mesh
-from course_lib.model import Decoder, block_parameter_count, parameter_count, parameter_sizes
+from course_lib.model import (
+    Decoder,
+    accumulation_dtype,
+    block_parameter_count,
+    parameter_count,
+    parameter_sizes,
+)
 from course_lib.tour.technique import (
     COUNTER_BYTES,
     Job,
@@ -79,7 +85,7 @@ def zero_state_bytes(stage: int, job: Job) -> int:
     """
     elements = flats(stage, job)
     kept = zero.state_bytes(stage, elements, RANKS, dtype=job.config.dtype)
-    width = zero.reduce_dtype(job.config.dtype).itemsize
+    width = accumulation_dtype(job.config.dtype).itemsize
     gradients = sum(zero.padded(size, RANKS) // RANKS * width for size in elements)
     numbers = len(elements) * (COUNTER_BYTES + (job.width if stage == 3 else 0))
     return kept + gradients + numbers

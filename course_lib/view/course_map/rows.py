@@ -12,7 +12,6 @@ from dataclasses import dataclass
 from fractions import Fraction
 
 import torch
-from torch import nn
 
 from course_lib import compose, cp, dp, ep, pp, recompute, sp
 from course_lib.model import ModelConfig, parameter_count
@@ -263,15 +262,10 @@ def _context_row() -> Row:
 def _expert_row() -> Row:
     n = RANKS
     of_experts, rest = ep.parameters_per_rank(MODEL, EXPERTS.number, n)
-    tokens = SEQ_LEN
-    even = tokens * EXPERTS.top_k // EXPERTS.number  # pairs of one rank and one expert
+    even = SEQ_LEN * EXPERTS.top_k // EXPERTS.number  # pairs of one rank and one expert
     counts = ((even,) * EXPERTS.number,) * n
     load = ep.Load(counts, counts)
-    layer = _shape_of_experts()
-    kept = ep.saved_beside_experts(MODEL, 1, tokens)
-    kept += ep.saved_by_layer(MODEL, layer, tokens, load, 0)
-    outside = recompute.saved_outside_blocks(MODEL, 1, tokens)
-    kept = MODEL.layers * kept + outside.total
+    kept = ep.saved_bytes(MODEL, 1, SEQ_LEN, [load] * MODEL.layers, 0, EXPERTS.top_k)
     plan = compose.Plan(experts=EXPERTS, zero=0, micro_batches=SEQUENCES // n)
     return Row(
         f"EP, {EXPERTS.number} experts",
@@ -286,9 +280,3 @@ def _expert_row() -> Row:
         "more parameters at the same FLOPs",
         "uneven routers: all wait for the fullest rank",
     )
-
-
-def _shape_of_experts() -> ep.MoE:
-    """A layer without memory, for the formula that asks how its router is made."""
-    router = nn.Linear(MODEL.hidden, EXPERTS.number, bias=False, device="meta")
-    return ep.MoE(router, {}, EXPERTS.top_k)

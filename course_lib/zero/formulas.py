@@ -15,7 +15,8 @@ from itertools import pairwise, zip_longest
 
 import torch
 
-from course_lib.zero.flat import padded, reduce_dtype
+from course_lib.model import accumulation_dtype
+from course_lib.zero.flat import padded
 
 
 def _shapes(
@@ -24,7 +25,7 @@ def _shapes(
     """Return F of each flat parameter, b and a."""
     if stage not in (1, 2, 3):
         raise ValueError(f"stage={stage}: ZeRO has stages 1, 2 and 3")
-    return [padded(one, n) for one in elements], dtype.itemsize, reduce_dtype(dtype).itemsize
+    return [padded(one, n) for one in elements], dtype.itemsize, accumulation_dtype(dtype).itemsize
 
 
 def wire_bytes(
@@ -67,15 +68,14 @@ def state_bytes(
     n: int,
     *,
     dtype: torch.dtype = torch.float32,
-    moments: int = 2,
     frozen: Sequence[int] = (),
 ) -> int:
-    """Return the bytes that a rank stores between steps: parameters, master weights, ``moments``.
+    """Return the bytes that a rank stores between steps: parameters, master weights, two moments.
 
     ========  ==================================================================
-    stage 1   sum F b + sum F/n a (moments + 1 where b is not a) + frozen b
+    stage 1   sum F b + sum F/n a (2, or 3 where b is not a) + frozen b
     stage 2   the same
-    stage 3   sum F/n a (moments + 1) + frozen/n b
+    stage 3   sum F/n 3 a + frozen/n b
     ========  ==================================================================
 
     In the paper's mixed precision with Adam that is 2 + 12/n and 12/n bytes per parameter. Not
@@ -84,7 +84,7 @@ def state_bytes(
     bytes in torch's Adam), and in stage 3 the one element that freed parameters read (b).
     """
     full, b, a = _shapes(stage, elements, n, dtype)
-    copies = moments + (stage == 3 or a != b)
+    copies = 2 + (stage == 3 or a != b)
     cold = sum(padded(F, n) // n for F in frozen) if stage == 3 else sum(frozen)
     return sum(F * b * (stage < 3) + F // n * a * copies for F in full) + cold * b
 
