@@ -364,9 +364,9 @@ SWAP = OnRanks(
     ),
     looks=(Look("wire", "messages, peers and bytes", _in_any_order(_messages_of_exchanges)),),
     terms=0,
-    hang="Only the two ranks of an exchange call `swap`, so a collective or another peer "
-    "waits forever. What arrives has the shape and dtype of like, not of mine. A message may be lost if "
-    "its handle is dropped before wait()",
+    hang="Only the two ranks of an exchange call `swap`, so a collective or another peer waits "
+    "forever. The message that arrives has the shape and dtype of like, not of mine. A message may "
+    "be lost if its handle is dropped before wait()",
 )
 
 
