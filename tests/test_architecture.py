@@ -173,7 +173,7 @@ def test_a_grader_imports_the_library_and_the_runner_side_no_judge(path):
     assert {name.split(".")[0] for name in names} <= {
         "__future__", "collections", "copy", "dataclasses", "decimal", "fractions", "functools",
         "itertools", "math", "numbers", "operator", "random", "typing", "torch", "numpy",
-        "course_lib",
+        "course_lib", *(["json"] if path.stem == "by_hand" else []),
     }  # fmt: skip
     assert rooms_imported(path) <= set(ROOMS[: ROOMS.index("interview")])
     if path.parent.name == "runner":

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import json
-import re
 from fractions import Fraction
-from pathlib import Path
 from typing import Any
 
 from course_lib.grading.exercise import Wrong
+from course_lib.grading.graders import FOLDER
 from course_lib.grading.worked import Worked
 
 
@@ -17,7 +16,7 @@ def by_hand(ex: str) -> Worked:
 
     A mistake is a pair: the wrong entries by key, and the message for each of them.
     """
-    table = json.loads(Path(__file__).with_suffix(".json").read_text(encoding="utf-8"))[ex]
+    table = json.loads((FOLDER / "by_hand.json").read_text(encoding="utf-8"))[ex]
     return Worked(
         id=ex,
         title=table["title"],
@@ -33,5 +32,6 @@ def _numbers(value: Any) -> Any:
         return {key: _numbers(entry) for key, entry in value.items()}
     if isinstance(value, list):
         return [_numbers(entry) for entry in value]
-    fraction = isinstance(value, str) and re.fullmatch(r"-?\d+/\d+", value)
+    parts = value.split("/") if isinstance(value, str) else []
+    fraction = len(parts) == 2 and all(part.isdecimal() for part in parts)
     return Fraction(value) if fraction else value
