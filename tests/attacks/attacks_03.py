@@ -330,13 +330,16 @@ class InRawTorch:
 
 
 class OneBuffer(Overlapped):
-    """All instances share one buffer for the buckets of one size at one place."""
+    """All instances share the memory of the sums of one shape at one place."""
 
     sums: ClassVar[dict[Any, Tensor]] = {}
 
-    def of_sum(self, total: Tensor) -> Tensor:
-        key = total.storage_offset(), total.shape, len(self.sent)
-        return self.sums.setdefault(key, total).copy_(total)
+    def adopt(self) -> None:
+        super().adopt()
+        for k, bucket in enumerate(self.buckets):
+            for place, p in enumerate(bucket):
+                assert p.grad is not None
+                p.grad = self.sums.setdefault((k, place, p.shape), p.grad).copy_(p.grad)
 
 
 class DoesNothing(Overlapped):

@@ -448,7 +448,7 @@ class _StoresBuffers(_Right):
         self.sent = [self.padded(bucket) for bucket in self.buckets]
 
     def reduced(self, k: int, flat: Tensor) -> Tensor:
-        return super().reduced(k, self.sent[k].copy_(flat))
+        return super().reduced(k, self.sent[k].copy_(flat)).clone()
 
 
 class _OneBuffer(_Right):
