@@ -23,7 +23,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import dataclass
 from pathlib import Path
 from queue import SimpleQueue
@@ -264,8 +264,11 @@ def main() -> int:
                 return 2
             limits[package] = SLOWER * seconds + 30
         survivors: dict[str, list[Mutant]] = {package: [] for package in packages}
-        outcomes = pool.map(lambda one: judge(one.package, one, free, limits[one.package]), drawn)
-        for mutant, (killer, _) in zip(drawn, outcomes, strict=True):
+        running = {
+            pool.submit(judge, one.package, one, free, limits[one.package]): one for one in drawn
+        }
+        for done in as_completed(running):
+            mutant, (killer, _) = running[done], done.result()
             print(f"{'killed' if killer else 'SURVIVED'}  {mutant}  {killer}", flush=True)
             if not killer:
                 survivors[mutant.package].append(mutant)
