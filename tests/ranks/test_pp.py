@@ -404,8 +404,9 @@ def test_equals_torch(worlds, name, m):
 def test_layers_that_do_not_add_up():
     model, schedule = build_model(F64), one_f_one_b(3, 2)
     assert pp.partition(8, 3) == [3, 3, 2]
-    with pytest.raises(ValueError, match="8 layers cannot be split into 9 stages"):
-        pp.partition(8, 9)
+    for stages in (0, 9):
+        with pytest.raises(ValueError, match=f"8 layers cannot be split into {stages} stages"):
+            pp.partition(8, stages)
     for wrong in ([2, 2, 2], [4, 4], [8, 0, 0]):  # the first: floor division drops two layers
         with pytest.raises(
             ValueError, match=r"expected 3 stages of at least one layer.*8 layers.*got layers="
