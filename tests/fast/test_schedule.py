@@ -727,6 +727,19 @@ def test_drawing_of_actions_too_short_for_their_clock():
     assert "Makespan 18" in drawn
 
 
+def test_drawing_does_not_depend_on_the_unit_of_time():
+    def drawn(unit):
+        return drawing(simulate(one_f_one_b(2, 2), Costs.make(unit, 2 * unit)), 60).splitlines()
+
+    def actions(lines):
+        return [line for line in lines if line.startswith("rank")]
+
+    assert len(actions(drawn(1))) == 2
+    assert actions(drawn(1 / 8)) == actions(drawn(1)) == actions(drawn(2000))
+    assert "Makespan 18,000, of which" in " ".join(drawn(2000))
+    assert "Makespan 1.125, of which" in " ".join(drawn(1 / 8))
+
+
 def test_drawing_says_what_it_leaves_out():
     small = drawing(simulate(gpipe(4, 8), Costs.make(1, 2)))
     assert "left out" not in small

@@ -23,7 +23,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import dataclass
 from pathlib import Path
 from queue import SimpleQueue
@@ -33,7 +33,8 @@ EQUIVALENT = Path(__file__).with_name("equivalent.txt")
 COPIED = ("course_lib", "tests", "exercises", "pyproject.toml")
 SLOWER = 4  # a mutant whose tests take this many times as long as without it hangs
 NEAREST = {  # package -> its test files, those that find most in the least time first
-    "schedule": "fast/test_schedule fast/test_schedule_zero_bubble fast/test_schedule_search",
+    "schedule": "fast/test_schedule fast/test_schedule_zero_bubble fast/test_schedule_search "
+    "fast/test_schedule_cli",
     "comm": "ranks/test_comm ranks/test_p2p fast/test_handle fast/test_flat fast/test_sharding "
     "fast/test_alpha_beta ranks/test_checked ranks/test_links ranks/test_priorities "
     "ranks/test_group_order ranks/test_tp ranks/test_zero_in_mesh",
@@ -264,8 +265,11 @@ def main() -> int:
                 return 2
             limits[package] = SLOWER * seconds + 30
         survivors: dict[str, list[Mutant]] = {package: [] for package in packages}
-        outcomes = pool.map(lambda one: judge(one.package, one, free, limits[one.package]), drawn)
-        for mutant, (killer, _) in zip(drawn, outcomes, strict=True):
+        running = {
+            pool.submit(judge, one.package, one, free, limits[one.package]): one for one in drawn
+        }
+        for done in as_completed(running):
+            mutant, (killer, _) = running[done], done.result()
             print(f"{'killed' if killer else 'SURVIVED'}  {mutant}  {killer}", flush=True)
             if not killer:
                 survivors[mutant.package].append(mutant)

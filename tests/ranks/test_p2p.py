@@ -210,6 +210,15 @@ def test_the_next_block_travels_while_the_caller_holds_the_present_one(worlds):
         assert seen == [True, True, False]
 
 
+def test_an_exchange_waits_for_what_it_sends_too(worlds):
+    def swapped():
+        mesh = make_mesh()
+        comm.exchange(message(mesh.rank, 0), mesh.dp, mesh.dp.next, mesh.dp.previous)
+        return sorted(span.op for span in mesh.trace.spans)
+
+    assert list(worlds(3).run(swapped)) == [["recv", "send"]] * 3
+
+
 class Together:
     """One work for a whole batch, as nccl returns it."""
 

@@ -249,6 +249,23 @@ def test_a_swapped_send_and_recv_is_reported_as_a_deadlock(worlds):
         worlds(2).run(with_exchange, received_first, ON_TWO[:1], timeout=3)
 
 
+@pytest.mark.parametrize("name", ["gpipe", "zb-v"])
+def test_a_step_ends_when_all_its_messages_are_received(worlds, name):
+    """A wait writes the span of its message."""
+    schedule = make(name, 2, 3)
+
+    def rank():
+        mesh = make_mesh(pp=2)
+        stages = pp.make_stages(build_model(F64), schedule, mesh.pp.rank)
+        pp.run(schedule, stages, mesh, batches(3), lambda y, t: loss_sum(y, t)[0])
+        waited = [span.op for span in mesh.trace.spans if span.op in ("send", "recv")]
+        return sorted(waited), sorted(record.op for record in mesh.ledger.records)
+
+    for waited, posted in worlds(2).run(rank):
+        assert waited == posted
+        assert posted.count("send") >= 3
+
+
 def test_the_next_input_is_asked_for_before_this_one_is_computed(worlds):
     """So that it can arrive meanwhile: rank 1 is one receive ahead at each forward but the last."""
     schedule = gpipe(2, 3)
@@ -387,8 +404,9 @@ def test_equals_torch(worlds, name, m):
 def test_layers_that_do_not_add_up():
     model, schedule = build_model(F64), one_f_one_b(3, 2)
     assert pp.partition(8, 3) == [3, 3, 2]
-    with pytest.raises(ValueError, match="8 layers cannot be split into 9 stages"):
-        pp.partition(8, 9)
+    for stages in (0, 9):
+        with pytest.raises(ValueError, match=f"8 layers cannot be split into {stages} stages"):
+            pp.partition(8, stages)
     for wrong in ([2, 2, 2], [4, 4], [8, 0, 0]):  # the first: floor division drops two layers
         with pytest.raises(
             ValueError, match=r"expected 3 stages of at least one layer.*8 layers.*got layers="
