@@ -16,6 +16,8 @@ from course_lib.mesh import Axis
 from course_lib.model import Decoder
 from course_lib.schedule import Schedule, make
 
+_make = lru_cache(maxsize=64)(make)  # a search for a schedule can take seconds
+
 
 @dataclass(frozen=True)
 class Sizes:
@@ -158,12 +160,7 @@ class Plan:
         return 1 if self.recompute is None else 2
 
     def schedule_for(self, ranks: int) -> Schedule:
-        """The schedule of ``ranks`` pipeline ranks. Raises ValueError where there is none."""
+        """Return the schedule of ``ranks`` pipeline ranks; ValueError where there is none."""
         if isinstance(self.schedule, Schedule):
             return self.schedule
-        return _made(self.schedule, ranks, self.micro_batches, self.chunks)
-
-
-@lru_cache(maxsize=64)  # a searching planner asks often
-def _made(name: str, ranks: int, micro_batches: int, chunks: int | None) -> Schedule:
-    return make(name, ranks, micro_batches, chunks)
+        return _make(self.schedule, ranks, self.micro_batches, self.chunks)

@@ -23,9 +23,9 @@ def refusals(
     sequences: int | None = None,
     seq_len: int | None = None,
 ) -> list[str]:
-    """Why this model cannot be trained so; empty when it can.
+    """Return why this model cannot be trained so; empty when it can.
 
-    ``sequences`` are those of one replica in a step; left out, the batch is not looked at.
+    The batch is checked where ``sequences``, of one replica in a step, and ``seq_len`` are given.
     """
     of = Sizes(**sizes)
     found = [*_numbers(plan), *_model(config, of, plan), *_zero(of, plan), *_experts(of, plan)]
@@ -36,7 +36,7 @@ def refusals(
 
 
 def discouraged(config: ModelConfig, sizes: Mapping[str, int], plan: Plan) -> list[str]:
-    """What works and is no good idea, and why; empty when there is nothing to say."""
+    """Return what works but should not be used, and why; empty when there is nothing to say."""
     of = Sizes(**sizes)
     return [*_costly(config, of, plan), *_different(config, of, plan)]
 

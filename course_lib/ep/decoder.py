@@ -63,9 +63,9 @@ def _another(dense: nn.Module, generator: torch.Generator) -> nn.Module:
 
 @torch.no_grad()
 def _router(hidden: int, experts: int, like: Tensor, generator: torch.Generator) -> nn.Linear:
-    """Logits of variance 1 on an input of variance 1."""
-    with torch.random.fork_rng(devices=[]):  # torch's own initialisation draws numbers too
-        router = nn.Linear(hidden, experts, bias=False, dtype=like.dtype, device=like.device)
+    """Return a router whose logits have variance 1 on an input of variance 1."""
+    kind = {"bias": False, "dtype": like.dtype, "device": like.device}
+    router = nn.utils.skip_init(nn.Linear, hidden, experts, **kind)  # which draws no numbers
     draw = torch.randn(router.weight.shape, generator=generator, dtype=torch.float32)
     router.weight.copy_(draw * hidden**-0.5)
     return router
