@@ -79,7 +79,7 @@ class Engine:
         batch = self.micro_batches[mb]
         x = batch[0] if x is None else x.detach().requires_grad_()
         if Action("I", stage, mb) in self.row:
-            self.deferred[stage, mb] = DeferredWeightGradients()
+            self.deferred[stage, mb] = DeferredWeightGradients(self.stages[stage])
         with self._deferring(stage, mb):
             y = self.stages[stage](x, positions_of(batch))
         last = stage + 1 == self.schedule.stages
