@@ -22,7 +22,7 @@ Source: Qi et al. 2023 (arXiv:2401.10241), whose code also defers the products o
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -30,7 +30,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
-from torch.autograd.graph import get_gradient_edge
+from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from course_lib.comm.operators import Product, apply_weight
 from course_lib.model import ModelConfig
@@ -61,82 +61,94 @@ class _InputGradient(torch.autograd.Function):
 
 
 class _Weight(Tensor):
-    """An alias of a weight, so that torch asks this class how to compute with it.
+    """An alias of a weight in a module, so that torch asks this class for its products.
 
-    A TorchFunctionMode would be asked at every operation of the stage, which takes longer.
+    A TorchFunctionMode would be asked for every operation of the stage.
     """
 
-    product: Callable[..., Tensor]
+    weight: Tensor
+    deferred: DeferredWeightGradients | None  # of the micro-batch that runs now
 
     @classmethod
     def __torch_function__(cls, func, types, args=(), kwargs=None):
+        if func in (F.linear, apply_weight):
+            x, alias, *others = args
+            if alias.deferred and x.requires_grad and torch.is_grad_enabled():
+                return alias.deferred.product(x, alias.weight, *others)
         with torch._C.DisableTorchFunctionSubclass():
-            if func in (F.linear, apply_weight) and args[0].requires_grad:
-                return args[1].product(args[0], *args[2:])
             return func(*args, **(kwargs or {}))
 
 
-class DeferredWeightGradients:
-    """Run forward and I of one micro-batch on ``stage`` inside; :meth:`run` is its W."""
+Place = tuple[dict[str, Any], str, _Weight]  # parameters of a module, name in it, alias of it
 
-    def __init__(self, stage: nn.Module) -> None:
-        self.weights = [
-            (module._parameters, name, parameter, self._alias(parameter))
-            for module in stage.modules()
-            for name, parameter in module._parameters.items()
-            if parameter is not None and parameter.dim() == 2 and parameter.requires_grad
-        ]
-        self.deferred: list[tuple[Callable[..., None], list[int]]] = []
-        self.fresh: list[Tensor] = []
-        self.saved: list[Any] = []
+
+def weights_of(stage: nn.Module) -> list[Place]:
+    """Return the places of all weights of ``stage`` that may be those of linears."""
+    places = []
+    for module in stage.modules():
+        for name, weight in module._parameters.items():
+            if weight is not None and weight.dim() == 2 and weight.requires_grad:
+                alias = weight.as_subclass(_Weight)
+                alias.weight, alias.deferred = weight, None
+                places.append((module._parameters, name, alias))
+    return places
+
+
+class DeferredWeightGradients:
+    """Run forward and I of one micro-batch on one stage inside; :meth:`run` is its W.
+
+    ``weights`` are :func:`weights_of` the stage; all of its micro-batches may share them.
+    """
+
+    def __init__(self, weights: Sequence[Place]) -> None:
+        self.weights = weights
+        # Per product: what adds its weight gradient, and the places of its x and dy in ``saved``.
+        self.deferred: list[tuple[Callable[..., None], tuple[int, ...]]] = []
+        self.new: list[Tensor] = []
+        self.saved: list[GradientEdge] = []
         self.count = 0
 
     def __enter__(self) -> DeferredWeightGradients:
-        for parameters, name, _, alias in self.weights:
-            parameters[name] = alias
+        for parameters, name, alias in self.weights:
+            parameters[name], alias.deferred = alias, self
         return self
 
     def __exit__(self, *_: object) -> None:
-        for parameters, name, weight, _ in self.weights:
-            parameters[name] = weight
-        if self.fresh:
+        for parameters, name, alias in self.weights:
+            parameters[name], alias.deferred = alias.weight, None
+        if self.new:
             trained = torch.empty(0, requires_grad=True)
-            self.saved.append(get_gradient_edge(_Saved.apply(trained, *self.fresh)))
-            self.fresh = []
-
-    def _alias(self, weight: Tensor) -> Tensor:
-        alias = weight.as_subclass(_Weight)
-        alias.product = partial(self._product, weight)
-        return alias
+            # An edge, not only its node: before torch 2.12 a node is freed with its output.
+            self.saved.append(get_gradient_edge(_Saved.apply(trained, *self.new)))
+            self.new = []
 
     def _save(self, x: Tensor) -> int:
-        self.fresh.append(x.detach())
+        self.new.append(x.detach())
         self.count += 1
         return self.count - 1
 
-    def _product(
-        self, weight: Tensor, x: Tensor, bias: Tensor | None = None, product: Product = F.linear
+    def product(
+        self, x: Tensor, weight: Tensor, bias: Tensor | None = None, product: Product = F.linear
     ) -> Tensor:
+        """Return ``product(x, weight, bias)``; autograd computes only its input gradient."""
         if product is F.linear:
             y = F.linear(x, weight.detach(), None if bias is None else bias.detach())
-            add, needed = partial(_add_gradients, weight, bias), [self._save(x)]
-        else:
+            add, saved = partial(_add_gradients, weight, bias), (self._save(x),)
+        else:  # it saves what W needs itself
             y = product(x.detach(), weight, bias)
-            add, needed = partial(torch.autograd.backward, get_gradient_edge(y)), []
+            add, saved = partial(torch.autograd.backward, get_gradient_edge(y)), ()
             y = _InputGradient.apply(x, weight.detach(), y.detach())
-        y.register_hook(lambda dy: self.deferred.append((add, [*needed, self._save(dy)])))
+        y.register_hook(lambda dy: self.deferred.append((add, (*saved, self._save(dy)))))
         return y
 
     def run(self) -> None:
         """Add the deferred weight gradients, and free what each of them needed."""
-        tensors = [tensor for edge in self.saved for tensor in edge.node.saved_tensors]
-        self.saved = []
+        nodes: list[Any] = [edge.node for edge in self.saved]
+        tensors = dict(enumerate(tensor for node in nodes for tensor in node.saved_tensors))
+        self.saved, nodes = [], []
         while self.deferred:
-            add, needed = self.deferred.pop(0)
-            given = [tensors[at] for at in needed]
-            for at in needed:
-                tensors[at] = None
-            add(*given)
+            add, places = self.deferred.pop(0)
+            add(*map(tensors.pop, places))
 
 
 def _add_gradients(weight: Tensor, bias: Tensor | None, x: Tensor, dy: Tensor) -> None:
