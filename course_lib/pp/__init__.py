@@ -15,7 +15,7 @@ adds one all-reduce of its gradient between first and last stage (:func:`wire_by
 from course_lib.pp.engine import Batch, Loss, Outcome, StageDone, run, train_step
 from course_lib.pp.exchange import Message, messages
 from course_lib.pp.measured import measured_rows, pace_of, stage_traces
-from course_lib.pp.split import DeferredWeightGradients, saved_for_wgrad
+from course_lib.pp.split import DeferredWeightGradients, saved_for_wgrad, weights_of
 from course_lib.pp.stages import make_stages, parameters, partition, stage_boundaries, wire_bytes
 
 __all__ = [
@@ -36,5 +36,6 @@ __all__ = [
     "stage_boundaries",
     "stage_traces",
     "train_step",
+    "weights_of",
     "wire_bytes",
 ]

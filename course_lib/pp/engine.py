@@ -14,7 +14,7 @@ from course_lib import comm
 from course_lib.mesh import Axis, Mesh
 from course_lib.model import IGNORE_INDEX, Decoder
 from course_lib.pp.exchange import P2PExchange, input_of, messages, output_of
-from course_lib.pp.split import DeferredWeightGradients
+from course_lib.pp.split import DeferredWeightGradients, Place, weights_of
 from course_lib.pp.tied import summed_gradient
 from course_lib.schedule import Action, Schedule
 
@@ -48,6 +48,7 @@ class Engine:
     stage_done: StageDone
     saved: dict[tuple[int, int], tuple[Tensor, GradientEdge | None]] = field(default_factory=dict)
     deferred: dict[tuple[int, int], DeferredWeightGradients] = field(default_factory=dict)
+    weights: dict[int, list[Place]] = field(default_factory=dict)
     total: float | Tensor = 0.0
     peak_in_flight: int = 0
 
@@ -79,7 +80,9 @@ class Engine:
         batch = self.micro_batches[mb]
         x = batch[0] if x is None else x.detach().requires_grad_()
         if Action("I", stage, mb) in self.row:
-            self.deferred[stage, mb] = DeferredWeightGradients()
+            if stage not in self.weights:
+                self.weights[stage] = weights_of(self.stages[stage])
+            self.deferred[stage, mb] = DeferredWeightGradients(self.weights[stage])
         with self._deferring(stage, mb):
             y = self.stages[stage](x, positions_of(batch))
         last = stage + 1 == self.schedule.stages

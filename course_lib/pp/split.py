@@ -5,113 +5,158 @@ The stage before waits for I only. For a linear y_TF = x_TD W_FD^T + b_F
     I   dx_TD = dy_TF W_FD
     W   dW_FD = dy_TF^T x_TD, db_F = sum of dy_TF over T
 
-so W sends nothing and can fill a bubble. A linear that runs under :class:`DeferredWeightGradients`
-has two graphs instead of one: that of the stage, in which the weight is a constant, and one of
-only the product and the weight. I is the backward of the first graph. It frees that graph and
-saves dy for the second. Between I and W only x and dy of each linear are saved. W is autograd's
-backward of the second graph, so gradients are added bit for bit as in a whole backward, and hooks
-on parameters run.
+so W sends nothing and can fill a bubble. Under :class:`DeferredWeightGradients` weight and bias of
+a linear are constants, so autograd computes I alone and frees its graph. W is the two products
+above. Between I and W only x and dy of each linear are saved. The products and the order of sums
+are autograd's, so gradients are bitwise those of a whole backward, and hooks on parameters run.
 
 Everything else (norms, embeddings, a linear with messages inside) is computed in I: it is little
-arithmetic. In W, only those linears of sequence parallelism communicate that gather their input
-again in backward. If I gathered it, the full input would have to be saved until W.
+arithmetic.
 
-``torch.distributed.pipelining`` splits any graph: it retains the graph and runs backward twice.
-All activations are saved until W, and a custom autograd function computes both halves each time.
+``torch.distributed.pipelining`` splits any graph: it walks the graph, retains it and runs backward
+twice. All activations are saved until W, and a custom autograd function computes both halves each
+time.
 
 Source: Qi et al. 2023 (arXiv:2401.10241), whose code also defers the products of linears.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.autograd.graph import GradientEdge, get_gradient_edge
-from torch.overrides import TorchFunctionMode
 
-from course_lib.comm.operators import apply_weight
+from course_lib.comm.operators import Product, apply_weight
 from course_lib.model import ModelConfig
-
-# Per linear: the graph of the product and the weight, and a node that has saved dy for it.
-Deferred = list[tuple[GradientEdge, GradientEdge]]
-Product = Callable[[Tensor], Tensor]
 
 
 class _Saved(torch.autograd.Function):
-    """A node that saves a tensor as autograd does, so that memory meters count it."""
+    """A node that saves tensors as autograd does, so that memory meters count them."""
 
     @staticmethod
-    def forward(ctx, x: Tensor) -> Tensor:
-        ctx.save_for_backward(x)
-        return x.view_as(x)
+    def forward(ctx, trained: Tensor, *tensors: Tensor) -> Tensor:
+        ctx.save_for_backward(*tensors)
+        return trained.view_as(trained)
 
 
-class _Linear(torch.autograd.Function):
-    """A linear whose backward returns dx and defers the weight gradient.
-
-    ``weight`` is detached: otherwise the hooks of the parameter would run in I, without a
-    gradient. ``trained`` is an empty tensor that requires a gradient in its place.
-    """
+class _InputGradient(torch.autograd.Function):
+    """Return ``y``, the product of x and ``weight``; backward is I alone."""
 
     @staticmethod
-    def forward(
-        ctx, x: Tensor, trained: Tensor, weight: Tensor, product: Product, deferred: Deferred
-    ) -> Tensor:
-        with torch.enable_grad():
-            y = product(x.detach())
-        ctx.weight_graph, ctx.deferred = get_gradient_edge(y), deferred
+    def forward(ctx, x: Tensor, weight: Tensor, y: Tensor) -> Tensor:
         ctx.save_for_backward(weight)
-        return y.detach()
+        return y.view_as(y)
 
     @staticmethod
     @once_differentiable
     def backward(ctx, dy: Tensor):
-        with torch.enable_grad():  # otherwise autograd makes no node
-            # An edge, not only its node: before torch 2.12 a node is freed with its output.
-            saved = get_gradient_edge(_Saved.apply(dy.detach().requires_grad_()))
-        ctx.deferred.append((ctx.weight_graph, saved))
         (weight,) = ctx.saved_tensors
-        return dy @ weight if ctx.needs_input_grad[0] else None, None, None, None, None
+        return dy @ weight, None, None
 
 
-class DeferredWeightGradients(TorchFunctionMode):
-    """Run forward and I of one micro-batch on one stage inside; :meth:`run` is its W."""
+class _Weight(Tensor):
+    """An alias of a weight in a module, so that torch asks this class for its products.
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.deferred: Deferred = []
-        self.trained = torch.empty(0, requires_grad=True)
+    A TorchFunctionMode would be asked for every operation of the stage.
+    """
 
-    def __torch_function__(self, func, types, args=(), kwargs=None):
-        kwargs = kwargs or {}
-        if func in (F.linear, apply_weight) and torch.is_grad_enabled():
-            return self._linear(*args, **kwargs)
-        return func(*args, **kwargs)
+    weight: Tensor
+    deferred: DeferredWeightGradients | None  # of the micro-batch that runs now
 
-    def _linear(
-        self,
-        input: Tensor,
-        weight: Tensor,
-        bias: Tensor | None = None,
-        product: Callable[..., Tensor] = F.linear,
+    @classmethod
+    def __torch_function__(cls, func, types, args=(), kwargs=None):
+        if func in (F.linear, apply_weight):
+            x, alias, *others = args
+            if alias.deferred and x.requires_grad and torch.is_grad_enabled():
+                return alias.deferred.product(x, alias.weight, *others)
+        with torch._C.DisableTorchFunctionSubclass():
+            return func(*args, **(kwargs or {}))
+
+
+Place = tuple[dict[str, Any], str, _Weight]  # parameters of a module, name in it, alias of it
+
+
+def weights_of(stage: nn.Module) -> list[Place]:
+    """Return the places of all weights of ``stage`` that may be those of linears."""
+    places = []
+    for module in stage.modules():
+        for name, weight in module._parameters.items():
+            if weight is not None and weight.dim() == 2 and weight.requires_grad:
+                alias = weight.as_subclass(_Weight)
+                alias.weight, alias.deferred = weight, None
+                places.append((module._parameters, name, alias))
+    return places
+
+
+class DeferredWeightGradients:
+    """Run forward and I of one micro-batch on one stage inside; :meth:`run` is its W.
+
+    ``weights`` are :func:`weights_of` the stage; all of its micro-batches may share them.
+    """
+
+    def __init__(self, weights: Sequence[Place]) -> None:
+        self.weights = weights
+        # Per product: what adds its weight gradient, and the places of its x and dy in ``saved``.
+        self.deferred: list[tuple[Callable[..., None], tuple[int, ...]]] = []
+        self.new: list[Tensor] = []
+        self.saved: list[GradientEdge] = []
+        self.count = 0
+
+    def __enter__(self) -> DeferredWeightGradients:
+        for parameters, name, alias in self.weights:
+            parameters[name], alias.deferred = alias, self
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for parameters, name, alias in self.weights:
+            parameters[name], alias.deferred = alias.weight, None
+        if self.new:
+            trained = torch.empty(0, requires_grad=True)
+            # An edge, not only its node: before torch 2.12 a node is freed with its output.
+            self.saved.append(get_gradient_edge(_Saved.apply(trained, *self.new)))
+            self.new = []
+
+    def _save(self, x: Tensor) -> int:
+        self.new.append(x.detach())
+        self.count += 1
+        return self.count - 1
+
+    def product(
+        self, x: Tensor, weight: Tensor, bias: Tensor | None = None, product: Product = F.linear
     ) -> Tensor:
-        if not (weight.is_leaf and weight.requires_grad):
-            return product(input, weight, bias)
-        of_input = partial(product, weight=weight, bias=bias)
-        return _Linear.apply(input, self.trained, weight.detach(), of_input, self.deferred)
+        """Return ``product(x, weight, bias)``; autograd computes only its input gradient."""
+        if product is F.linear:
+            y = F.linear(x, weight.detach(), None if bias is None else bias.detach())
+            add, saved = partial(_add_gradients, weight, bias), (self._save(x),)
+        else:  # it saves what W needs itself
+            y = product(x.detach(), weight, bias)
+            add, saved = partial(torch.autograd.backward, get_gradient_edge(y)), ()
+            y = _InputGradient.apply(x, weight.detach(), y.detach())
+        y.register_hook(lambda dy: self.deferred.append((add, (*saved, self._save(dy)))))
+        return y
 
     def run(self) -> None:
         """Add the deferred weight gradients, and free what each of them needed."""
+        nodes: list[Any] = [edge.node for edge in self.saved]
+        tensors = dict(enumerate(tensor for node in nodes for tensor in node.saved_tensors))
+        self.saved, nodes = [], []
         while self.deferred:
-            graph, saved = self.deferred.pop(0)
-            node: Any = saved.node
-            torch.autograd.backward(graph, *node.saved_tensors)
+            add, places = self.deferred.pop(0)
+            add(*map(tensors.pop, places))
+
+
+def _add_gradients(weight: Tensor, bias: Tensor | None, x: Tensor, dy: Tensor) -> None:
+    """Add dW and db as autograd does, so that hooks on parameters run."""
+    dy_TF = dy.flatten(0, -2)
+    torch.autograd.backward(weight, dy_TF.t() @ x.flatten(0, -2))
+    if bias is not None and bias.requires_grad:
+        torch.autograd.backward(bias, dy_TF.sum(0))
 
 
 def saved_for_wgrad(

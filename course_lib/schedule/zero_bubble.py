@@ -83,7 +83,8 @@ def looped_skeletons(p: int, m: int, costs: Costs, limit: int) -> Iterator[Sched
     """Yield skeletons with one stage per rank: some forwards, then one I and one F in turn.
 
     The number of first forwards is what fits before the first I arrives, rounded down or up, or
-    that number at equal costs. It is at most ``limit``, and less than that of the rank before.
+    that number at equal costs. It is at most ``limit``, and less than that of the rank before,
+    unless that rank does all forwards first.
     """
     forward, backward = first_pass(looped(p), costs)
     fs = [costs.at(stage)[0] for stage in range(p)]
@@ -93,10 +94,11 @@ def looped_skeletons(p: int, m: int, costs: Costs, limit: int) -> Iterator[Sched
     ]
     equal = [2 * (p - 1 - rank) + 1 for rank in range(p)]
     for wanted in (equal, [int(x + 1e-9) for x in fit], [ceil(x - 1e-9) for x in fit]):
-        firsts = [limit + 1]
-        for first in wanted:
-            firsts.append(max(1, min(first, firsts[-1] - 1)))
-        rows = [_alternate(rank, m, first) for rank, first in enumerate(firsts[1:])]
+        most, rows = min(limit, m), []
+        for rank, first in enumerate(wanted):
+            first = max(1, min(first, most))
+            rows.append(_alternate(rank, m, first))
+            most = first - (first < m)
         yield Schedule("skeleton", as_rows(rows), looped(p))
 
 

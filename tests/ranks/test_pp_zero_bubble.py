@@ -163,7 +163,7 @@ def test_only_what_w_needs_is_kept_between_the_halves(config):
     whole = {name: p.grad for name, p in stage.named_parameters()}
     dx, x.grad = x.grad, None
     stage.zero_grad()
-    later = pp.DeferredWeightGradients()
+    later = pp.DeferredWeightGradients(pp.weights_of(stage))
     with SavedActivations(stage) as halves, PeakLiveBytes(stage) as live:
         with later:
             y = stage(x)
@@ -200,7 +200,7 @@ def test_hooks_on_parameters_hear_of_w():
     heard = []
     for name, parameter in stage.named_parameters():
         parameter.register_post_accumulate_grad_hook(lambda _, name=name: heard.append(name))
-    later = pp.DeferredWeightGradients()
+    later = pp.DeferredWeightGradients(pp.weights_of(stage))
     with later:
         stage(x).backward(dy)
     assert heard
@@ -371,7 +371,7 @@ def halves_by_hand(config, way):
     stage, positions = model.stage(1, 3), torch.arange(SEQ)
     rows = len(stage.own_rows(positions))
     x = torch.ones(2, rows, config.hidden, dtype=config.dtype, requires_grad=True)
-    later = pp.DeferredWeightGradients()
+    later = pp.DeferredWeightGradients(pp.weights_of(stage))
     with SavedActivations(stage) as saved:
         with later:
             stage(x, positions).sum().backward()
