@@ -36,16 +36,18 @@ def functions(text: str, lines: set[int]) -> list[tuple[str, int, int]]:
 
 
 def exported(room: str) -> int:
-    """How many names a room exports: its ``__all__``, or the public names of a single file."""
+    """How many names a room exports: its ``__init__`` imports or lists them, a file defines them."""
     file = LIBRARY / f"{room}.py"
-    tree = ast.parse((file if file.exists() else LIBRARY / room / "__init__.py").read_text())
-    defined = 0
-    for node in tree.body:
+    text = (file if file.exists() else LIBRARY / room / "__init__.py").read_text()
+    found = set()
+    for node in ast.parse(text).body:
         if isinstance(node, ast.Assign) and getattr(node.targets[0], "id", "") == "__all__":
             return len(ast.literal_eval(node.value))
-        named = isinstance(node, ast.FunctionDef | ast.ClassDef)
-        defined += named and not node.name.startswith("_")
-    return defined
+        if isinstance(node, ast.ImportFrom) and f"{node.module}.".startswith(f"course_lib.{room}."):
+            found |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.FunctionDef | ast.ClassDef) and not node.name.startswith("_"):
+            found.add(node.name)
+    return len(found)
 
 
 def main() -> None:

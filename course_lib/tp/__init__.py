@@ -30,20 +30,3 @@ from course_lib.tp.layers import (
 )
 from course_lib.tp.overlap import overlapped
 from course_lib.tp.plan import GPT, LLAMA, parallelize, plan_for
-
-__all__ = [
-    "GPT",
-    "LLAMA",
-    "REGION",
-    "ColumnLinear",
-    "RankDropout",
-    "RowLinear",
-    "VocabEmbedding",
-    "VocabHead",
-    "key_value_group",
-    "loss_sum",
-    "overlapped",
-    "parallelize",
-    "plan_for",
-    "sum_shared_gradients",
-]

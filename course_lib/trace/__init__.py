@@ -15,20 +15,3 @@ from course_lib.trace.traffic import (
     header_bytes,
     traffic_matrices,
 )
-
-__all__ = [
-    "TOO_BUSY",
-    "AllocatorPeak",
-    "Matrix",
-    "PeakLiveBytes",
-    "SavedActivations",
-    "SentBytes",
-    "Sleep",
-    "SocketMeter",
-    "StateBytes",
-    "Trace",
-    "header_bytes",
-    "overshoot",
-    "state_bytes",
-    "traffic_matrices",
-]
