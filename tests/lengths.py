@@ -36,7 +36,7 @@ def functions(text: str, lines: set[int]) -> list[tuple[str, int, int]]:
 
 
 def exported(room: str) -> int:
-    """How many names a room exports: its ``__init__`` imports or lists them, a file defines them."""
+    """How many names a room exports: its imports or ``__all__``, or what a file defines."""
     file = LIBRARY / f"{room}.py"
     text = (file if file.exists() else LIBRARY / room / "__init__.py").read_text()
     found = set()
