@@ -104,17 +104,6 @@ class Ledger:
         """How many calls this rank made, control traffic left out."""
         return sum(1 for _ in self.select(axis, op))
 
-    def backend_calls(self) -> dict[str, int]:
-        """Collectives by what torch was told, control traffic included.
-
-        This is what torch's CommDebugMode counts; it counts no messages, and neither does this.
-        """
-        counts: dict[str, int] = defaultdict(int)
-        for record in self.records:
-            if record.peer is None:
-                counts[record.backend_op] += 1
-        return dict(counts)
-
 
 @dataclass(frozen=True, slots=True)
 class Line:
@@ -189,18 +178,3 @@ def table(ledgers: Iterable[Ledger]) -> str:
         right = [cell.rjust(width) for cell, width in zip(row[3:], widths[3:], strict=True)]
         lines.append("  ".join(left + right).rstrip())
     return "\n".join(lines)
-
-
-def unmatched_sends(ledgers: Iterable[Ledger]) -> dict[tuple[int, int], int]:
-    """Bytes sent minus bytes received for each (sender, receiver) pair where they differ.
-
-    Ranks are global ranks. Empty when every message that was sent was received.
-    """
-    balance: dict[tuple[int, int], int] = defaultdict(int)
-    for ledger in ledgers:
-        for record in ledger.records:
-            if record.op == "send" and record.peer is not None:
-                balance[ledger.rank, record.peer] += record.payload
-            elif record.op == "recv" and record.peer is not None:
-                balance[record.peer, ledger.rank] -= record.payload
-    return {pair: difference for pair, difference in balance.items() if difference}

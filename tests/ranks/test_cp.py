@@ -12,12 +12,12 @@ import torch
 from equality import assert_bitwise, assert_equal, projection, worst_error
 from hypothesis import given
 from hypothesis import strategies as st
+from ledgers import unmatched_sends
 
 from course_lib import comm, cp, dp, recompute
 from course_lib.cp import blockwise, layout, ring
 from course_lib.data import batch
 from course_lib.launch import RankError
-from course_lib.ledger import unmatched_sends
 from course_lib.mesh import Axis, Link, Links, make_mesh
 from course_lib.model import ModelConfig, build_model, causal_attention, loss_sum
 from course_lib.recompute import saved_by_block, saved_by_stage
