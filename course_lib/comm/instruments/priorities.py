@@ -81,29 +81,36 @@ class Priorities(Instrument):
 
     def around(self, axis: Axis, call: Call, issue: Callable[[Call], Handle]) -> Handle:
         """Issue ``call`` now or in a gap; a large all-reduce that has to wait is cut first."""
-        place = self._place(axis)
-        if call.peer is not None or place is None or all(a.size == 1 for a in self.axes[:place]):
+        if call.peer is not None or not self.holds(axis):
             return _BeforeGap(self, axis, call.op, issue(call))
         call.where = call_site(axis.context.cells)  # of the start, not of the wait
 
         def start(piece: Call) -> Handle:
             return _BeforeGap(self, axis, piece.op, issue(piece))
 
-        handles = [self.hold(axis, partial(start, piece)) for piece in self._pieces(call)]
+        pieces = [call]
+        if call.op == "all_reduce":
+            pieces = [replace(call, tensor=piece) for piece in self.cut(call.tensor, axis)]
+        handles = [self.hold(axis, partial(start, piece)) for piece in pieces]
         return handles[0] if len(handles) == 1 else _Pieces(handles, call.tensor)
 
-    def _pieces(self, call: Call) -> list[Call]:
-        """Return a large all-reduce as calls on flat views of about equal size, others whole."""
-        if call.op != "all_reduce" or call.tensor.nbytes <= self.piece_bytes:
-            return [call]
-        elements = max(1, self.piece_bytes // call.tensor.element_size())
-        pieces = call.tensor.view(-1).tensor_split(-(-call.tensor.numel() // elements))
-        return [replace(call, tensor=piece) for piece in pieces]
+    def holds(self, axis: Axis) -> bool:
+        """Whether a call on ``axis`` has to wait for a gap."""
+        place = self._place(axis)
+        return place is not None and any(above.size > 1 for above in self.axes[:place])
+
+    def cut(self, fresh: Tensor, axis: Axis) -> tuple[Tensor, ...]:
+        """Return ``fresh`` in the pieces to send on ``axis``: flat views of about equal size."""
+        if fresh.nbytes <= self.piece_bytes or not self.holds(axis):
+            return (fresh,)
+        count = -(-fresh.numel() // max(1, self.piece_bytes // fresh.element_size()))
+        return fresh.view(-1).tensor_split(count)
 
     def hold(self, axis: Axis, start: Callable[[], Handle]) -> Handle:
-        """Return a handle of a call that ``start()`` makes in a gap, or when it is waited for."""
-        place = self.axes.index(axis)
-        held = _Delayed(start, partial(self._leave_down_to, place))
+        """A handle of a call that ``start()`` will make in a gap, or when it is waited for."""
+        place = self._place(axis)
+        assert place is not None
+        held = _Delayed(start, lambda: self._leave_down_to(place))
         self._held[place].append(held)
         return held
 
