@@ -1,7 +1,6 @@
 """Measured spans on one clock, the memory meters, and the bytes that the kernel counted."""
 
 from course_lib.trace.memory import (
-    AllocatorPeak,
     PeakLiveBytes,
     SavedActivations,
     StateBytes,
