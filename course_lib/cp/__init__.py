@@ -36,7 +36,7 @@ from course_lib.cp.layout import (
     positions,
     shard,
 )
-from course_lib.cp.model import ParallelAttention, parallelize, saved_per_block
+from course_lib.cp.model import ParallelAttention, parallelize, saved_bytes
 from course_lib.cp.ring import ring_attention, ring_saved_bytes, ring_wire_bytes
 from course_lib.cp.ulysses import (
     split_axis,
