@@ -4,6 +4,10 @@
 rank sends for the payload with the cheapest known algorithm (a ring). :func:`wire` is the only
 place that has it. :mod:`course_lib.trace.traffic` counts the bytes that were really sent. Control
 traffic (token counts, norms, split sizes) is tagged and has a line of its own.
+
+Each technique also has closed forms, from shapes alone: ``wire_bytes`` per optimizer step,
+``saved_bytes`` per forward, ``state_bytes`` between steps, ``peak_bytes``. Their arguments are what
+is trained (such as config, sequences, seq_len), then n, then options by keyword.
 """
 
 from __future__ import annotations
@@ -83,17 +87,10 @@ class Ledger:
         """Forget all calls: what follows is counted from zero."""
         self.records.clear()
 
-    def select(
-        self, axis: str | None = None, op: str | None = None, control: bool | None = False
-    ) -> Iterator[Record]:
-        """The calls on ``axis`` (any if None) of ``op`` (any if None).
-
-        ``control=False`` leaves control traffic out, True gives only it, None gives both.
-        """
+    def select(self, axis: str | None = None, op: str | None = None) -> Iterator[Record]:
+        """The calls on ``axis`` (any if None) of ``op`` (any if None), control traffic left out."""
         for record in self.records:
-            if axis not in (None, record.axis) or op not in (None, record.op):
-                continue
-            if control is None or record.control == control:
+            if axis in (None, record.axis) and op in (None, record.op) and not record.control:
                 yield record
 
     def wire_bytes(self, axis: str | None = None, op: str | None = None) -> Fraction:

@@ -31,9 +31,9 @@ def all_reduce(x: Tensor, axis: Axis, *, control: bool = False) -> Tensor:
     return _reduced(x, axis, control=control).wait()
 
 
-def start_all_reduce(x: Tensor, axis: Axis, *, control: bool = False) -> Handle:
+def start_all_reduce(x: Tensor, axis: Axis) -> Handle:
     """Begin :func:`all_reduce`; the handle's wait gives the sum."""
-    return _reduced(x, axis, control=control, overlaps=True)
+    return _reduced(x, axis, overlaps=True)
 
 
 def all_reduce_max(x: Tensor, axis: Axis, *, control: bool = False) -> Tensor:
@@ -69,9 +69,9 @@ def all_gather(x: Tensor, axis: Axis, dim: int = 0, *, control: bool = False) ->
     return _gathered(x, axis, dim, control=control).wait()
 
 
-def start_all_gather(x: Tensor, axis: Axis, dim: int = 0, *, control: bool = False) -> Handle:
+def start_all_gather(x: Tensor, axis: Axis, dim: int = 0) -> Handle:
     """Begin :func:`all_gather`; the handle's wait gives the joined tensor."""
-    return _gathered(x, axis, dim, control=control, overlaps=True)
+    return _gathered(x, axis, dim, overlaps=True)
 
 
 def _gathered(x: Tensor, axis: Axis, dim: int, **what: Any) -> Handle:

@@ -18,6 +18,7 @@ from course_lib.comm.transfer import Completed, Handle
 from course_lib.mesh import Axis
 
 T = TypeVar("T", bound=Tensor)
+BUCKET_BYTES = 12 * 2**20  # of gradients; `course bench dp` times smaller and larger ones beside it
 
 
 def flatten(tensors: Sequence[Tensor]) -> Tensor:

@@ -270,7 +270,7 @@ def test_ledger_is_exact_and_agrees_with_torchs_own_count(worlds, n):
             ("send", size, Fraction(size)),
             ("recv", size, Fraction(0)),
         ]
-        control = [(one.op, one.payload) for one in ledger.select(control=True)]
+        control = [(one.op, one.payload) for one in ledger.records if one.control]
         assert control == [("all_reduce", size), ("all_gather", size), ("all_reduce", 4)]
         assert ours["alltoall_base_"] == 3, "gloo's own reduce-scatter would cost twice the bytes"
     assert unmatched_sends(results.ledgers) == {}

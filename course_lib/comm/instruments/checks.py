@@ -65,7 +65,7 @@ class Checks(Instrument):
 
     @cached_property
     def watch(self) -> Watch:
-        """What this rank knows about the calls of all ranks; its store exists from a first call."""
+        """What this rank knows about the calls of all ranks; it needs an initialized group."""
         return Watch(self._run)
 
     def around(self, axis: Axis, call: Call, issue: Callable[[Call], Handle]) -> Handle:
