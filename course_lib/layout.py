@@ -13,9 +13,10 @@ from math import prod
 
 AXES = ("tp", "cp", "dp", "pp")
 DEFAULT_ORDER = "tp-cp-dp-pp"
-# Of a drawing: nodes, ranks per node and lines of groups that it shows (the rest is a count), and
-# the characters of its longest line.
-NODES, NODE_RANKS, GROUP_ROWS, WIDTH = 8, 64, 3, 80
+NODES = 8  # nodes that a drawing shows; of the rest it shows the count
+NODE_RANKS = 64  # ranks of one node that it shows
+GROUP_ROWS = 3  # lines of groups that it shows
+WIDTH = 80  # characters of its longest line
 
 
 @dataclass(frozen=True)
