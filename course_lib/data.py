@@ -65,7 +65,11 @@ def batch(
     after it are IGNORE_INDEX, so that ranks count different numbers of tokens.
     Raises ValueError if dp_size does not divide batch_size or a size is out of range.
     """
-    _check(step, seed, batch_size, seq_len, dp_rank, dp_size, shortest)
+    _check_sizes(batch_size, seq_len, dp_rank, dp_size)
+    if step < 0 or seed < 0:
+        raise ValueError(f"expected step and seed of 0 or more, got step={step}, seed={seed}")
+    if shortest is not None and not 1 <= shortest <= seq_len:
+        raise ValueError(f"expected shortest from 1 to seq_len={seq_len}, got shortest={shortest}")
     text = corpus()
     # Seeded by a string, because torch's seed of 32 bits is too small for both numbers.
     generator = random.Random(f"seed {seed} step {step}")
@@ -89,17 +93,7 @@ def ignore_after(targets_BS: Tensor, lengths_B: Tensor) -> Tensor:
     return targets_BS.masked_fill(columns_S >= lengths_B[:, None], IGNORE_INDEX)
 
 
-def _check(
-    step: int,
-    seed: int,
-    batch_size: int,
-    seq_len: int,
-    dp_rank: int,
-    dp_size: int,
-    shortest: int | None,
-) -> None:
-    if step < 0 or seed < 0:
-        raise ValueError(f"expected step and seed of 0 or more, got step={step}, seed={seed}")
+def _check_sizes(batch_size: int, seq_len: int, dp_rank: int, dp_size: int) -> None:
     if batch_size < 1 or dp_size < 1:
         raise ValueError(
             "expected batch_size and dp_size of 1 or more, got "
@@ -114,5 +108,3 @@ def _check(
         )
     if not 1 <= seq_len < len(corpus()):
         raise ValueError(f"expected seq_len from 1 to {len(corpus()) - 1}, got seq_len={seq_len}")
-    if shortest is not None and not 1 <= shortest <= seq_len:
-        raise ValueError(f"expected shortest from 1 to seq_len={seq_len}, got shortest={shortest}")

@@ -29,13 +29,13 @@ from torch import Tensor, nn
 
 from course_lib import comm
 from course_lib.aliases import aliases
+from course_lib.comm.flat import BUCKET_BYTES
 from course_lib.ledger import wire
 from course_lib.mesh import Axis
 
 if not TYPE_CHECKING:  # mypy would take every name for an alias
     __getattr__ = aliases(__name__)
 
-BUCKET_BYTES = 12 * 2**20  # `course bench dp` times smaller and larger ones beside it
 Batch = tuple[Tensor, Tensor]  # tokens (B, S) and targets (B, S)
 LossSum = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]  # -> summed loss, number of tokens
 

@@ -13,8 +13,10 @@ from math import prod
 
 AXES = ("tp", "cp", "dp", "pp")
 DEFAULT_ORDER = "tp-cp-dp-pp"
-NODE_RANKS = 64  # ranks of one node that a drawing shows
-GROUP_ROWS = 3  # lines of groups that a drawing shows; the rest is a count
+NODES = 8  # nodes that a drawing shows; of the rest it shows the count
+NODE_RANKS = 64  # ranks of one node that it shows
+GROUP_ROWS = 3  # lines of groups that it shows
+WIDTH = 80  # characters of its longest line
 
 
 @dataclass(frozen=True)
@@ -133,15 +135,14 @@ def _complete_order(order: str, sizes: Mapping[str, int]) -> tuple[str, ...]:
             )
         if names.count(name) > 1:
             raise ValueError(f"order {order!r} names axis {name} more than once")
-    for axis in AXES:
-        if axis not in names:
-            if sizes[axis] > 1:
-                raise ValueError(
-                    f"expected axis {axis} of size {sizes[axis]} in the order, got {order!r}; only "
-                    "an axis of size 1 may be absent"
-                )
-            names.append(axis)
-    return tuple(names)
+    absent = tuple(axis for axis in AXES if axis not in names)
+    for axis in absent:
+        if sizes[axis] > 1:
+            raise ValueError(
+                f"expected axis {axis} of size {sizes[axis]} in the order, got {order!r}; only "
+                "an axis of size 1 may be absent"
+            )
+    return (*names, *absent)
 
 
 def rank_groups(
@@ -168,41 +169,39 @@ def rank_groups(
     return groups
 
 
-def drawing(layout: Layout, per_node: int = 8, nodes: int = 8, width: int = 80) -> str:
+def drawing(layout: Layout, per_node: int = 8) -> str:
     """Return the layout as text: the ranks node by node with their coordinates, then the groups.
 
-    ``per_node`` ranks share a node. At most ``nodes`` nodes are drawn; the text has the number of
-    the others. No line is longer than ``width`` characters (60 at least).
+    ``per_node`` ranks share a node. Of a large world only the first nodes and groups are drawn; the
+    text has the number of the others. Raises ValueError for ``per_node`` below 1.
     """
-    least = {"per_node": 1, "nodes": 1, "width": 60}
-    for name, value in {"per_node": per_node, "nodes": nodes, "width": width}.items():
-        if value < least[name]:
-            raise ValueError(f"expected {name} to be {least[name]} or more, got {name}={value}")
+    if per_node < 1:
+        raise ValueError(f"expected per_node to be 1 or more, got per_node={per_node}")
     sizes = " x ".join(f"{axis}={size}" for axis, size in layout.sizes.items())
     all_nodes = -(-layout.world // per_node)
     lines = [
         f"{_count(layout.world, 'rank')}: {sizes}",
         f"{_count(all_nodes, 'node')} of {per_node} ranks, the axis that varies fastest first",
     ]
-    for node in range(min(nodes, all_nodes)):
+    for node in range(min(NODES, all_nodes)):
         ranks = range(node * per_node, min((node + 1) * per_node, layout.world))
-        lines += ["", f"node {node}", *_node_lines(layout, ranks, width)]
-    if all_nodes > nodes:
-        lines += ["", f"... and {_count(all_nodes - nodes, 'more node')}, not drawn"]
+        lines += ["", f"node {node}", *_node_lines(layout, ranks)]
+    if all_nodes > NODES:
+        lines += ["", f"... and {_count(all_nodes - NODES, 'more node')}, not drawn"]
     lines += ["", "groups"]
     named = {axis: layout.groups(axis) for axis in layout.order}
     named["mp"] = layout.groups("tp", "pp")
     if layout.ep > 1:
         named["ep"], named["edp"] = layout.expert_groups()
     for name, groups in named.items():
-        lines += _group_lines(name, groups, per_node, width)
+        lines += _group_lines(name, groups, per_node)
     return "\n".join(lines)
 
 
-def _node_lines(layout: Layout, ranks: range, width: int) -> list[str]:
-    """Return a line of ranks and a line per axis larger than 1, in blocks of ``width``."""
+def _node_lines(layout: Layout, ranks: range) -> list[str]:
+    """Return a line of ranks and a line per axis larger than 1, in blocks of WIDTH."""
     cell = len(str(layout.world - 1)) + 2
-    columns = (width - 8) // cell
+    columns = (WIDTH - 8) // cell
     lines = []
     for start in range(0, min(len(ranks), NODE_RANKS), columns):
         block = ranks[start : min(start + columns, NODE_RANKS)]
@@ -217,7 +216,7 @@ def _node_lines(layout: Layout, ranks: range, width: int) -> list[str]:
     return lines
 
 
-def _group_lines(name: str, groups: list[list[int]], per_node: int, width: int) -> list[str]:
+def _group_lines(name: str, groups: list[list[int]], per_node: int) -> list[str]:
     """Return the count, size and location of the groups of an axis, and the first groups."""
     count = _count(len(groups), "group")
     if len(groups[0]) == 1:
@@ -225,8 +224,7 @@ def _group_lines(name: str, groups: list[list[int]], per_node: int, width: int) 
     across = sum(group[0] // per_node != group[-1] // per_node for group in groups)
     where = {0: "each inside one node", len(groups): "across nodes"}
     where_text = where.get(across, f"{across:,} of them across nodes")
-    room = width - 6
-    rows = [""]
+    room, rows = WIDTH - 6, [""]
     for shown, group in enumerate(groups):
         text = _group_text(group, room)
         if rows[-1] and len(rows[-1]) + 1 + len(text) > room:

@@ -4,6 +4,10 @@
 rank sends for the payload with the cheapest known algorithm (a ring). :func:`wire` is the only
 place that has it. :mod:`course_lib.trace.traffic` counts the bytes that were really sent. Control
 traffic (token counts, norms, split sizes) is tagged and has a line of its own.
+
+Each technique also has closed forms, from shapes alone: ``wire_bytes`` per optimizer step,
+``saved_bytes`` per forward, ``state_bytes`` between steps, ``peak_bytes``. Their arguments are what
+is trained (such as config, sequences, seq_len), then n, then options by keyword.
 """
 
 from __future__ import annotations
@@ -83,17 +87,10 @@ class Ledger:
         """Forget all calls: what follows is counted from zero."""
         self.records.clear()
 
-    def select(
-        self, axis: str | None = None, op: str | None = None, control: bool | None = False
-    ) -> Iterator[Record]:
-        """The calls on ``axis`` (any if None) of ``op`` (any if None).
-
-        ``control=False`` leaves control traffic out, True gives only it, None gives both.
-        """
+    def select(self, axis: str | None = None, op: str | None = None) -> Iterator[Record]:
+        """The calls on ``axis`` (any if None) of ``op`` (any if None), control traffic left out."""
         for record in self.records:
-            if axis not in (None, record.axis) or op not in (None, record.op):
-                continue
-            if control is None or record.control == control:
+            if axis in (None, record.axis) and op in (None, record.op) and not record.control:
                 yield record
 
     def wire_bytes(self, axis: str | None = None, op: str | None = None) -> Fraction:
@@ -103,17 +100,6 @@ class Ledger:
     def calls(self, axis: str | None = None, op: str | None = None) -> int:
         """How many calls this rank made, control traffic left out."""
         return sum(1 for _ in self.select(axis, op))
-
-    def backend_calls(self) -> dict[str, int]:
-        """Collectives by what torch was told, control traffic included.
-
-        This is what torch's CommDebugMode counts; it counts no messages, and neither does this.
-        """
-        counts: dict[str, int] = defaultdict(int)
-        for record in self.records:
-            if record.peer is None:
-                counts[record.backend_op] += 1
-        return dict(counts)
 
 
 @dataclass(frozen=True, slots=True)
@@ -189,18 +175,3 @@ def table(ledgers: Iterable[Ledger]) -> str:
         right = [cell.rjust(width) for cell, width in zip(row[3:], widths[3:], strict=True)]
         lines.append("  ".join(left + right).rstrip())
     return "\n".join(lines)
-
-
-def unmatched_sends(ledgers: Iterable[Ledger]) -> dict[tuple[int, int], int]:
-    """Bytes sent minus bytes received for each (sender, receiver) pair where they differ.
-
-    Ranks are global ranks. Empty when every message that was sent was received.
-    """
-    balance: dict[tuple[int, int], int] = defaultdict(int)
-    for ledger in ledgers:
-        for record in ledger.records:
-            if record.op == "send" and record.peer is not None:
-                balance[ledger.rank, record.peer] += record.payload
-            elif record.op == "recv" and record.peer is not None:
-                balance[record.peer, ledger.rank] -= record.payload
-    return {pair: difference for pair, difference in balance.items() if difference}

@@ -209,3 +209,12 @@ def saved_outside_blocks(
     saved = recompute.saved_outside_blocks(config, sequences, seq_len)
     divided = saved.positions + saved.norm + saved.mask // config.dtype.itemsize
     return divided // n + (saved.entered // n if again else saved.entered)
+
+
+def saved_bytes(
+    config: ModelConfig, sequences: int, seq_len: int, n: int, *, again: bool = False
+) -> int:
+    """Return the bytes that a rank saves in one forward, without the vocabulary's."""
+    shape = config, sequences, seq_len, n
+    blocks = config.layers * saved_per_block(*shape, again=again)
+    return blocks + saved_outside_blocks(*shape, again=again)

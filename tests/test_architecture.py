@@ -29,9 +29,7 @@ ORDER = """
     checkpoint compose inference
     launch
     view
-    planner
     grading
-    interview
     bench tour doctor
     cli
 """
@@ -54,12 +52,9 @@ OTHER_FILES = {"__init__"}
 
 
 def files_of(room: str) -> list[Path]:
-    """The file or the folder of a room; [] while it is not written."""
+    """The file or the folder of a room."""
     file, folder = LIBRARY / f"{room}.py", LIBRARY / room
     return [file] if file.exists() else sorted(folder.rglob("*.py"))
-
-
-EXISTING = [room for room in ROOMS if files_of(room)]
 
 
 @functools.cache
@@ -100,13 +95,13 @@ def import_time_nodes(path: Path) -> Iterator[ast.AST]:
         waiting += ast.iter_child_nodes(node)
 
 
-def test_every_file_is_in_a_room():
+def test_every_file_is_in_a_room_and_every_room_has_files():
     found = {path.stem for path in LIBRARY.glob("*.py")} - OTHER_FILES
     found |= {path.parent.name for path in LIBRARY.glob("*/*.py")}
-    assert found <= set(ROOMS), f"no place in the order: {found - set(ROOMS)}"
+    assert found == set(ROOMS), f"no place in the order, or no files: {found ^ set(ROOMS)}"
 
 
-@pytest.mark.parametrize("room", EXISTING)
+@pytest.mark.parametrize("room", ROOMS)
 def test_imports_go_up(room):
     place = ROOMS.index(room)
     allowed = set(ROOMS[:place]) | {room, "__version__"}
@@ -117,7 +112,7 @@ def test_imports_go_up(room):
         assert not bad, f"{path.relative_to(ROOT)} imports {sorted(bad)}, which stand below it"
 
 
-@pytest.mark.parametrize("room", sorted(set(EXISTING) - DISTRIBUTED))
+@pytest.mark.parametrize("room", sorted(set(ROOMS) - DISTRIBUTED))
 def test_torch_distributed_stays_where_it_is(room):
     for path in (p for p in files_of(room) if p not in COUNTED):
         by_import = {name for name in imports(path) if name.startswith("torch.distributed")}
@@ -132,14 +127,14 @@ def test_torch_distributed_stays_where_it_is(room):
         assert not by_import | dotted, f"{path.relative_to(ROOT)} touches torch.distributed"
 
 
-@pytest.mark.parametrize("room", sorted(set(EXISTING) - MATPLOTLIB))
+@pytest.mark.parametrize("room", sorted(set(ROOMS) - MATPLOTLIB))
 def test_matplotlib_stays_in_view(room):
     for path in files_of(room):
         heads = {name.split(".")[0] for name in imports(path)}
         assert "matplotlib" not in heads, f"{path.relative_to(ROOT)} imports matplotlib"
 
 
-@pytest.mark.parametrize("room", sorted(NO_TORCH & set(EXISTING)))
+@pytest.mark.parametrize("room", sorted(NO_TORCH))
 def test_no_torch_at_import(room):
     """These answer at once; doctor and cli import torch when they need it, the others never."""
     for path in files_of(room):
@@ -175,7 +170,7 @@ def test_a_grader_imports_the_library_and_the_runner_side_no_judge(path):
         "itertools", "math", "numbers", "operator", "random", "typing", "torch", "numpy",
         "course_lib", *(["json"] if path.stem == "by_hand" else []),
     }  # fmt: skip
-    assert rooms_imported(path) <= set(ROOMS[: ROOMS.index("interview")])
+    assert rooms_imported(path) <= set(ROOMS[: ROOMS.index("bench")])
     if path.parent.name == "runner":
         ours = {name for name in names if name.startswith("course_lib.grading")}
         allowed = {f"course_lib.grading.{name}" for name in RUNNER}
@@ -227,7 +222,7 @@ METHODS = {
 } - (FIELDS - {"forward"})
 
 
-@pytest.mark.parametrize("room", sorted(set(ABOVE_LAUNCH) & set(EXISTING)))
+@pytest.mark.parametrize("room", sorted(ABOVE_LAUNCH))
 def test_no_method_is_replaced_and_no_attribute_is_undeclared(room):
     """What varies is a declared field or an argument: a reader finds it where it is used."""
     for path in files_of(room):
@@ -247,9 +242,7 @@ def test_one_module_knows_where_a_parameter_keeps_its_shard_spec():
     own = {"comm/sharding.py": 1, "aliases.py": 1}  # of the second: the name in old answers
     for path in LIBRARY.rglob("*.py"):
         text, name = path.read_text(), str(path.relative_to(LIBRARY))
-        found = (
-            text.count('"shard_spec"') - (name == "comm/__init__.py") + text.count("tp_" + "dim")
-        )
+        found = text.count('"shard_spec"') + text.count("tp_" + "dim")
         assert found == own.get(name, 0), name
 
 

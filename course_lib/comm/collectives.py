@@ -28,39 +28,37 @@ _REDUCE_SCATTER = getattr(dist, "reduce_scatter_single", None) or dist.reduce_sc
 
 def all_reduce(x: Tensor, axis: Axis, *, control: bool = False) -> Tensor:
     """Sum of every rank's ``x``, on every rank. Same shape. Each rank sends 2(n-1)/n S."""
-    if axis.size == 1:
-        return x.detach()
-    return issue(axis, _reduction(_copy(x), axis, control=control)).wait()
+    return _reduced(x, axis, control=control).wait()
 
 
-def start_all_reduce(x: Tensor, axis: Axis, *, control: bool = False) -> Handle:
+def start_all_reduce(x: Tensor, axis: Axis) -> Handle:
     """Begin :func:`all_reduce`; the handle's wait gives the sum."""
-    if axis.size == 1:
-        return Completed(x.detach())
-    return start_in_place_all_reduce(_copy(x), axis, control=control)
+    return _reduced(x, axis, overlaps=True)
 
 
 def all_reduce_max(x: Tensor, axis: Axis, *, control: bool = False) -> Tensor:
     """Element-wise maximum over every rank's ``x``, on every rank. Bytes as all_reduce."""
+    return _reduced(x, axis, dist.ReduceOp.MAX, control=control, how="max").wait()
+
+
+def _reduced(x: Tensor, axis: Axis, op: Any = dist.ReduceOp.SUM, **what: Any) -> Handle:
     if axis.size == 1:
-        return x.detach()
-    return issue(axis, _reduction(_copy(x), axis, maximum=True, control=control)).wait()
+        return Completed(x.detach())
+    return start_all_reduce_into(_copy(x), axis, op, **what)
 
 
-def start_in_place_all_reduce(
-    fresh: Tensor, axis: Axis, *, control: bool = False, label: str = ""
+def start_all_reduce_into(
+    fresh: Tensor, axis: Axis, op: Any = dist.ReduceOp.SUM, **what: Any
 ) -> Handle:
-    """Begin to sum into ``fresh``, contiguous, which nothing else may use. n must be above 1."""
-    return issue(axis, _reduction(fresh, axis, control=control, label=label, overlaps=True))
+    """Begin to reduce into ``fresh``, contiguous, which nothing else may use. n must be above 1.
 
-
-def _reduction(fresh: Tensor, axis: Axis, *, maximum: bool = False, **what: Any) -> Call:
-    reduction = dist.ReduceOp.MAX if maximum else dist.ReduceOp.SUM
+    ``what`` has further fields of Call.
+    """
 
     def start(x: Tensor) -> Any:
-        return dist.all_reduce(x, reduction, axis.group, async_op=True)
+        return dist.all_reduce(x, op, axis.group, async_op=True)
 
-    return Call("all_reduce", "allreduce_", fresh, start, how="max" if maximum else "", **what)
+    return issue(axis, Call("all_reduce", "allreduce_", fresh, start, **what))
 
 
 def all_gather(x: Tensor, axis: Axis, dim: int = 0, *, control: bool = False) -> Tensor:
@@ -71,9 +69,9 @@ def all_gather(x: Tensor, axis: Axis, dim: int = 0, *, control: bool = False) ->
     return _gathered(x, axis, dim, control=control).wait()
 
 
-def start_all_gather(x: Tensor, axis: Axis, dim: int = 0, *, control: bool = False) -> Handle:
+def start_all_gather(x: Tensor, axis: Axis, dim: int = 0) -> Handle:
     """Begin :func:`all_gather`; the handle's wait gives the joined tensor."""
-    return _gathered(x, axis, dim, control=control, overlaps=True)
+    return _gathered(x, axis, dim, overlaps=True)
 
 
 def _gathered(x: Tensor, axis: Axis, dim: int, **what: Any) -> Handle:
@@ -83,29 +81,23 @@ def _gathered(x: Tensor, axis: Axis, dim: int, **what: Any) -> Handle:
     shard = x.detach().contiguous()
     full = shard.new_empty((axis.size, *shard.shape))
 
-    def start(shard: Tensor) -> Any:
-        return _ALL_GATHER(full.view(-1), shard.view(-1), group=axis.group, async_op=True)
-
     def result() -> Tensor:
         return full.flatten(0, 1) if dim == 0 else torch.cat(list(full), dim)
 
-    return issue(
-        axis, Call("all_gather", "_allgather_base_", shard, start, result, f"dim {dim}", **what)
-    )
+    return start_all_gather_into(full, shard, axis, result=result, how=f"dim {dim}", **what)
 
 
-def start_all_gather_into(full: Tensor, shard: Tensor, axis: Axis, *, label: str = "") -> Handle:
-    """All-gather 1-D shards into ``full``, which is written: [d] -> [n*d]. n must be above 1.
+def start_all_gather_into(full: Tensor, shard: Tensor, axis: Axis, **what: Any) -> Handle:
+    """Begin to gather ``shard`` [d] of every rank into ``full`` [n*d], which is written.
 
-    ``shard`` may be this rank's own slice of ``full``. ``label`` names it in pictures.
+    ``shard`` may be this rank's own slice of ``full``. n must be above 1. ``what`` has further
+    fields of Call.
     """
 
     def start(shard: Tensor) -> Any:
-        return _ALL_GATHER(full, shard, group=axis.group, async_op=True)
+        return _ALL_GATHER(full.view(-1), shard.view(-1), group=axis.group, async_op=True)
 
-    call = Call("all_gather", "_allgather_base_", shard, start, lambda: full, "dim 0", label=label)
-    call.overlaps = True
-    return issue(axis, call)
+    return issue(axis, Call("all_gather", "_allgather_base_", shard, start, **what))
 
 
 def reduce_scatter(x: Tensor, axis: Axis, dim: int = 0) -> Tensor:
@@ -166,8 +158,8 @@ def exchange_shards(x: Tensor, axis: Axis, split_dim: int, join_dim: int) -> Ten
     def start(_: Tensor) -> Any:
         return _swap(received, shards, axis)
 
-    call = Call("all_to_all", "alltoall_base_", x, start, lambda: received)
-    call.how = f"dim {split_dim} to dim {join_dim}"
+    how = f"dim {split_dim} to dim {join_dim}"
+    call = Call("all_to_all", "alltoall_base_", x, start, lambda: received, how)
     return torch.cat(list(issue(axis, call).wait()), join_dim)
 
 

@@ -13,11 +13,12 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from course_lib.comm.collectives import start_all_gather_into, start_in_place_all_reduce
+from course_lib.comm.collectives import start_all_gather_into, start_all_reduce_into
 from course_lib.comm.transfer import Completed, Handle
 from course_lib.mesh import Axis
 
 T = TypeVar("T", bound=Tensor)
+BUCKET_BYTES = 12 * 2**20  # of gradients; `course bench dp` times smaller and larger ones beside it
 
 
 def flatten(tensors: Sequence[Tensor]) -> Tensor:
@@ -46,7 +47,7 @@ def start_all_reduce_flat(tensors: Sequence[Tensor], axis: Axis, label: str = ""
     flat = flatten(tensors)
     if axis.size == 1:
         return Completed(flat)
-    return start_in_place_all_reduce(flat, axis, label=label)
+    return start_all_reduce_into(flat, axis, label=label, overlaps=True)
 
 
 def start_all_gather_flat(full: Tensor, shard: Tensor, axis: Axis, label: str = "") -> Handle:
@@ -63,7 +64,9 @@ def start_all_gather_flat(full: Tensor, shard: Tensor, axis: Axis, label: str = 
         )
     if axis.size == 1:
         return Completed(full.copy_(shard))
-    return start_all_gather_into(full, shard, axis, label=label)
+    return start_all_gather_into(
+        full, shard, axis, result=lambda: full, how="dim 0", label=label, overlaps=True
+    )
 
 
 def by_dtype_and_size(tensors: Iterable[T], limit: int) -> list[list[T]]:

@@ -21,27 +21,27 @@ from course_lib.comm.transfer import Call, Handle, issue
 from course_lib.mesh import Axis
 
 
-def send(x: Tensor, axis: Axis, to: int, *, control: bool = False) -> None:
+def send(x: Tensor, axis: Axis, to: int) -> None:
     """Send ``x`` to coordinate ``to``. Wire bytes: S."""
-    start_send(x, axis, to, control=control).wait()
+    start_send(x, axis, to).wait()
 
 
-def start_send(x: Tensor, axis: Axis, to: int, *, control: bool = False) -> Handle:
+def start_send(x: Tensor, axis: Axis, to: int) -> Handle:
     """Begin :func:`send`. ``x`` must not be written before the handle's wait: it is not copied."""
-    return issue(axis, _send(x, axis, to, control))
+    return issue(axis, _send(x, axis, to))
 
 
-def recv(like: Tensor, axis: Axis, source: int, *, control: bool = False) -> Tensor:
+def recv(like: Tensor, axis: Axis, source: int) -> Tensor:
     """A message of the shape and dtype of ``like`` from coordinate ``source``."""
-    return start_recv(like, axis, source, control=control).wait()
+    return start_recv(like, axis, source).wait()
 
 
-def start_recv(like: Tensor, axis: Axis, source: int, *, control: bool = False) -> Handle:
+def start_recv(like: Tensor, axis: Axis, source: int) -> Handle:
     """Begin :func:`recv`; the handle's wait gives the message."""
-    return issue(axis, _recv(like, axis, source, control))
+    return issue(axis, _recv(like, axis, source))
 
 
-def _send(x: Tensor, axis: Axis, to: int, control: bool = False) -> Call:
+def _send(x: Tensor, axis: Axis, to: int) -> Call:
     """Raise TypeError if ``x`` is no tensor, such as a gradient that was never computed."""
     peer, group = _other(to, axis, "to"), axis.group
     if not isinstance(x, Tensor):
@@ -54,17 +54,17 @@ def _send(x: Tensor, axis: Axis, to: int, control: bool = False) -> Call:
     def start(message: Tensor) -> Any:
         return dist.isend(message, peer, group)
 
-    return Call("send", "send", message, start, lambda: None, peer=to, control=control)
+    return Call("send", "send", message, start, lambda: None, peer=to)
 
 
-def _recv(like: Tensor, axis: Axis, source: int, control: bool = False) -> Call:
+def _recv(like: Tensor, axis: Axis, source: int) -> Call:
     peer, group = _other(source, axis, "source"), axis.group
     buffer = torch.empty_like(like, memory_format=torch.contiguous_format, requires_grad=False)
 
     def start(buffer: Tensor) -> Any:
         return dist.irecv(buffer, peer, group)
 
-    return Call("recv", "recv_", buffer, start, peer=source, control=control)
+    return Call("recv", "recv_", buffer, start, peer=source)
 
 
 class Exchange:

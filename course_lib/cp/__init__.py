@@ -36,7 +36,7 @@ from course_lib.cp.layout import (
     positions,
     shard,
 )
-from course_lib.cp.model import ParallelAttention, parallelize, saved_per_block
+from course_lib.cp.model import ParallelAttention, parallelize, saved_bytes
 from course_lib.cp.ring import ring_attention, ring_saved_bytes, ring_wire_bytes
 from course_lib.cp.ulysses import (
     split_axis,
@@ -47,31 +47,3 @@ from course_lib.cp.ulysses import (
     ulysses_saved_bytes,
     ulysses_wire_bytes,
 )
-
-__all__ = [
-    "CONTIGUOUS",
-    "ZIGZAG",
-    "Nested",
-    "ParallelAttention",
-    "SequenceLayout",
-    "gather_attention",
-    "gather_saved_bytes",
-    "gather_wire_bytes",
-    "imbalance",
-    "nested",
-    "pairs",
-    "parallelize",
-    "positions",
-    "ring_attention",
-    "ring_saved_bytes",
-    "ring_wire_bytes",
-    "saved_per_block",
-    "shard",
-    "split_axis",
-    "ulysses_attention",
-    "ulysses_ring_attention",
-    "ulysses_ring_saved_bytes",
-    "ulysses_ring_wire_bytes",
-    "ulysses_saved_bytes",
-    "ulysses_wire_bytes",
-]

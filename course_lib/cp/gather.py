@@ -23,37 +23,38 @@ from torch.autograd.function import once_differentiable
 from course_lib import comm
 from course_lib.cp.blockwise import Kernel, attend, attend_backward, kernel_for
 from course_lib.cp.layout import ZIGZAG, SequenceLayout, view_of
-from course_lib.cp.ring import ring_saved_bytes
+from course_lib.cp.ring import ring_saved_bytes, ring_wire_bytes
 from course_lib.mesh import Axis
 from course_lib.model import ModelConfig, accumulation_dtype
 
 
 def gather_wire_bytes(
     config: ModelConfig,
-    batch: int,
+    sequences: int,
     seq_len: int,
     n: int,
     *,
     save_gathered: bool = True,
     forwards: int = 1,
 ) -> Fraction:
-    """Return the bytes that a rank sends in all layers in a step, for ``batch`` sequences."""
-    kv_elements = 2 * batch * seq_len * config.kv_heads * config.head_dim
-    gathers = forwards if save_gathered else forwards + 1
-    width = gathers * config.dtype.itemsize + accumulation_dtype(config.dtype).itemsize
-    return Fraction(config.layers * (n - 1) * kv_elements * width, n)
+    """Return the bytes that a rank sends in all layers in a step.
+
+    They are those of a ring, less one pass of K and V where backward has them saved.
+    """
+    passes = forwards - 1 if save_gathered else forwards
+    return ring_wire_bytes(config, sequences, seq_len, n, forwards=passes)
 
 
 def gather_saved_bytes(
-    config: ModelConfig, batch: int, seq_len: int, n: int, *, save_gathered: bool = True
+    config: ModelConfig, sequences: int, seq_len: int, n: int, *, save_gathered: bool = True
 ) -> int:
     """Return the bytes that a rank saves for backward in one layer's attention.
 
     It saves what a ring saves, and with ``save_gathered`` also K and V of the n-1 other ranks.
     """
-    kv_bytes = 2 * batch * seq_len * config.kv_heads * config.head_dim * config.dtype.itemsize
+    kv_bytes = 2 * sequences * seq_len * config.kv_heads * config.head_dim * config.dtype.itemsize
     others = kv_bytes * (n - 1) // n if save_gathered else 0
-    return ring_saved_bytes(config, batch, seq_len, n) + others
+    return ring_saved_bytes(config, sequences, seq_len, n) + others
 
 
 class GatherAttention(torch.autograd.Function):

@@ -1,4 +1,4 @@
-"""Context-parallel attention in the reference model, and what a block then saves."""
+"""Context-parallel attention in the reference model, and what the model then saves."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from course_lib.cp.layout import PositionsCheck, SequenceLayout
 from course_lib.cp.ring import ring_saved_bytes
 from course_lib.mesh import Axis
 from course_lib.model import Attention, Decoder, ModelConfig, causal_attention
-from course_lib.recompute import saved_by_block
+from course_lib.recompute import saved_by_stage
 
 ParallelAttention = Callable[..., Tensor]  # (q, k, v, axis=, layout=)
 
@@ -38,22 +38,23 @@ def parallelize(
     return model
 
 
-def saved_per_block(
+def saved_bytes(
     config: ModelConfig,
     sequences: int,
     seq_len: int,
     n: int,
-    saved_bytes: int,
+    attention_bytes: int,
     *,
     output_copied: bool = False,
 ) -> int:
-    """Return the bytes that a rank saves for one block whose attention saves ``saved_bytes``.
+    """Return the bytes that a rank saves in one forward, ``attention_bytes`` of each attention.
 
-    Apart from attention it saves what one process does for a sequence of S/n. The next linear
-    saves the output of attention, which ``saved_bytes`` already counts. If attention sends its
-    output back by all-to-all, as Ulysses does, that is another tensor: ``output_copied``.
+    Tokens and targets are not counted. Apart from attention a rank saves what one process does for
+    sequences of S/n. The next linear saves the output of attention, which ``attention_bytes``
+    already counts. If attention sends its output back by all-to-all, as Ulysses does, that is
+    another tensor: ``output_copied``.
     """
-    block = saved_by_block(config, sequences, seq_len // n).total
-    copy = sequences * seq_len * config.hidden * config.dtype.itemsize // n
     reference = ring_saved_bytes(config, sequences, seq_len, n)
-    return block - reference + saved_bytes + (copy if output_copied else 0)
+    copy = sequences * seq_len * config.hidden * config.dtype.itemsize // n
+    more = attention_bytes - reference + (copy if output_copied else 0)
+    return saved_by_stage(config, sequences, seq_len // n) + config.layers * more

@@ -37,28 +37,26 @@ from course_lib.model import ModelConfig, accumulation_dtype
 
 
 def ring_wire_bytes(
-    config: ModelConfig, batch: int, seq_len: int, n: int, *, forwards: int = 1
+    config: ModelConfig, sequences: int, seq_len: int, n: int, *, forwards: int = 1
 ) -> Fraction:
-    """Return the bytes that a rank sends in all layers in a step, for ``batch`` sequences.
+    """Return the bytes that a rank sends in all layers in a step.
 
     ``forwards`` counts the forward passes per backward: 2 where attention is recomputed.
     """
-    kv_elements = 2 * batch * seq_len * config.kv_heads * config.head_dim
+    kv_elements = 2 * sequences * seq_len * config.kv_heads * config.head_dim
     width = (forwards + 1) * config.dtype.itemsize + accumulation_dtype(config.dtype).itemsize
     return Fraction(config.layers * (n - 1) * kv_elements * width, n)
 
 
-def ring_saved_bytes(config: ModelConfig, batch: int, seq_len: int, n: int) -> int:
+def ring_saved_bytes(config: ModelConfig, sequences: int, seq_len: int, n: int) -> int:
     """Return the bytes that a rank saves for backward in one layer's attention.
 
     It saves q, out, K and V of its own positions, and one log-sum-exp per row and head: 1/n of
     what one process saves.
     """
-    rows = batch * seq_len // n
+    rows, wide = sequences * seq_len // n, accumulation_dtype(config.dtype)
     features = 2 * (config.heads + config.kv_heads) * config.head_dim
-    return rows * (
-        features * config.dtype.itemsize + config.heads * accumulation_dtype(config.dtype).itemsize
-    )
+    return rows * (features * config.dtype.itemsize + config.heads * wide.itemsize)
 
 
 class RingAttention(torch.autograd.Function):

@@ -37,21 +37,21 @@ from course_lib.model import AttentionCore, ModelConfig, causal_attention
 
 
 def ulysses_wire_bytes(
-    config: ModelConfig, batch: int, seq_len: int, n: int, *, forwards: int = 1
+    config: ModelConfig, sequences: int, seq_len: int, n: int, *, forwards: int = 1
 ) -> Fraction:
-    """Return the bytes that a rank sends in all layers in a step, for ``batch`` sequences."""
+    """Return the bytes that a rank sends in all layers in a step."""
     heads = 2 * config.heads + 2 * lcm(config.kv_heads, n)
-    shard = Fraction(batch * seq_len * heads * config.head_dim * config.dtype.itemsize, n)
+    shard = Fraction(sequences * seq_len * heads * config.head_dim * config.dtype.itemsize, n)
     return (forwards + 1) * config.layers * shard * Fraction(n - 1, n)
 
 
-def ulysses_saved_bytes(config: ModelConfig, batch: int, seq_len: int, n: int) -> int:
+def ulysses_saved_bytes(config: ModelConfig, sequences: int, seq_len: int, n: int) -> int:
     """Return the bytes that a rank saves for backward in one layer's attention.
 
     It saves q, out, K and V of full sequences and 1/n of the heads, and one log-sum-exp per row
     and head. The next linear saves the output after its all-to-all, which is not counted here.
     """
-    return ring_saved_bytes(_shard_of_heads(config, n), batch, seq_len, 1)
+    return ring_saved_bytes(_shard_of_heads(config, n), sequences, seq_len, 1)
 
 
 def _shard_of_heads(config: ModelConfig, n: int) -> ModelConfig:
@@ -145,7 +145,7 @@ def ulysses_ring_attention(
 
 
 def ulysses_ring_wire_bytes(
-    config: ModelConfig, batch: int, seq_len: int, heads: int, ring: int, *, forwards: int = 1
+    config: ModelConfig, sequences: int, seq_len: int, heads: int, ring: int, *, forwards: int = 1
 ) -> tuple[Fraction, Fraction]:
     """Return the bytes that a rank sends in all layers, over the axis of heads and over the ring's.
 
@@ -153,13 +153,13 @@ def ulysses_ring_wire_bytes(
     """
     own = _shard_of_heads(config, heads)
     return (
-        ulysses_wire_bytes(config, batch, seq_len // ring, heads, forwards=forwards),
-        ring_wire_bytes(own, batch, seq_len, ring, forwards=forwards),
+        ulysses_wire_bytes(config, sequences, seq_len // ring, heads, forwards=forwards),
+        ring_wire_bytes(own, sequences, seq_len, ring, forwards=forwards),
     )
 
 
 def ulysses_ring_saved_bytes(
-    config: ModelConfig, batch: int, seq_len: int, heads: int, ring: int
+    config: ModelConfig, sequences: int, seq_len: int, heads: int, ring: int
 ) -> int:
     """Return the bytes that a rank saves in one layer: a ring's with 1/heads of the heads."""
-    return ring_saved_bytes(_shard_of_heads(config, heads), batch, seq_len, ring)
+    return ring_saved_bytes(_shard_of_heads(config, heads), sequences, seq_len, ring)

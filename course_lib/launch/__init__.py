@@ -17,18 +17,3 @@ from course_lib.launch.joined import available_ranks, is_reporter
 from course_lib.launch.limits import Limits
 from course_lib.launch.local import warm_up
 from course_lib.launch.rank import begun, inside_rank
-
-__all__ = [
-    "Limits",
-    "RankDeadline",
-    "RankError",
-    "RankInterrupted",
-    "Results",
-    "World",
-    "available_ranks",
-    "begun",
-    "inside_rank",
-    "is_reporter",
-    "run",
-    "warm_up",
-]

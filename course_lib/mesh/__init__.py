@@ -22,19 +22,3 @@ from course_lib.mesh.axes import (
 )
 from course_lib.mesh.conditions import Conditions, Link, Links, Pace
 from course_lib.mesh.groups import across_axis, make_mesh, sub_axis
-
-__all__ = [
-    "Axis",
-    "Conditions",
-    "Instrument",
-    "Link",
-    "Links",
-    "Mesh",
-    "Pace",
-    "RankContext",
-    "across_axis",
-    "enter_rank",
-    "make_mesh",
-    "rank_context",
-    "sub_axis",
-]

@@ -37,22 +37,3 @@ from course_lib.model.layers import (
     rotary_angles,
     rotate,
 )
-
-__all__ = [
-    "IGNORE_INDEX",
-    "Attention",
-    "AttentionCore",
-    "Block",
-    "Decoder",
-    "ModelConfig",
-    "accumulation_dtype",
-    "block_parameter_count",
-    "build_model",
-    "causal_attention",
-    "loss_sum",
-    "parameter_count",
-    "parameter_sizes",
-    "rotary_angles",
-    "rotate",
-    "tiny_config",
-]

@@ -13,7 +13,7 @@ from course_lib.model.config import ModelConfig, accumulation_dtype
 from course_lib.model.layers import Block, Embedding, identity, norm_of
 
 IGNORE_INDEX = -100  # a target that counts for nothing
-CrossEntropy = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]  # logits, targets -> sum, count
+LossSum = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]  # x, targets -> summed loss, tokens
 
 
 class Decoder(nn.Module):
@@ -40,7 +40,7 @@ class Decoder(nn.Module):
         self.blocks = nn.ModuleList(blocks)
         self.norm = norm
         self.head = head
-        self.cross_entropy: CrossEntropy = loss_sum
+        self.cross_entropy: LossSum = loss_sum
         self.own_rows: Callable[[Tensor], Tensor] = identity
 
     def forward(self, x: Tensor, positions_S: Tensor | None = None) -> Tensor:

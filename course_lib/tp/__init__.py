@@ -17,6 +17,7 @@ Letters: a lower-case letter after a capital one marks a dimension divided by th
 holds F/t rows. B, S, D, V, H, G, K, F as in :mod:`course_lib.model`.
 """
 
+from course_lib.tp.formulas import parameters_per_rank, saved_bytes, saved_per_block, wire_bytes
 from course_lib.tp.layers import (
     REGION,
     ColumnLinear,
@@ -24,26 +25,8 @@ from course_lib.tp.layers import (
     RowLinear,
     VocabEmbedding,
     VocabHead,
-    key_value_group,
     loss_sum,
     sum_shared_gradients,
 )
 from course_lib.tp.overlap import overlapped
 from course_lib.tp.plan import GPT, LLAMA, parallelize, plan_for
-
-__all__ = [
-    "GPT",
-    "LLAMA",
-    "REGION",
-    "ColumnLinear",
-    "RankDropout",
-    "RowLinear",
-    "VocabEmbedding",
-    "VocabHead",
-    "key_value_group",
-    "loss_sum",
-    "overlapped",
-    "parallelize",
-    "plan_for",
-    "sum_shared_gradients",
-]

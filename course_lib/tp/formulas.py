@@ -76,11 +76,15 @@ def saved_per_block(config: ModelConfig, sequences: int, seq_len: int, n: int) -
     return replicated + saved.inside // n + keys_values
 
 
-def saved_outside_blocks(config: ModelConfig, sequences: int, seq_len: int, n: int) -> int:
-    """Return the bytes that a rank saves for embedding and LM head: a shard of the vocabulary's."""
+def saved_bytes(config: ModelConfig, sequences: int, seq_len: int, n: int) -> int:
+    """Return the bytes that a rank saves in one forward: blocks, embedding and LM head.
+
+    Tokens and targets are not counted. Of embedding and LM head the vocabulary's are sharded.
+    """
     saved = recompute.saved_outside_blocks(config, sequences, seq_len)
-    replicated = saved.positions + saved.mask + saved.norm + saved.entered
-    return replicated + saved_by_vocabulary(config, sequences * seq_len, n)
+    outside = saved.positions + saved.mask + saved.norm + saved.entered
+    blocks = config.layers * saved_per_block(config, sequences, seq_len, n)
+    return blocks + outside + saved_by_vocabulary(config, sequences * seq_len, n)
 
 
 def saved_by_vocabulary(config: ModelConfig, tokens: int, n: int) -> int:

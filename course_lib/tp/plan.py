@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from difflib import get_close_matches
@@ -80,31 +81,26 @@ def dropout(module: nn.Dropout, cut: Cut) -> nn.Module:
     return module if cut.region.rows is identity else RankDropout(module.p, cut.axis)
 
 
-VOCABULARY: Mapping[str, Entry] = {
+SHARED: Mapping[str, Entry] = {  # by both families
     "embedding.token": embedding,
     "embedding.dropout": dropout,
     "head": head,
-}
-ATTENTION: Mapping[str, Entry] = {
     "blocks.*.attn": enters,
     "blocks.*.attn.q": column,
     "blocks.*.attn.k": key_value,
     "blocks.*.attn.v": key_value,
     "blocks.*.attn.o": row,
+    "blocks.*.ffn": enters,
 }
 LLAMA: Mapping[str, Entry] = {
-    **VOCABULARY,
-    **ATTENTION,
-    "blocks.*.ffn": enters,
+    **SHARED,
     "blocks.*.ffn.gate": column,
     "blocks.*.ffn.up": column,
     "blocks.*.ffn.down": row,
     "blocks.*.dropout": dropout,
 }
 GPT: Mapping[str, Entry] = {
-    **VOCABULARY,
-    **ATTENTION,
-    "blocks.*.ffn": enters,
+    **SHARED,
     "blocks.*.ffn.fc_in": column,
     "blocks.*.ffn.fc_out": row,
     "blocks.*.dropout": dropout,
@@ -168,18 +164,12 @@ def check(config: ModelConfig, axis: Axis, plan: Mapping[str, Entry]) -> None:
 
 def _matches(key: str, model: nn.Module) -> list[str]:
     """Return the names of the modules that ``key`` matches; ValueError when there is none."""
-    parts = key.split(".")
+    pattern = re.escape(key).replace(r"\*", "[^.]+")
     names = [name for name, _ in model.named_modules() if name]
-    found = [name for name in names if _fits(parts, name.split("."))]
+    found = [name for name in names if re.fullmatch(pattern, name)]
     if not found:
         nearest = get_close_matches(key, names, n=3, cutoff=0.3) or names[:3]
         raise ValueError(
             f"plan: {key!r} matches no module of the model; near it are {', '.join(nearest)}"
         )
     return found
-
-
-def _fits(parts: list[str], name: list[str]) -> bool:
-    return len(parts) == len(name) and all(
-        part in ("*", own) for part, own in zip(parts, name, strict=True)
-    )

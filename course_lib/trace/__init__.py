@@ -1,7 +1,6 @@
 """Measured spans on one clock, the memory meters, and the bytes that the kernel counted."""
 
 from course_lib.trace.memory import (
-    AllocatorPeak,
     PeakLiveBytes,
     SavedActivations,
     StateBytes,
@@ -15,20 +14,3 @@ from course_lib.trace.traffic import (
     header_bytes,
     traffic_matrices,
 )
-
-__all__ = [
-    "TOO_BUSY",
-    "AllocatorPeak",
-    "Matrix",
-    "PeakLiveBytes",
-    "SavedActivations",
-    "SentBytes",
-    "Sleep",
-    "SocketMeter",
-    "StateBytes",
-    "Trace",
-    "header_bytes",
-    "overshoot",
-    "state_bytes",
-    "traffic_matrices",
-]

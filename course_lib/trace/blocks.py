@@ -60,7 +60,5 @@ class MeasuredBlocks:
             self._trace.sleep(start + pace - time.perf_counter())
         end = time.perf_counter()
         self._trace.add(op, start, end, label=f"block {index}")
-        if (
-            pace and end - start > pace
-        ):  # the block took longer than its pace: count it as overshoot
+        if pace and end - start > pace:  # longer than its pace: this counts as overshoot
             self._trace.sleeps.append(Sleep(pace, end - start))

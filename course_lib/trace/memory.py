@@ -8,7 +8,6 @@ including padding. Sizes are in bytes.
 :func:`state_bytes`       parameters, gradients and optimizer state, now
 :class:`SavedActivations` tensors saved for backward, by saved-tensor hooks
 :class:`PeakLiveBytes`    live storages allocated during a call, by a dispatch mode
-:class:`AllocatorPeak`    the same by the CUDA allocator
 ========================  ==========================================================
 """
 
@@ -93,14 +92,16 @@ def _storage(tensor: Tensor) -> torch.UntypedStorage:
     return getattr(tensor, "_local_tensor", tensor).untyped_storage()
 
 
-def _parameters(state: State) -> Iterator[Tensor]:
+def _parameters(state: State, *, buffers: bool = False) -> Iterator[Tensor]:
+    """Yield the parameters of modules, with ``buffers`` these too, and the tensors of ``state``."""
     if isinstance(state, nn.Module):
         yield from state.parameters()
+        yield from state.buffers() if buffers else ()
     elif isinstance(state, Tensor):
         yield state
     else:
         for part in state:
-            yield from _parameters(part)
+            yield from _parameters(part, buffers=buffers)
 
 
 def _tensors(value: Any) -> Iterator[Tensor]:
@@ -151,7 +152,7 @@ class SavedActivations(saved_tensors_hooks):
         self.peak = 0
         self.now = 0
         # References to the storages, so that no new storage gets one of their ids.
-        self._excluded = {each._cdata: each for part in state for each in _state_storages(part)}
+        self._excluded = _state_storages(state)
         self._holders: dict[int, int] = {}  # storage -> number of saved tensors in it
 
     def _pack(self, tensor: Tensor) -> _Saved:
@@ -180,14 +181,10 @@ class SavedActivations(saved_tensors_hooks):
         return self
 
 
-def _state_storages(state: State) -> Iterator[torch.UntypedStorage]:
-    for tensor in _parameters(state):
-        yield _storage(tensor)
-    modules = [state] if isinstance(state, (nn.Module, Tensor)) else state
-    for module in modules:
-        if isinstance(module, nn.Module):
-            for buffer in module.buffers():
-                yield _storage(buffer)
+def _state_storages(state: Iterable[State]) -> dict[int, torch.UntypedStorage]:
+    """Return the storages of ``state``, buffers included, by id."""
+    storages = map(_storage, _parameters(state, buffers=True))
+    return {storage._cdata: storage for storage in storages}
 
 
 class PeakLiveBytes(TorchDispatchMode):
@@ -211,9 +208,8 @@ class PeakLiveBytes(TorchDispatchMode):
         self._now = 0
         # storage -> (itself, bytes that it had before, bytes counted)
         self._alive: dict[int, tuple[weakref.ref, int, int]] = {}
-        for storage in (each for part in state for each in _state_storages(part)):
-            if storage._cdata not in self._alive:
-                self._track(storage._cdata, storage, before=storage.nbytes())
+        for key, storage in _state_storages(state).items():
+            self._track(key, storage, before=storage.nbytes())
 
     @property
     def now(self) -> int:
@@ -281,32 +277,3 @@ class PeakLiveBytes(TorchDispatchMode):
 
     def _note(self) -> None:
         self.timeline.append((time.perf_counter(), self._now))
-
-
-class AllocatorPeak:
-    """Measure the peak bytes of the CUDA allocator in the context, above those before it.
-
-    The allocator rounds every tensor up to 512 bytes and counts scratch memory of kernels, so the
-    result is a little more than :class:`PeakLiveBytes`. Raises ValueError for a CPU, which has no
-    such meter.
-    """
-
-    def __init__(self, device: torch.device | str) -> None:
-        self.device = torch.device(device)
-        if self.device.type != "cuda":
-            raise ValueError(
-                f"expected a CUDA device, whose allocator has a meter, got {str(device)!r}; use "
-                "PeakLiveBytes"
-            )
-        self.before = 0
-        self.peak = 0
-
-    def __enter__(self) -> AllocatorPeak:
-        torch.cuda.synchronize(self.device)
-        torch.cuda.reset_peak_memory_stats(self.device)
-        self.before = torch.cuda.memory_allocated(self.device)
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        torch.cuda.synchronize(self.device)
-        self.peak = torch.cuda.max_memory_allocated(self.device) - self.before

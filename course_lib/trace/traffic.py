@@ -13,7 +13,6 @@ from __future__ import annotations
 import errno
 import os
 import socket
-import stat
 import struct
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator
@@ -75,8 +74,6 @@ def _read_connection(fd: int) -> tuple[Connection, int] | None:
     Raises OSError where the kernel has no count.
     """
     try:
-        if not stat.S_ISSOCK(os.fstat(fd).st_mode):
-            return None
         copy = os.dup(fd)  # the backend may close its own at any time
     except OSError as error:
         if error.errno == errno.EBADF:  # closed meanwhile
@@ -84,7 +81,7 @@ def _read_connection(fd: int) -> tuple[Connection, int] | None:
         raise
     try:
         one = socket.socket(fileno=copy)
-    except OSError:  # closed meanwhile, and its number taken by a file
+    except OSError:  # a file
         os.close(copy)
         return None
     with one:

@@ -14,19 +14,3 @@ from course_lib.view.serving import serving_plot
 from course_lib.view.style import Picture
 from course_lib.view.terminal import terminal_timeline
 from course_lib.view.traffic import ledger_plot, traffic_plot
-
-__all__ = [
-    "Picture",
-    "code_lines",
-    "fit_plot",
-    "ledger_plot",
-    "live_plot",
-    "memory_plot",
-    "perfetto",
-    "schedule_picture",
-    "serving_plot",
-    "show_source",
-    "terminal_timeline",
-    "timeline",
-    "traffic_plot",
-]

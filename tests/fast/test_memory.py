@@ -10,7 +10,6 @@ from torch.distributed._tools.mem_tracker import MemTracker
 from torch.utils.checkpoint import checkpoint
 
 from course_lib.trace import (
-    AllocatorPeak,
     PeakLiveBytes,
     SavedActivations,
     StateBytes,
@@ -383,18 +382,3 @@ def test_a_meter_can_go_on():
     assert (live.peak, live.now) == (120, 120)
     del first, second
     assert live.now == 0
-
-
-def test_allocator_peak_wants_cuda():
-    with pytest.raises(ValueError, match="use PeakLiveBytes"):
-        AllocatorPeak("cpu")
-
-
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-def test_allocator_peak_beside_live_bytes():
-    with AllocatorPeak("cuda") as allocator, PeakLiveBytes() as live:
-        x = torch.ones(1 << 20, device="cuda")
-        y = x + 1
-        del x, y
-    assert live.peak == 2 * (4 << 20)
-    assert allocator.peak == live.peak

@@ -8,6 +8,8 @@ card, and says which of them work here: the README's table is filled in from wha
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import pytest
 import torch
@@ -20,7 +22,7 @@ from course_lib.cp import blockwise
 from course_lib.launch import RankError, run
 from course_lib.mesh import make_mesh
 from course_lib.model import Decoder, build_model, tiny_config
-from course_lib.trace.memory import AllocatorPeak, PeakLiveBytes
+from course_lib.trace.memory import PeakLiveBytes
 
 CARDS = torch.cuda.device_count()
 pytestmark = pytest.mark.skipif(CARDS == 0, reason="needs an NVIDIA card")
@@ -128,14 +130,34 @@ def test_the_flash_kernel_of_the_card_gives_what_the_plain_one_gives(causal, hea
         assert float(error) < 2e-2  # bfloat16 has 8 bits
 
 
+@contextmanager
+def allocator_peak(device: torch.device | str) -> Iterator[list[int]]:
+    """The peak bytes of the CUDA allocator in the body, above those before it, as one number."""
+    torch.cuda.synchronize(device)
+    torch.cuda.reset_peak_memory_stats(device)
+    before, found = torch.cuda.memory_allocated(device), []
+    yield found
+    torch.cuda.synchronize(device)
+    found.append(torch.cuda.max_memory_allocated(device) - before)
+
+
 def peaks(layout_rows: int) -> tuple[int, int]:
     """(allocator, live tensors) of one forward and backward of the model."""
     model = model_on(make_mesh().device)
     tokens, targets = batch_of(0, make_mesh().device)
     sum_and_count(model, tokens, targets)  # the libraries' own work space is there before
-    with AllocatorPeak(tokens.device) as allocator, PeakLiveBytes() as live:
+    with allocator_peak(tokens.device) as allocator, PeakLiveBytes() as live:
         model.loss_sum(tokens[:layout_rows], targets[:layout_rows])[0].backward()
-    return allocator.peak, live.peak
+    return allocator[0], live.peak
+
+
+def test_live_bytes_are_those_of_the_allocator():
+    with allocator_peak("cuda") as allocator, PeakLiveBytes() as live:
+        x = torch.ones(1 << 20, device="cuda")
+        y = x + 1
+        del x, y
+    assert live.peak == 2 * (4 << 20)
+    assert allocator == [live.peak]
 
 
 def test_the_allocator_agrees_with_the_live_bytes():

@@ -13,12 +13,12 @@ import pytest
 import torch
 from hypothesis import example, given
 from hypothesis import strategies as st
+from ledgers import backend_calls, unmatched_sends
 from torch.distributed.tensor.debug import CommDebugMode
 
 from course_lib import comm
 from course_lib.bench import comm as bench
 from course_lib.comm import instruments
-from course_lib.ledger import unmatched_sends
 from course_lib.mesh import Link, Links, make_mesh
 
 WORLDS = (1, 2, 3, 4, 8)
@@ -161,7 +161,7 @@ def every_built_collective(shape, dtype):
     ledger, sent = axis.ledger, {}
 
     def counted(name, result):
-        sent[name] = ledger.wire_bytes("dp"), ledger.backend_calls()
+        sent[name] = ledger.wire_bytes("dp"), backend_calls(ledger)
         ledger.clear()
         return result
 
@@ -245,7 +245,7 @@ def spend(numel):
         comm.barrier(axis)
         comm.exchange(x, axis, axis.next, axis.previous)
     counted = {str(op).removeprefix("c10d."): c for op, c in torchs_own.get_comm_counts().items()}
-    return counted, axis.ledger.backend_calls()
+    return counted, backend_calls(axis.ledger)
 
 
 @pytest.mark.parametrize("n", WORLDS)
@@ -270,7 +270,7 @@ def test_ledger_is_exact_and_agrees_with_torchs_own_count(worlds, n):
             ("send", size, Fraction(size)),
             ("recv", size, Fraction(0)),
         ]
-        control = [(one.op, one.payload) for one in ledger.select(control=True)]
+        control = [(one.op, one.payload) for one in ledger.records if one.control]
         assert control == [("all_reduce", size), ("all_gather", size), ("all_reduce", 4)]
         assert ours["alltoall_base_"] == 3, "gloo's own reduce-scatter would cost twice the bytes"
     assert unmatched_sends(results.ledgers) == {}

@@ -12,16 +12,16 @@ import torch
 from equality import assert_bitwise, assert_equal, projection, worst_error
 from hypothesis import given
 from hypothesis import strategies as st
+from ledgers import unmatched_sends
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from course_lib import comm, cp, dp, recompute
 from course_lib.cp import blockwise, layout, ring
 from course_lib.data import batch
 from course_lib.launch import RankError
-from course_lib.ledger import unmatched_sends
 from course_lib.mesh import Axis, Link, Links, make_mesh
 from course_lib.model import ModelConfig, build_model, causal_attention, loss_sum
-from course_lib.recompute import saved_by_block, saved_by_stage
+from course_lib.recompute import saved_by_stage
 from course_lib.trace.memory import PeakLiveBytes, SavedActivations
 
 WORLDS = (1, 2, 3, 4, 8)
@@ -607,14 +607,11 @@ def test_what_a_model_keeps_is_its_formula(worlds, way, config):
         return saved.peak
 
     copied = way.attention in (cp.ulysses_attention, cp.ulysses_ring_attention)
-    block = cp.saved_per_block(
-        config, BATCH, SEQ, 4, way.saved(config, BATCH, SEQ, 4), output_copied=copied
-    )
-    serial_block = saved_by_block(config, BATCH, SEQ // 4).total
-    expected = saved_by_stage(config, BATCH, SEQ // 4) + config.layers * (block - serial_block)
+    in_attention = way.saved(config, BATCH, SEQ, 4)
+    expected = cp.saved_bytes(config, BATCH, SEQ, 4, in_attention, output_copied=copied)
     assert list(worlds(4).run(rank)) == [expected] * 4
     if way in (RING, WAYS["gather-again"]):
-        assert block == serial_block
+        assert expected == saved_by_stage(config, BATCH, SEQ // 4)
 
 
 @by_way("ring-zigzag", "gather-zigzag", "gather-again", "ulysses", "usp-zigzag")

@@ -10,9 +10,9 @@ import torch
 import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
+from ledgers import unmatched_sends
 
 from course_lib import comm
-from course_lib.ledger import unmatched_sends
 from course_lib.mesh import Link, Links, make_mesh
 
 FREE = Links(Link(0.0, 1e18), Link(0.0, 1e18))  # no delay, but the ends of messages are watched

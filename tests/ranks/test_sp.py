@@ -11,6 +11,7 @@ import torch
 from equality import assert_bitwise, assert_equal, projection
 from hypothesis import given
 from hypothesis import strategies as st
+from ledgers import unmatched_sends
 from tensor_parallel import (
     AGAIN,
     BATCH,
@@ -37,7 +38,6 @@ from torch import nn
 
 from course_lib import comm, sp, tp
 from course_lib.comm.operators import Region
-from course_lib.ledger import unmatched_sends
 from course_lib.mesh import Axis, make_mesh
 from course_lib.model import ModelConfig, build_model
 from course_lib.model.layers import each_linear

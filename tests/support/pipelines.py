@@ -10,10 +10,10 @@ from dataclasses import replace
 
 import torch
 from equality import assert_bitwise, assert_equal
+from ledgers import unmatched_sends
 
 from course_lib import pp
 from course_lib.data import batch
-from course_lib.ledger import unmatched_sends
 from course_lib.mesh import make_mesh
 from course_lib.model import ModelConfig, build_model
 from course_lib.schedule import Action, Schedule, validate

@@ -14,11 +14,12 @@ import threading
 import time
 from collections.abc import Callable
 from dataclasses import replace
-from functools import partial
+from functools import cached_property, partial
 from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from course_lib.comm.instruments.watch import (
     MAKING,
@@ -33,7 +34,7 @@ from course_lib.mesh import Axis, Instrument
 
 _HEADER_BYTES = 512  # for a collective 24 more for each rank: the counts of an uneven all_to_all
 _POLL = 0.002  # seconds between looks for the groups that other ranks make
-_LONGEST = 140  # bytes of each text in a header
+_LONGEST = 140  # bytes of each text in a header; the rest is cut
 _TAGS = {"send": 1, "recv": 2}  # of the headers; the messages themselves have 0
 _CALLS = (
     "Every rank of an axis must make the same calls in the same order, each with the same shape "
@@ -60,15 +61,12 @@ class Checks(Instrument):
 
     def __init__(self, cells: dict[str, str], run: int = 0) -> None:
         self.cells, self._run = cells, run
-        self._watch: Watch | None = None
         self.last_message: dict[tuple[Any, str, int], CheckedMessage] = {}
 
-    @property
+    @cached_property
     def watch(self) -> Watch:
-        """What this rank knows of the calls of all; made when it is first needed."""
-        if self._watch is None:
-            self._watch = Watch(self._run)
-        return self._watch
+        """What this rank knows about the calls of all ranks; it needs an initialized group."""
+        return Watch(self._run)
 
     def around(self, axis: Axis, call: Call, issue: Callable[[Call], Handle]) -> Handle:
         """Compare ``call`` across the ranks, then issue it.
@@ -129,13 +127,10 @@ class Checks(Instrument):
 
     def _gather(self, axis: Axis, mine: _Said) -> list[_Said]:
         """What every rank of the axis says; the watch looks on while this one waits."""
-        size = _HEADER_BYTES + 24 * axis.size
-        said = [_short(part) if isinstance(part, str) else part for part in mine]
-        on_cpu = "gloo" in str(dist.get_backend_config(axis.group))
-        rows = torch.zeros(axis.size, size, dtype=torch.uint8)
-        rows = rows if on_cpu else rows.to(axis.context.device)
-        text = json.dumps(said, ensure_ascii=False).encode()
-        header = rows.new_tensor(list(text.ljust(size, b"\0")))
+        header = _header(mine, _HEADER_BYTES + 24 * axis.size)
+        if "gloo" not in str(dist.get_backend_config(axis.group)):
+            header = header.to(axis.context.device)
+        rows = header.new_empty(axis.size, len(header))
         watch, name = self.watch, channel(axis)
         number = watch.count(name)
         work: Any = dist.all_gather(list(rows), header, group=axis.group, async_op=True)
@@ -146,7 +141,7 @@ class Checks(Instrument):
         what += mine.op + mine.what
         watch.until(over.wait, lambda: Position(what, mine.where, others, dict(watch.made)))
         work.wait()
-        return [_Said(*json.loads(bytes(row).rstrip(b"\0"))) for row in rows.tolist()]
+        return list(map(_read, rows))
 
 
 def _all_there(store: dist.Store, keys: list[str], seconds: float) -> bool:
@@ -159,8 +154,14 @@ def _all_there(store: dist.Store, keys: list[str], seconds: float) -> bool:
     return True
 
 
-def _short(text: str) -> str:
-    return text.encode()[:_LONGEST].decode(errors="ignore")
+def _header(said: _Said, size: int) -> Tensor:
+    """Return ``said`` as ``size`` bytes."""
+    text = json.dumps(said, ensure_ascii=False).encode()
+    return torch.tensor(list(text.ljust(size, b"\0")), dtype=torch.uint8)
+
+
+def _read(header: Tensor) -> _Said:
+    return _Said(*json.loads(bytes(header.tolist()).rstrip(b"\0")))
 
 
 def _wrong_group(axis: Axis, said: list[_Said]) -> str:
@@ -214,9 +215,9 @@ class CheckedMessage:
         self._error: Exception | None = None
         me = axis.ranks[axis.rank]
         ends = (me, self._peer) if call.op == "send" else (self._peer, me)
-        other_op = "recv" if call.op == "send" else "send"
+        self._other_op = "recv" if call.op == "send" else "send"
         self._number = checks.watch.count(channel(axis, call.op, *ends))
-        self._needs = {self._peer: (channel(axis, other_op, *ends), self._number)}
+        self._needs = {self._peer: (channel(axis, self._other_op, *ends), self._number)}
         queue = (axis.group, call.op, self._peer)
         self._before: CheckedMessage | None = checks.last_message.get(queue)
         checks.last_message[queue] = self
@@ -250,28 +251,21 @@ class CheckedMessage:
             self._before._thread.join()
             self._before = None
         try:
-            self._compare()
+            theirs = self._swap_headers()
+            if theirs.what != self._mine.what:
+                said = {self._axis.ranks[self._axis.rank]: self._mine, self._peer: theirs}
+                raise ValueError(_disagreement(self._axis, dict(sorted(said.items())), _MESSAGES))
             self._call.start(self._call.tensor).wait()
         except Exception as error:
             self._error = error
 
-    def _compare(self) -> None:
-        theirs = self._swap_headers()
-        if theirs.what != self._mine.what:
-            said = {self._axis.ranks[self._axis.rank]: self._mine, self._peer: theirs}
-            raise ValueError(_disagreement(self._axis, dict(sorted(said.items())), _MESSAGES))
-
     def _swap_headers(self) -> _Said:
-        mine, theirs = torch.zeros(2, _HEADER_BYTES, dtype=torch.uint8)
-        text = "\n".join(self._mine[:3]).encode()[:_HEADER_BYTES]
-        mine[: len(text)] = torch.frombuffer(bytearray(text), dtype=torch.uint8)
-        other_op = "recv" if self._call.op == "send" else "send"
-        group = self._axis.group
+        mine, group = _header(self._mine, _HEADER_BYTES), self._axis.group
+        theirs = torch.empty_like(mine)
         work: Any = dist.isend(mine, self._peer, group=group, tag=_TAGS[self._call.op])
-        dist.recv(theirs, self._peer, group=group, tag=_TAGS[other_op])
+        dist.recv(theirs, self._peer, group=group, tag=_TAGS[self._other_op])
         work.wait()
-        op, what, where = bytes(theirs.tolist()).rstrip(b"\0").decode(errors="replace").split("\n")
-        return _Said(op, what, where)
+        return _read(theirs)
 
 
 def _say(axis: Axis, call: Call) -> _Said:
@@ -281,7 +275,10 @@ def _say(axis: Axis, call: Call) -> _Said:
         sizes[0] = "rows"  # their number may differ between ranks; compared by the counts
     how = f" ({call.how})" if call.how else ""
     what = f"{how} of {dtype} [{' x '.join(sizes) or 'scalar'}]"
-    return _Said(call.op, what, call.where, call.counts, axis.name, axis.ranks[axis.rank])
+    what, where, name = (
+        text.encode()[:_LONGEST].decode(errors="ignore") for text in (what, call.where, axis.name)
+    )
+    return _Said(call.op, what, where, call.counts, name, axis.ranks[axis.rank])
 
 
 def _disagreement(axis: Axis, said: dict[int, _Said], wanted: str) -> str:

@@ -198,8 +198,7 @@ def verdict(rank: int, positions: Positions) -> str:
     never = stuck(positions)
     chain = [rank]
     while True:
-        last = positions[chain[-1]]
-        assert last is not None
+        last = _known(chain[-1], positions)
         if not last.needs:
             return _one_returned(chain[-2], chain[-1], positions)
         if MAKING in {name for name, _ in last.needs.values()}:
@@ -214,19 +213,14 @@ def verdict(rank: int, positions: Positions) -> str:
 
 def _not_made(maker: int, never: set[int], positions: Positions) -> str:
     """Who makes the groups that ``maker`` makes, and where each rank is that never comes to it."""
-    one = positions[maker]
-    assert one is not None
+    one = _known(maker, positions)
     late = {rank for rank in one.needs if positions[rank] is None} | {*awaited(one, positions)}
     lines = [
-        f"  rank {rank} " + (_absence(rank, never, positions) if rank in late else _making(other))
-        for rank, other in sorted(positions.items())
+        f"  rank {rank} "
+        + (_absence(rank, never, positions) if rank in late else f"makes {_at(rank, positions)}")
+        for rank in sorted(positions)
     ]
     return "\n".join([f"not every rank makes {one.what}:", *lines, SAME_GROUPS])
-
-
-def _making(position: Position | None) -> str:
-    assert position is not None
-    return f"makes {_standing(position)}"
 
 
 def _absence(rank: int, never: set[int], positions: Positions) -> str:
@@ -236,36 +230,39 @@ def _absence(rank: int, never: set[int], positions: Positions) -> str:
     if not position.needs:
         return "never does: it has returned"
     waits = _listed(sorted(awaited(position, positions)))
-    return f"does not: it waits for rank {waits} in {_standing(position)}"
+    return f"does not: it waits for rank {waits} in {_at(rank, positions)}"
 
 
 def _ring(ring: list[int], positions: Positions) -> str:
     lines = [f"ranks {_listed(sorted(ring))} wait for each other for ever:"]
     lines += [
-        f"  rank {rank} waits for rank {other} in {_standing(positions[rank])}"
+        f"  rank {rank} waits for rank {other} in {_at(rank, positions)}"
         for rank, other in zip(ring, ring[1:] + ring[:1], strict=True)
     ]
     return "\n".join([*lines, ADVICE])
 
 
 def _one_returned(waiting: int, gone: int, positions: Positions) -> str:
-    position, other = positions[waiting], positions[gone]
-    assert position is not None
-    assert other is not None
-    name, count = position.needs[gone]
-    made = other.made.get(name, 0)
+    name, count = _known(waiting, positions).needs[gone]
+    made = _known(gone, positions).made.get(name, 0)
     return "\n".join(
         [
             f"rank {gone} has returned and never makes a call for which rank {waiting} waits:",
-            f"  rank {waiting} waits for rank {gone} in {_standing(position)}",
+            f"  rank {waiting} waits for rank {gone} in {_at(waiting, positions)}",
             f"  rank {gone} made {made} of the {count} calls there that rank {waiting} counts on",
             NEVER,
         ]
     )
 
 
-def _standing(position: Position | None) -> str:
-    assert position is not None
+def _known(rank: int, positions: Positions) -> Position:
+    position = positions[rank]
+    assert position is not None, "a stuck rank has said where it is"
+    return position
+
+
+def _at(rank: int, positions: Positions) -> str:
+    position = _known(rank, positions)
     return f"{position.what}, {position.where}"
 
 

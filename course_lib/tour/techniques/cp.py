@@ -10,7 +10,7 @@ from torch import Tensor
 
 from course_lib import cp, dp
 from course_lib.mesh import Axis, make_mesh
-from course_lib.recompute import ID_BYTES, saved_outside_blocks
+from course_lib.recompute import ID_BYTES
 from course_lib.tour.technique import (
     COUNT_BYTES,
     Job,
@@ -67,18 +67,17 @@ def sent_by(wire_bytes: Callable[..., Fraction]) -> Callable[[Job], dict[str, Fr
     return lambda job: {"cp": RANKS * wire_bytes(job.config, job.sequences, job.seq_len, RANKS)}
 
 
-def saved_activations(job: Job, saved_bytes: int, *, output_copied: bool = False) -> int:
-    """Return the saved bytes of one rank whose attention saves ``saved_bytes`` per layer.
-
-    Outside attention, they are the bytes of one process with shorter sequences.
-    """
-    config, n = job.config, RANKS
-    block = cp.saved_per_block(
-        config, job.sequences, job.seq_len, n, saved_bytes, output_copied=output_copied
+def saved_activations(job: Job, attention_bytes: int, *, output_copied: bool = False) -> int:
+    """Return the saved bytes of one rank whose attention saves ``attention_bytes`` per layer."""
+    saved = cp.saved_bytes(
+        job.config,
+        job.sequences,
+        job.seq_len,
+        RANKS,
+        attention_bytes,
+        output_copied=output_copied,
     )
-    outside = saved_outside_blocks(config, job.sequences, job.seq_len // n)
-    ids = 2 * ID_BYTES * job.sequences * job.seq_len // n
-    return config.layers * block + outside.total + ids + COUNT_BYTES
+    return saved + 2 * ID_BYTES * job.sequences * job.seq_len // RANKS + COUNT_BYTES
 
 
 def context_parallel(

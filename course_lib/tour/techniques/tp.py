@@ -75,17 +75,14 @@ def state(job: Job) -> int:
 
 def kept_whole(job: Job) -> int:
     """Return the saved bytes of all blocks, the embedding and the LM head."""
-    shape = job.config, job.sequences, job.seq_len, RANKS
-    blocks = job.config.layers * formulas.saved_per_block(*shape)
-    return blocks + formulas.saved_outside_blocks(*shape) + COUNT_BYTES
+    return formulas.saved_bytes(job.config, job.sequences, job.seq_len, RANKS) + COUNT_BYTES
 
 
 def saved_by_rows(job: Job, *, again: bool = False) -> int:
     """Return the saved bytes when the positions are sharded outside the layers."""
-    config, shape = job.config, (job.config, job.sequences, job.seq_len, RANKS)
-    vocabulary = formulas.saved_by_vocabulary(config, job.sequences * job.seq_len, RANKS)
-    blocks = config.layers * sp.saved_per_block(*shape, again=again)
-    return blocks + sp.saved_outside_blocks(*shape, again=again) + vocabulary + COUNT_BYTES
+    vocabulary = formulas.saved_by_vocabulary(job.config, job.sequences * job.seq_len, RANKS)
+    rows = sp.saved_bytes(job.config, job.sequences, job.seq_len, RANKS, again=again)
+    return rows + vocabulary + COUNT_BYTES
 
 
 def kept_recomputed(job: Job) -> int:

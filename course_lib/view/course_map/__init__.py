@@ -9,15 +9,3 @@ table     the rows as data, for `course map` in a terminal
 
 from course_lib.view.course_map.page import ORDER, course_map, example
 from course_lib.view.course_map.rows import NETWORK, NODE, RANKS, Row, compute_seconds, rows
-
-__all__ = [
-    "NETWORK",
-    "NODE",
-    "ORDER",
-    "RANKS",
-    "Row",
-    "compute_seconds",
-    "course_map",
-    "example",
-    "rows",
-]

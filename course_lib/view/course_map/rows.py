@@ -151,11 +151,8 @@ def _data_rows() -> list[Row]:
 def _tensor_rows() -> list[Row]:
     n, shape = RANKS, (MODEL, 1, SEQ_LEN, RANKS)
     mine = tp_formulas.parameters_per_rank(MODEL, n)
-    whole = MODEL.layers * tp_formulas.saved_per_block(*shape)
-    whole += tp_formulas.saved_outside_blocks(*shape)
-    vocabulary = tp_formulas.saved_by_vocabulary(MODEL, SEQ_LEN, n)
-    by_rows = MODEL.layers * sp.saved_per_block(*shape) + sp.saved_outside_blocks(*shape)
-    by_rows += vocabulary
+    whole = tp_formulas.saved_bytes(*shape)
+    by_rows = sp.saved_bytes(*shape) + tp_formulas.saved_by_vocabulary(MODEL, SEQ_LEN, n)
     plans = {
         "TP": compose.Plan(micro_batches=SEQUENCES),
         "TP + SP": compose.Plan(region=sp.REGION, micro_batches=SEQUENCES),
@@ -241,9 +238,8 @@ def _most_kept(row: Sequence[Action], kept: Sequence[int]) -> int:
 
 def _context_row() -> Row:
     n, whole = RANKS, parameter_count(MODEL)
-    saved = cp.ring_saved_bytes(MODEL, 1, SEQ_LEN, n)
-    outside = recompute.saved_outside_blocks(MODEL, 1, SEQ_LEN // n)
-    kept = MODEL.layers * cp.saved_per_block(MODEL, 1, SEQ_LEN, n, saved) + outside.total
+    in_attention = cp.ring_saved_bytes(MODEL, 1, SEQ_LEN, n)
+    kept = cp.saved_bytes(MODEL, 1, SEQ_LEN, n, in_attention)
     return Row(
         "CP, ring",
         "09",
