@@ -44,11 +44,11 @@ vote_2 = None
 # ```
 #
 # After the first matrix, each rank has half of the inner features. It does not need the other half, because row k of B
-# is multiplied with feature k only. So the ranks send nothing between the two matrices. Each rank ends with a partial
-# sum of y, and one all-reduce adds the two.
+# is multiplied with feature k only, and each rank stores the rows that match its features. So the ranks send nothing
+# between the two matrices. Each rank ends with a partial sum of y, and one all-reduce adds the two.
 #
 # Now think about backward. Both ranks received the same x, and each computes a gradient for it from its own features.
-# Is either of them the gradient of x?
+# Is either of these the gradient of x?
 #
 # | symbol | meaning |
 # |---|---|
@@ -76,7 +76,7 @@ predicted_hidden = None  # fraction of the communication that hides behind compu
 
 # %% [markdown]
 # ## By hand
-# Leave GELU out for a moment, and take numbers that fit on paper:
+# Leave GELU out, and take numbers that fit on paper:
 #
 # $$x = [1, 2] \qquad A = \begin{pmatrix} 2 & -1 \\ 1 & 3 \end{pmatrix} \qquad B = \begin{pmatrix} 1 & 0 \\ 2 & 1 \end{pmatrix} \qquad xA = [4, 5] \qquad y = xAB = [14, 5]$$
 #
@@ -121,8 +121,8 @@ for rank, values in enumerate(run(by_hand, n=2)):
 #
 # | | forward | backward | where |
 # |---|---|---|---|
-# | f, `comm.copy_to` | identity | all-reduce | x enters the region in which ranks divide the work |
-# | g, `comm.reduce_from` | all-reduce | identity | partial sums leave this region |
+# | f, `comm.copy_to` | identity | all-reduce | x enters a sharded region |
+# | g, `comm.reduce_from` | all-reduce | identity | partial sums leave it |
 #
 # g sends nothing in backward, because a sum passes its gradient to each summand unchanged. f is the mirror image:
 # forward copies x to every rank, so backward adds the gradients of the copies. The next cell uses both, and then
@@ -169,9 +169,10 @@ print("gelu(a + b):      ", F.gelu(a + b).tolist())
 
 # %% [markdown]
 # The all-reduce would have to come before GELU, where it would carry F numbers per token instead of D. With columns
-# first, one rank computes each feature completely.
+# first, each feature is computed completely on one rank.
 #
-# PyTorch stores a weight as (out, in), so the columns of A are rows of that tensor.
+# These are the library's two layers. PyTorch stores a weight as (out, in), so the columns of A are rows of that
+# tensor.
 
 # %%
 from course_lib import tp
@@ -183,7 +184,7 @@ show_source(tp.ColumnLinear.forward, tp.RowLinear.forward)
 # added *after* the all-reduce. Added before it, the bias would enter the sum n times.
 #
 # ## An MLP and attention on four ranks
-# Does the pair equal the MLP of one process? We compare the output and all gradients:
+# Does the pair equal the MLP of one process? We compare outputs and gradients:
 
 # %%
 from course_lib.model.layers import MLP
@@ -226,10 +227,10 @@ print("shards of rank 0:", [list(result[0][name].shape) for name in ("columns", 
 
 # %% [markdown]
 # Attention has the same structure. Heads are independent until the output projection o, so we split q, k and v by
-# columns, with full heads on each rank, and o by rows. n must then divide the number of heads. Because q, k and v read
-# the same x, f is applied once for all three.
+# columns, with full heads on each rank, and o by rows. The number of heads must then be a multiple of n. Because q, k
+# and v read the same x, f is applied once for all three.
 #
-# In the library, the sharding of a model is a table from module names to replacements. `enters` is f:
+# In the library, the sharding of a model is a table from module names to replacements. `enters` applies f:
 
 # %%
 BLOCKS = {key: entry for key, entry in tp.GPT.items() if key.startswith("blocks.")}
@@ -238,8 +239,8 @@ for key, entry in BLOCKS.items():
 
 # %% [markdown]
 # ## What a rank sends and what it stores
-# A layer has two pairs, attention and MLP. Each makes one all-reduce of x forward and one backward, and in a ring
-# all-reduce a rank sends 2(n-1)/n times the payload. In a step a rank sends
+# A layer has two pairs, attention and MLP. Each makes an all-reduce of the size of x forward and one backward. In a
+# ring all-reduce a rank sends 2(n-1)/n times the payload. In a step a rank sends
 #
 # $$4L \cdot 2\,\frac{n-1}{n} \cdot B\,S\,D\,b \text{ bytes}$$
 #
@@ -318,8 +319,8 @@ print(f"\n{per_layer} all-reduces per layer; you predicted {predicted_calls} cal
 print(f" and {predicted_bytes} bytes")
 
 # %% [markdown]
-# The loss is that of one process. The kernel counted up to 1 % more bytes than the formula, because gloo adds headers
-# to its messages.
+# The loss equals the loss of one process. The kernel counted up to 1 % more bytes than the formula, because gloo adds
+# headers to its messages.
 #
 # The formula contains the number of tokens but not the number of parameters. In data parallelism it is the other way
 # round (lesson 12).
@@ -365,8 +366,8 @@ memory_plot(
 # floor: the activations that every rank saves in full. Lesson 06 lowers it.
 #
 # ## Why it stays inside a node
-# When do the ranks wait? Here is one step of two layers. Sleep pads the computation, and the links are emulated: fast
-# inside a node, slow between nodes.
+# When do the ranks wait? Here is one step of two layers. Computation is padded by sleep, and the links are emulated:
+# fast inside a node, slow between nodes.
 
 # %% jupyter={"source_hidden": true}
 # Measure a tensor-parallel and a data-parallel step with padded compute and emulated links.
@@ -491,9 +492,9 @@ for name, found in traces.items():
 print(f"you predicted {predicted_hidden} of TP's")
 
 # %% [markdown]
-# Tensor parallelism hides none of its communication. Data parallelism hides most of it, and only the last gradients
-# are ready too late. So tensor parallelism stays inside a node, where links are fast, and data parallelism crosses the
-# network.
+# Tensor parallelism hides none of its communication. Data parallelism hides most of its own; only the last gradients
+# are ready too late to hide. So tensor parallelism stays inside a node, where links are fast, and data parallelism
+# crosses the network.
 #
 # ## Hiding the messages by splitting the product
 # A message cannot hide behind a computation that needs its result. But if we split the rows of the product into n
@@ -744,14 +745,14 @@ lab.grade(diagnosis)
 # ## When not to use it
 # - **Across slow links.** Every layer waits for four messages.
 # - **For small layers.** Matrices become thinner with n, but messages do not become smaller.
-# - **When the model fits without it.** With many tokens, data parallelism sends less and hides it.
+# - **When the model fits without it.** With many tokens, data parallelism sends less and hides most of it.
 #
 # **Claim 1: false.** Weights and the activations inside the regions are divided by n. Norms, residuals and the inputs
 # of column linears are replicated; here the vocabulary is too.
 #
-# **Claim 2: only if the product is split.** In the plain form each all-reduce separates two computations that depend
-# on it, and nothing could hide. In backward, f's all-reduce can also run beside the product for the weight gradient,
-# which does not need it.
+# **Claim 2: only if there is independent work.** In the plain form the next computation needs the result of the
+# all-reduce. Blocks of rows are independent. In backward, the weight gradient does not need f's all-reduce either, and
+# Megatron runs the two together.
 
 # %%
 saved = runs[4][0]["activations"] / runs[1][0]["activations"]
@@ -799,7 +800,7 @@ cheat_sheet()
 
 # %% [markdown]
 # ## Your turn, and five questions to leave with
-# [Five exercises](../exercises/05_tensor_parallelism.ipynb) of 60 minutes in all let you build what you read.
+# [Five exercises](../exercises/05_tensor_parallelism.ipynb) take about 60 minutes.
 
 # %% course={"role": "given"}
 import torch
@@ -1042,7 +1043,7 @@ from course_lib.grading import check
 check("05-5", attention_step)
 
 # %% [markdown]
-# **Exit questions.** Answer each before you unfold it.
+# **Exit questions.** Answer, then unfold.
 #
 # **1.** Why is the first matrix split by columns?
 #
@@ -1073,11 +1074,11 @@ check("05-5", attention_step)
 # behind a product?
 #
 # <details><summary>Answer</summary>
-# At these peaks, T rows take 2 T D (F/n) / 989e12 seconds to multiply and 2 T D / 450e9 seconds to send. T and D
-# cancel: F/n must be at least 2,198.
+# T rows take 2 T D (F/n) / 989e12 seconds to multiply and 2 T D / 450e9 seconds to send. T and D cancel: F/n must be
+# at least 2,198.
 # </details>
 #
-# **Sources.** Lesson 06 comes next.
+# **Sources.** Next: lesson 06.
 # - Shoeybi et al. 2019, *Megatron-LM*: [arXiv:1909.08053](https://arxiv.org/abs/1909.08053), section 3.
 # - Narayanan et al. 2021, on TP inside a node: [arXiv:2104.04473](https://arxiv.org/abs/2104.04473).
 # - Korthikanti et al. 2022, on activations: [arXiv:2205.05198](https://arxiv.org/abs/2205.05198).
