@@ -28,8 +28,9 @@ def texts(lesson: Lesson, kind: str) -> list[str]:
 
 
 def section(text: str, heading: str) -> str:
-    """What stands below that heading; "" where there is none."""
-    found = re.search(rf"^## {heading}.*?$(.*?)(?=^## |\Z)", text, re.MULTILINE | re.DOTALL)
+    """What stands below that heading or bold beginning of a line; "" where there is none."""
+    begin = rf"^(?:## |\*\*){heading}.*?$"
+    found = re.search(rf"{begin}(.*?)(?=^## |\Z)", text, re.MULTILINE | re.DOTALL)
     return found[1] if found else ""
 
 
