@@ -31,8 +31,8 @@ vote_2 = None
 
 # %% [markdown]
 # ## Four ranks, as slow as one
-# Our decoder has four blocks. Each rank stores one **stage**: one block, on rank 0 also the embedding, and on rank 3 the
-# LM head. Forward (F) runs from rank 0 to rank 3, and backward (B) returns:
+# Our decoder has four blocks, and each of four ranks stores one as its **stage**. Rank 0 also has the embedding, and
+# rank 3 the LM head. Forward (F) runs from rank 0 to rank 3, and backward (B) runs back:
 #
 # ```
 #             rank 0     x     rank 1     x     rank 2     x     rank 3
@@ -175,7 +175,8 @@ except ValueError as error:
 
 # %% [markdown]
 # ## GPipe: all forwards, then all backwards
-# Here are the first rows that keep all ranks busy for most of the time:
+# In GPipe, each rank runs all its forwards first. So rank 0 can start one micro-batch after the other without waiting
+# for a gradient:
 
 # %%
 schedule_picture(simulated["gpipe"])
@@ -190,7 +191,7 @@ schedule_picture(simulated["gpipe"])
 #
 # | base | share | used by |
 # |---|---|---|
-# | **of total** time, (m+p-1)(F+B) | (p-1)/(m+p-1) | GPipe paper, this course |
+# | **of total** time, (m+p-1)(F+B) | (p-1)/(m+p-1) | [GPipe](https://arxiv.org/abs/1811.06965), this course |
 # | **of ideal** time, m(F+B) | (p-1)/m | Megatron-LM |
 
 # %%
@@ -204,8 +205,8 @@ for p, m in ((4, 1), (4, 4), (4, 8), (4, 32), (8, 8), (8, 32)):
 
 # %% [markdown]
 # ## 1F1B: the same bubble, less memory
-# The gray steps under each rank count the micro-batches **in flight**. Their forward is done and their backward is not,
-# so their activations are stored. Under GPipe they reach m on every rank.
+# The gray steps under each rank count the micro-batches **in flight**. Their forward is done and their backward is
+# not, so their activations are stored. Under GPipe their number grows to m on every rank.
 #
 # One forward, one backward (1F1B) frees activations sooner, because it runs each backward as early as it can. Rank r
 # starts with p-1-r forwards and then alternates F and B.
@@ -232,16 +233,15 @@ schedule_sliders("1f1b", P, M)
 # %% [markdown]
 # Only the peak in flight changes, from 16 to 4.
 #
-# > **Box: weight stashing.** PipeDream, which introduced 1F1B, never drained the pipeline. Each rank updated its weights
-# > after every backward, so there was no bubble after the start. To run a backward with the weights of its forward, rank
-# > r stored p-r versions of them. Rank 0 thus stored as many weights as the full model has: p versions of a p-th of the
-# > layers. Megatron-LM and PyTorch drain the pipeline before each optimizer step. They pay with the bubble and get the
-# > gradients of one process.
+# > **Box: weight stashing.** PipeDream, which introduced 1F1B, never drained the pipeline. Each rank updated its
+# > weights after every backward, so there was no bubble after the start. To run a backward with the weights of its
+# > forward, rank r stored p-r versions of them. Rank 0 thus stored as many weights as the full model has: p versions of
+# > a p-th of the layers. Megatron-LM and PyTorch drain the pipeline before each optimizer step, as we do. They pay with
+# > the bubble and get the gradients of one process.
 #
 # ## The table that grows: three schedules on four ranks
-# Every lesson adds rows to one table of what a technique stores, sends and waits for. To fill in this lesson's rows we
-# run the schedules. The engine takes the next action of its row, waits for the input, computes, and posts one batch of
-# messages: send this result, receive the next input.
+# Every lesson adds rows to this table. To fill them in, we run the schedules. The engine takes the next action of its
+# row, waits for the input, computes, and posts one batch of messages: send this result, receive the next input.
 
 # %%
 from course_lib.pp.engine import Engine
@@ -249,8 +249,8 @@ from course_lib.pp.engine import Engine
 show_source(Engine._do, Engine._forward, Engine._backward)
 
 # %% [markdown]
-# You know the steps: `detach().requires_grad_()` makes the leaf, `backward(output, gradient)` continues from the received
-# gradient, and `x.grad` is sent back. (`defer` is for lesson 08.)
+# You know the steps: `detach().requires_grad_()` makes the leaf, `backward(output, gradient)` continues from the
+# received gradient, and `x.grad` is sent back. The names with `defer` belong to lesson 08.
 #
 # The loss of a micro-batch is the sum over its tokens, divided by the tokens of the *whole* batch. Only then do the
 # gradients of all micro-batches add up to the gradient of the batch.
@@ -300,10 +300,10 @@ for name, results in runs.items():
     print(f"{name:10}{results[-1]['loss']:10.6f}{gradients.norm():12.6f}{difference:20.1e}")
 
 # %% [markdown]
-# All three equal one process, up to rounding.
+# All three schedules give the gradients of one process, up to rounding.
 #
 # **Sent.** Activations cross p-1 stage boundaries, and gradients of the same size cross them back: 2(p-1) · batch ·
-# sequence · hidden elements in all. The Linux kernel's count adds gloo's headers, 144 bytes per message:
+# sequence · hidden elements in all. The Linux kernel also counts gloo's headers, 144 bytes per message:
 
 # %%
 from course_lib.trace.traffic import HEADER_BYTES
@@ -322,7 +322,7 @@ for name, results in runs.items():
 print(f"your prediction: {predicted_bytes}")
 
 # %% [markdown]
-# **Stored.** The micro-batches in flight, and the bytes saved for backward:
+# **Stored.** The table shows the peak of the micro-batches in flight, and of the bytes saved for backward:
 
 # %%
 print(f"{'':6}{'in flight at most':^27}   {'bytes saved for backward, peak':^39}")
@@ -363,10 +363,10 @@ for p in (1, 8, 32):
     )
 
 # %% [markdown]
-# The state of a rank shrinks with p, but the activations of rank 0 do not. To reduce them, shard each layer (lessons 05
-# and 06), recompute, or make micro-batches smaller.
+# The state of a rank shrinks with p, but the activations of rank 0 do not. To reduce them, shard each layer (lessons
+# 05 and 06), recompute, or make micro-batches smaller.
 #
-# **Waited.** Now the clock, paced to 20 and 40 ms:
+# **Waited.** Now we measure the time, paced to 20 and 40 ms:
 
 
 # %%
@@ -397,8 +397,8 @@ for name in schedules:
 print(f"your predictions: GPipe {predicted_gpipe_ms} ms, bubble {predicted_bubble_of_total}")
 
 # %% [markdown]
-# Messages take time, and a busy machine wakes sleeping ranks late. Here is 1F1B as it ran, with the simulation as
-# outlines above each rank:
+# The measured steps are longer, because messages take time and a busy machine wakes sleeping ranks late. Here is 1F1B
+# as it ran:
 
 # %%
 timeline(
@@ -409,8 +409,8 @@ timeline(
 )
 
 # %% [markdown]
-# Now the rows, each with the numbers of the fullest rank. Data parallelism is computed, with a quarter of the batch per
-# rank.
+# Here are the rows, with the numbers of the fullest rank. Data parallelism is computed: each rank has the full state
+# and a quarter of the batch.
 
 # %% jupyter={"source_hidden": true}
 model = build_model(CONFIG, seed=0)
@@ -437,7 +437,7 @@ for name, (total, activations, sent, waits) in rows.items():
     print(f"{name:30}{total:11,}{activations:13,}{sent:12,}{waits:17.1%}")
 
 # %% [markdown]
-# State (parameters, gradients, AdamW's moments) falls to less than a third. The price is the bubble.
+# State falls to less than a third. The price is the bubble.
 #
 # ## The same in PyTorch
 # `PipelineStage` wraps one rank's stage, and a schedule object runs it:
@@ -477,7 +477,7 @@ print(f"gradients of torch's 1F1B and ours differ by {apart:.1e} at most")
 # micro-batches have the same number of tokens.
 #
 # ## Break it and diagnose
-# Here are five runs of 1F1B on sequences of different lengths. The LM head uses the embedding's weight (*tied*), so rank 0
+# Five runs of 1F1B train on sequences of different lengths. The LM head uses the embedding's weight (*tied*), so rank 0
 # and the last rank store a copy each. One run is `"correct"`, and the others have one fault each:
 #
 # - **forgotten**: each micro-batch's mean loss counts in full, without 1/m
@@ -594,7 +594,7 @@ lab.grade(diagnosis)
 # %% [markdown]
 # ## When not to use it, and both claims settled
 # - **The model fits.** Data parallelism has no bubble.
-# - **The batch is small.** It limits m, and with m = p almost half of the time is bubble.
+# - **The batch is small.** Its sequences limit m. With m = p = 4 the bubble is 43 % of the time.
 # - **The stages are unequal.** The slowest one sets the speed:
 
 # %%
@@ -611,8 +611,9 @@ for factor in (1.25, 1.5, 2.0):
 # A pipeline sends few messages, and only to neighbors, so it can cross the slow links between nodes.
 #
 # **Claim 1: false.** A common table says of 1F1B: "alternates F and B in the steady state, frees activations early;
-# improvement of the bubble: significant". The memory is right. The bubble is smaller than the naive one, but equal to
-# GPipe's, and larger if transfers take time, because neighbors that alternate wait for each other:
+# improvement of the bubble: significant". It is right about the memory. The bubble is smaller than the naive one, but
+# GPipe's is just as small. If transfers take time, 1F1B's bubble is even larger, because neighbors that alternate wait
+# for each other:
 
 # %%
 sizes = [(p, m) for p in range(1, 9) for m in range(1, 33)]
@@ -635,8 +636,8 @@ print(f"1F1B may run any m, say {4 * M}, bubble {large:.1%}")
 # %% [markdown]
 # So 1F1B helps indirectly: it has memory for a larger m.
 #
-# **Claim 2: only if the micro-batches stay large enough.** If the batch stays the same, more micro-batches are smaller
-# ones, and each has a fixed cost, such as launching kernels. Say 5 ms per forward, beside 160 ms of work to divide:
+# **Claim 2: only if the micro-batches stay large enough.** With a fixed batch, more micro-batches are smaller ones,
+# and each has fixed costs, such as launching kernels. Say 5 ms per forward, beside 160 ms of work to divide:
 
 # %%
 FIXED, WORK = 5, 160  # ms of forward on a stage: for each micro-batch, and for the whole batch
@@ -691,7 +692,7 @@ cheat_sheet(8, 32)
 #
 # </details>
 #
-# **2.** With the same m, 1F1B replaces GPipe. What is the gain, and how does it become time?
+# **2.** At the same m, what does 1F1B gain over GPipe, and how does it become time?
 #
 # <details><summary>Answer</summary>
 #
@@ -711,51 +712,22 @@ cheat_sheet(8, 32)
 #
 # <details><summary>Answer</summary>
 #
-# Each `send` waits for a `recv` that comes after the other `send`. Post both as one batch (`batch_isend_irecv`), as the
-# engine does.
+# Post both messages as one batch (`batch_isend_irecv`), as the engine does.
 #
 # </details>
 #
-# **5.** A common drawing, with its caption and formula. Which box is too early, and which schedule is it?
-#
-# ```
-# Naive pipeline: much idle GPU time (bubble)
-#
-# time    t1    t2    t3    t4    t5    t6    t7    t8
-# GPU 0:  [F0]  [F1]  [F2]  [F3]  idle  idle  idle  [B3][B2][B1][B0]
-# GPU 1:  idle  [F0]  [F1]  [F2]  [F3]  idle  idle  idle ...
-# GPU 2:  idle  idle  [F0]  [F1]  [F2]  [F3]  idle  idle ...
-# GPU 3:  idle  idle  idle  [F0]  [F1]  [F2]  [F3]  [B3]...
-#
-# Bubble ratio = (P-1) / (M+P-1)
-# ```
+# **5.** The activations of rank 0 do not fit. Does 1F1B on twice as many ranks help?
 #
 # <details><summary>Answer</summary>
 #
-# B3 of GPU 0: the gradient must first pass through GPUs 3, 2 and 1, so it belongs in column t11. The schedule is GPipe,
-# and so is the formula; the naive bubble is (p-1)/p. Below are the rows, with the backwards that the dots stand for.
+# No. Rank 0 then has half as many layers, but twice as many micro-batches in flight.
 #
 # </details>
 
-# %%
-completed = """
-0F0 0F1 0F2 0F3 0B3 0B2 0B1 0B0
-1F0 1F1 1F2 1F3 1B3 1B2 1B1 1B0
-2F0 2F1 2F2 2F3 2B3 2B2 2B1 2B0
-3F0 3F1 3F2 3F3 3B3 3B2 3B1 3B0
-"""
-drawing = typed(completed, "the drawing, completed")
-validate(drawing)
-shown = simulate(drawing, Costs.make(f=1, b=1))
-first_backward = [next(span.start for span in row if span.op == "B") for row in shown.rows]
-for rank, start in enumerate(first_backward):
-    print(f"GPU {rank} can start its first backward in column t{start + 1:.0f}")
-schedule_picture(shown)
-
 # %% [markdown]
 # ## Your turn
-# [Five exercises](../exercises/07_pipelines_1.ipynb), about 55 minutes: 1F1B by hand and as rows, the m that a bubble
-# needs, an exchange without deadlock, and one rank's step on real ranks.
+# [Five exercises](../exercises/07_pipelines_1.ipynb), about 55 minutes, lead from 1F1B by hand to one rank's step on
+# real ranks.
 
 # %% course={"role": "given"}
 import math
@@ -961,7 +933,6 @@ check("07-5", one_step)
 
 # %% [markdown]
 # ## Sources and what to read next
-# - Huang et al. 2018, [GPipe](https://arxiv.org/abs/1811.06965).
 # - Harlap et al. 2018, [PipeDream](https://arxiv.org/abs/1806.03377): 1F1B and weight stashing.
 # - Narayanan et al. 2021, [Megatron-LM](https://arxiv.org/abs/2104.04473), section 2.2: 1F1B as you ran it.
 # - Korthikanti et al. 2022, [arXiv:2205.05198](https://arxiv.org/abs/2205.05198), section 4: activations per layer and on
