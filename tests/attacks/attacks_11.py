@@ -141,11 +141,11 @@ def _waits_at_once(smalls: list[Tensor], bucket: Tensor, tp: Axis, dp: Axis, mos
 
 def _at_most_five(smalls: list[Tensor], bucket: Tensor, tp: Axis, dp: Axis, most: int) -> Any:
     """Waits for the oldest piece when another one would be the sixth in flight."""
-    pieces, sums, handles, done = deque(bucket.split(most)), [], deque(), []
+    pieces, sums, handles, done = deque(bucket.split(most)), [], [], []
     for small in smalls:
         sums.append(comm.all_reduce(small, tp))
         if len(handles) == 5:
-            done.append(handles.popleft().wait())
+            done.append(handles.pop(0).wait())
         if pieces:
             handles.append(comm.start_all_reduce(pieces.popleft(), dp))
     handles += [comm.start_all_reduce(piece, dp) for piece in pieces]
