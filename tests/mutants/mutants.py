@@ -33,7 +33,8 @@ EQUIVALENT = Path(__file__).with_name("equivalent.txt")
 COPIED = ("course_lib", "tests", "exercises", "pyproject.toml")
 SLOWER = 4  # a mutant whose tests take this many times as long as without it hangs
 NEAREST = {  # package -> its test files, those that find most in the least time first
-    "schedule": "fast/test_schedule fast/test_schedule_zero_bubble fast/test_schedule_search",
+    "schedule": "fast/test_schedule fast/test_schedule_zero_bubble fast/test_schedule_search "
+    "fast/test_schedule_cli",
     "comm": "ranks/test_comm ranks/test_p2p fast/test_handle fast/test_flat fast/test_sharding "
     "fast/test_alpha_beta ranks/test_checked ranks/test_links ranks/test_priorities "
     "ranks/test_group_order ranks/test_tp ranks/test_zero_in_mesh",
