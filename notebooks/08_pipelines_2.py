@@ -158,7 +158,7 @@ def two_stages(split):
     stage(TOKENS[:1] if rank == 0 else like)  # warms up
     comm.barrier(mesh.pp)
     mesh.trace.clear()
-    later = pp.DeferredWeightGradients() if split else nullcontext()
+    later = pp.DeferredWeightGradients(pp.weights_of(stage)) if split else nullcontext()
     x = TOKENS[:1] if rank == 0 else comm.recv(like, mesh.pp, source=0).requires_grad_()
     with mesh.compute("F", stage=rank, mb=0), later:
         y = stage(x)
@@ -203,7 +203,7 @@ x, dy = (torch.randn(1, SEQ, CONFIG.hidden, generator=generator) for _ in range(
 x.requires_grad_()
 
 with SavedActivations(block) as saved:
-    later = pp.DeferredWeightGradients()
+    later = pp.DeferredWeightGradients(pp.weights_of(block))
     with later:
         y = block(x)
     before = saved.now

@@ -155,8 +155,7 @@ def run(
     some = next(iter(stages.values()))
     weight = next(some.parameters())
 
-    def like(mb: int) -> Tensor:  # shape and dtype only: it needs no memory
-        batch = micro_batches[mb]
+    def like(batch: Batch) -> Tensor:  # shape and dtype only: it needs no memory
         rows = len(some.own_rows(positions_of(batch)))
         return weight.new_empty(()).expand(len(batch[0]), rows, some.config.hidden)
 
@@ -169,7 +168,7 @@ def run(
             if stage not in done_last:
                 on_stage_done(stage)
 
-        exchange = P2PExchange(order, mesh.pp, like)
+        exchange = P2PExchange(order, mesh.pp, [like(batch) for batch in micro_batches])
         engine = Engine(schedule, stages, mesh, micro_batches, loss, exchange, stage_done)
         engine.run()
     for stage in done_last:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import takewhile
@@ -79,10 +79,10 @@ class P2PExchange:
 
     ``order`` is :func:`messages` of the schedule. A message is identified by its place among those
     between the same two ranks (nccl ignores tags), so nothing is ever posted out of order.
-    ``like`` returns a tensor with the shape and dtype of a micro-batch's activations.
+    ``like`` has a tensor with the shape and dtype of each micro-batch's activations.
     """
 
-    def __init__(self, order: Sequence[Message], axis: Axis, like: Callable[[int], Tensor]) -> None:
+    def __init__(self, order: Sequence[Message], axis: Axis, like: Sequence[Tensor]) -> None:
         self.axis, self.like = axis, like
         self.own = [message for message in order if axis.rank in (message.source, message.to)]
         self.place: dict[Action | None, int] = {m.action: at for at, m in enumerate(self.own)}
@@ -114,7 +114,7 @@ class P2PExchange:
         exchange = comm.start_exchange(
             self.axis,
             [(self._checked(message, result), message.to) for message in sends],
-            [(self.like(message.action.mb), message.source) for message in receives],
+            [(self.like[message.action.mb], message.source) for message in receives],
         )
         self.sends.update(zip(sends, exchange.sends, strict=True))
         for message, handle in zip(receives, exchange.receives, strict=True):
@@ -122,7 +122,7 @@ class P2PExchange:
 
     def _checked(self, message: Message, result: Tensor | None) -> Tensor:
         """Return ``result``; ValueError if its size is wrong: a short message leaves noise."""
-        like = self.like(message.action.mb)
+        like = self.like[message.action.mb]
         if result is None or result.shape != like.shape or result.dtype != like.dtype:
             made = "nothing" if result is None else f"{tuple(result.shape)} of {result.dtype}"
             raise ValueError(

@@ -84,7 +84,7 @@ Place = tuple[dict[str, Any], str, _Weight]  # parameters of a module, name in i
 
 def weights_of(stage: nn.Module) -> list[Place]:
     """Return the places of all weights of ``stage`` that may be those of linears."""
-    places = []
+    places: list[Place] = []
     for module in stage.modules():
         for name, weight in module._parameters.items():
             if weight is not None and weight.dim() == 2 and weight.requires_grad:
@@ -131,12 +131,14 @@ class DeferredWeightGradients:
         self, x: Tensor, weight: Tensor, bias: Tensor | None = None, product: Product = F.linear
     ) -> Tensor:
         """Return ``product(x, weight, bias)``; autograd computes only its input gradient."""
+        add: Callable[..., None]
+        saved: tuple[int, ...] = ()
         if product is F.linear:
             y = F.linear(x, weight.detach(), None if bias is None else bias.detach())
             add, saved = partial(_add_gradients, weight, bias), (self._save(x),)
         else:  # it saves what W needs itself
             y = product(x.detach(), weight, bias)
-            add, saved = partial(torch.autograd.backward, get_gradient_edge(y)), ()
+            add = partial(torch.autograd.backward, get_gradient_edge(y))
             y = _InputGradient.apply(x, weight.detach(), y.detach())
         y.register_hook(lambda dy: self.deferred.append((add, (*saved, self._save(dy)))))
         return y
@@ -145,7 +147,8 @@ class DeferredWeightGradients:
         """Add the deferred weight gradients, and free what each of them needed."""
         nodes: list[Any] = [edge.node for edge in self.saved]
         tensors = dict(enumerate(tensor for node in nodes for tensor in node.saved_tensors))
-        self.saved, nodes = [], []
+        self.saved.clear()
+        nodes.clear()
         while self.deferred:
             add, places = self.deferred.pop(0)
             add(*map(tensors.pop, places))

@@ -185,6 +185,20 @@ def test_no_longer_than_the_authors_at_unequal_costs(name, p, m):
         assert max(ours.schedule.peak_in_flight()) <= LIMITS[name](p)
 
 
+SLOW_MESSAGES = [  # p, m, F, I, W, a transfer; makespan of the authors' ZB-1p
+    (3, 3, 10, 10, 10, 1, 114), (4, 3, 10, 15, 5, 12, 227), (4, 4, 10, 12, 8, 5, 192),
+    (6, 4, 12, 30, 7, 12, 505), (6, 6, 10, 5, 15, 5, 255), (8, 8, 10, 10, 10, 1, 324),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("p", "m", "f", "i", "w", "comm", "theirs"), SLOW_MESSAGES)
+def test_no_longer_than_the_authors_where_messages_take_time(p, m, f, i, w, comm, theirs):
+    """With m <= p several ranks do all forwards first, and the limit of p still holds."""
+    ours = run("zb-h1", p, m, Costs(f, i, w, comm))
+    assert ours.makespan <= theirs + 1e-6
+    assert max(ours.schedule.peak_in_flight()) <= p
+
+
 PRINTED = [  # m, F, I, W, hop in ms; bubbles of 1F1B, interleaved with 3 chunks, ZB-H1 and ZB-H2
     (24, 18.522, 18.086, 9.337, 0.601, 0.2431, 0.1055, 0.1585, 0.1083),
     (32, 18.513, 18.086, 9.331, 0.626, 0.1985, 0.0818, 0.1242, 0.0837),
