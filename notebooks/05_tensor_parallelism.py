@@ -319,7 +319,7 @@ print(f"\n{per_layer} all-reduces per layer; you predicted {predicted_calls} cal
 print(f" and {predicted_bytes} bytes")
 
 # %% [markdown]
-# The loss equals the loss of one process. The kernel counted up to 1 % more bytes than the formula, because gloo adds
+# The loss is the same as in one process. The kernel counted up to 1 % more bytes than the formula, because gloo adds
 # headers to its messages.
 #
 # The formula contains the number of tokens but not the number of parameters. In data parallelism it is the other way
@@ -731,7 +731,7 @@ for lab_run in lab:
 #
 # - **A call missing forward**: *no sum*. Even the first losses differ between ranks.
 # - **Calls missing backward**: *no f*. The first loss is right, so a test of outputs passes.
-# - **All calls there, only the last loss off**: *bias*. Biases start at 0, and n times 0 is 0. Only a trained model
+# - **All calls made, only the last loss off**: *bias*. Biases start at 0, and n times 0 is 0. Only a trained model
 #   shows this fault at once.
 # - **First loss off, ranks agree, calls right**: *heads*. Two ranks with the same sum of query weights store the same
 #   heads: the faulty rank has those of the *next* rank.
@@ -800,7 +800,7 @@ cheat_sheet()
 
 # %% [markdown]
 # ## Your turn, and five questions to leave with
-# [Five exercises](../exercises/05_tensor_parallelism.ipynb) take about 60 minutes.
+# [Five exercises](../exercises/05_tensor_parallelism.ipynb) take 60 minutes.
 
 # %% course={"role": "given"}
 import torch
@@ -1070,7 +1070,7 @@ check("05-5", attention_step)
 # Every rank applies each norm to all positions, and f has summed the gradient that reaches it.
 # </details>
 #
-# **5.** An H100 computes 989 TFLOP/s in bfloat16 and sends 450 GB/s. From which F/n on can the message of a block hide
+# **5.** An H100 computes 989 TFLOP/s in bfloat16 and sends 450 GB/s. How large must F/n be for a block's message to hide
 # behind a product?
 #
 # <details><summary>Answer</summary>
