@@ -32,7 +32,7 @@ vote_2 = None
 # %% [markdown]
 # ## Four ranks, as slow as one
 # Our decoder has four blocks, and each of four ranks stores one as its **stage**. Rank 0 also has the embedding, and
-# rank 3 the LM head. Forward (F) runs from rank 0 to rank 3, and backward (B) runs back:
+# rank 3 the LM head. Forward (F) runs from rank 0 to rank 3, and backward (B) the other way:
 #
 # ```
 #             rank 0     x     rank 1     x     rank 2     x     rank 3
@@ -83,7 +83,7 @@ schedule_picture(simulated["naive"])
 # |---|---|
 # | p | ranks, and stages |
 # | m | micro-batches in a step |
-# | r | a rank, from 0 to p-1 |
+# | r | a rank, 0 to p-1 |
 # | F, B | forward and backward of one micro-batch on one stage, or their times |
 #
 # Predict a step with p = 4 and m = 8 in which F takes 20 ms and B 40 ms:
@@ -103,9 +103,9 @@ predicted_ratio = None  # rank 0's saved activations on 4 ranks of 1F1B, divided
 
 # %% [markdown]
 # ## One micro-batch, there and back
-# Autograd does not see the network. Rank 1 therefore makes the received x a *leaf* that requires a gradient. After its
-# backward it sends `x.grad` to rank 0, which continues backward from there. Computation is *paced*: it is padded by sleep
-# to 20 and 40 ms, because ranks on a laptop share its cores.
+# Two ranks are enough to see the mechanism. Autograd does not see the network, so rank 1 makes the received x a *leaf*
+# that requires a gradient. After its backward it sends `x.grad` to rank 0, which continues backward from there.
+# Computation is *paced*: it is padded by sleep to 20 and 40 ms, because ranks on a laptop share its cores.
 
 # %%
 PACE = {"F": F, "B": B}
@@ -148,7 +148,7 @@ print(ledger.table(results.ledgers))  # of both ranks
 timeline(results.traces, conditions=Conditions(PACE), title="One micro-batch through two stages")
 
 # %% [markdown]
-# The wide `recv` boxes are waiting: first rank 1 waits for a forward, then rank 0 for a forward and a backward.
+# The wide `recv` boxes are waiting: while one rank computes, the other has nothing to do.
 
 # %% [markdown]
 # ## A schedule is a list of rows
@@ -224,7 +224,8 @@ for name, simulation in simulated.items():
 
 # %% [markdown]
 # The step and the bubble are those of GPipe; the idle time has only moved. But rank r has at most p-r micro-batches in
-# flight instead of m. Try m = 16 with both (in a running notebook):
+# flight instead of m. Move the slider to m = 16 (in a running notebook). Only the peak in flight differs between GPipe
+# and 1F1B:
 
 # %%
 from course_lib.view.sliders import schedule_sliders
@@ -232,8 +233,6 @@ from course_lib.view.sliders import schedule_sliders
 schedule_sliders("1f1b", P, M)
 
 # %% [markdown]
-# Only the peak in flight changes, from 16 to 4.
-#
 # > **Box: weight stashing.** PipeDream, which introduced 1F1B, never drained the pipeline. Each rank updated its
 # > weights after every backward, so there was no bubble after the start. To run a backward with the weights of its
 # > forward, rank r stored one version per micro-batch in flight, p-r in all. On rank 0, these are as many weights as
@@ -306,7 +305,7 @@ for name, results in runs.items():
 # All three schedules give the gradients of one process, up to rounding.
 #
 # **Sent.** Activations cross p-1 stage boundaries, and gradients of the same size cross them back: 2(p-1) · batch ·
-# sequence · hidden elements in all. The Linux kernel also counts gloo's headers, 144 bytes per message:
+# sequence · hidden elements. The Linux kernel also counts gloo's headers, 144 bytes per message:
 
 # %%
 from course_lib.trace.traffic import HEADER_BYTES
@@ -325,7 +324,7 @@ for name, results in runs.items():
 print(f"your prediction: {predicted_bytes}")
 
 # %% [markdown]
-# **Stored.** These are the peaks of micro-batches in flight and of bytes saved for backward:
+# **Stored.** At most this many micro-batches were in flight, and this many bytes were saved for backward:
 
 # %%
 print(f"{'':6}{'in flight at most':^27}   {'bytes saved for backward, peak':^39}")
@@ -417,7 +416,8 @@ timeline(
 )
 
 # %% [markdown]
-# Here are the rows, for the fullest rank. Data parallelism is computed, with a quarter of the batch per rank.
+# Here are the rows, for the fullest rank. The row of data parallelism is computed for a quarter of the
+# batch.
 
 # %% jupyter={"source_hidden": true}
 model = build_model(CONFIG, seed=0)
@@ -444,7 +444,7 @@ for name, (total, activations, sent, waits) in rows.items():
     print(f"{name:30}{total:11,}{activations:13,}{sent:12,}{waits:17.1%}")
 
 # %% [markdown]
-# State falls to less than a third. The price is the bubble.
+# Compared with one process, the state falls to less than a third. The price is the bubble.
 
 # %% [markdown]
 # ## The same in PyTorch
@@ -494,9 +494,9 @@ print(f"gradients of torch's 1F1B and ours differ by {apart:.1e} at most")
 # - **tied**: the gradients of the two copies are not added up
 # - **lost**: one rank sends back zeros for one micro-batch
 #
-# Enter the cause, the call that is missing or wrong (`"all_reduce"`, `"send"`, None) and the rank (0 for *tied*, `"all"`,
-# None for the correct run). Length, angle and "off" compare gradients with the single-process reference; "copies apart"
-# compares those of the two copies.
+# For each letter enter the cause, the call that is missing or wrong (`"all_reduce"`, `"send"`, None) and the rank (0
+# for *tied*, `"all"`, None for the correct run). Length, angle and "off" compare gradients with the single-process
+# reference; "copies apart" compares those of the two copies.
 
 # %%
 SEED = 3
@@ -702,7 +702,7 @@ cheat_sheet(8, 32)
 #
 # </details>
 #
-# **2.** At the same m, what does 1F1B gain over GPipe, and how does it become time?
+# **2.** At the same m, what does 1F1B gain over GPipe, and how can that shorten the step?
 #
 # <details><summary>Answer</summary>
 #
@@ -736,8 +736,8 @@ cheat_sheet(8, 32)
 
 # %% [markdown]
 # ## Your turn
-# [Five exercises](../exercises/07_pipelines_1.ipynb), about 55 minutes, lead from 1F1B by hand to one rank's step on
-# real ranks.
+# [Five exercises](../exercises/07_pipelines_1.ipynb), about 55 minutes: from 1F1B by hand to one rank's step on real
+# ranks.
 
 # %% course={"role": "given"}
 import math
@@ -942,10 +942,9 @@ from course_lib.grading import check
 check("07-5", one_step)
 
 # %% [markdown]
-# ## Sources and what to read next
+# ## Sources
 # - Harlap et al. 2018, [PipeDream](https://arxiv.org/abs/1806.03377): 1F1B and weight stashing.
 # - Narayanan et al. 2021, [Megatron-LM](https://arxiv.org/abs/2104.04473), section 2.2: 1F1B as you ran it.
-# - Korthikanti et al. 2022, [arXiv:2205.05198](https://arxiv.org/abs/2205.05198), section 4: activations per layer and on
-#   the first stage.
+# - Korthikanti et al. 2022, [arXiv:2205.05198](https://arxiv.org/abs/2205.05198), section 4: activation memory.
 #
 # Next: lesson 08 reduces the bubble itself.
