@@ -30,7 +30,9 @@ def agrees(got: Any, wanted: Tensor, terms: int | None = None) -> bool:
 def _wrong(got: Tensor, wanted: Tensor, terms: int | None) -> Tensor:
     """Return which elements are wrong."""
     a, b = got.detach().double(), wanted.detach().double()
-    if terms is None or not wanted.is_floating_point():
+    if not wanted.is_floating_point() and not wanted.is_complex():
+        return got.detach() != wanted.detach()
+    if terms is None:
         return ~torch.isclose(a, b, RELATIVE, ABSOLUTE, equal_nan=True)
     finite = torch.where(b.isfinite(), b, 0.0)
     typical = finite.square().mean().sqrt() if b.numel() else 0.0

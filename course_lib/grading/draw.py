@@ -33,10 +33,10 @@ class Draw:
         return self.random.randint(low, high)
 
     def shape(self, *, low: int = 2, high: int = 5) -> tuple[int, ...]:
-        """Return a shape of up to three dimensions, each from ``low`` to ``high``; in call 1 one
-        of several is 1."""
+        """Return a shape of up to three dimensions, each from ``low`` to ``high``; one of
+        several is 1 in call 1, unless both calls have the same sizes."""
         sizes = [self.size(low, high) for _ in range(self.size(self._dims, 3))]
-        if self.call and len(sizes) > 1:
+        if self.call and self._dims == 1 and len(sizes) > 1:
             sizes[self.random.randrange(len(sizes))] = 1
         return tuple(sizes)
 

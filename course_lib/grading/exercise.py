@@ -155,6 +155,7 @@ class Function(Exercise):
         drawn = [self.counting(case, rng) for case in self.drawn]
         with guarded(deadline):
             calls = [[self._call(answers[0], args) for args in instances] for instances in drawn]
+            calls = [[self._still(call) for call in made] for made in calls]
         mistake = self._mistake([call for case in calls for call in case])
         results = []
         for case, made in zip(self.drawn, calls, strict=True):
@@ -194,8 +195,16 @@ class Function(Exercise):
         if isinstance(got, _Unfit):
             return _Call(args, got, f"{call}: {got.reason}")
         if alike(got, wanted, self.relative):
-            return _Call(args, got)
+            return _Call(args, got, value=value)
         return _Call(args, got, self._said(call, got, wanted))
+
+    def _still(self, call: _Call) -> _Call:
+        """Return a right call with a message if a later call changed its result."""
+        if call.message or alike(self._read(call.value), call.got, 0.0):
+            return call
+        said = shown_call(self.names[0], call.args)
+        why = f"{said}: a later call changed this result. Make a new object in every call"
+        return _Call(call.args, call.got, why)
 
     def _said(self, call: str, got: Any, wanted: Any) -> str:
         """Show two results; of lists too long to be shown, the first elements that differ."""
@@ -245,6 +254,7 @@ class _Call:
     args: Instance
     got: Any
     message: str = ""
+    value: Any = None  # as the answer returned it
 
 
 def _copied(value: Any) -> Any:

@@ -6,6 +6,7 @@ tensor. Answers in raw torch are therefore judged like answers that use course_l
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -120,7 +121,7 @@ class WireCalls(TorchDispatchMode):
         self._events = 0
         self._pending: list[_Pending] = []
         self._works: list[tuple[Any, list[WireCall]]] = []
-        self._messages: list[tuple[Any, WireCall]] = []  # sends and receives, after their wait
+        self._messages: list[tuple[weakref.ref, WireCall]] = []  # after their wait
         self._torch: list[list[tuple[Any, str, Any]]] = []
 
     def __enter__(self) -> WireCalls:
@@ -166,7 +167,7 @@ class WireCalls(TorchDispatchMode):
     def _waiting(self, method: Callable[..., Any]) -> Callable[..., Any]:
         def waits(work: Any, *args: Any, **kwargs: Any) -> Any:
             for over, call in self._messages:
-                if over is work:  # gloo would wait forever
+                if over() is work:  # gloo would wait forever
                     raise RuntimeError(
                         f"wait() was called twice for the {call.op} with rank {call.peer}: a "
                         "message arrives once, so call wait() once on each handle"
@@ -177,7 +178,7 @@ class WireCalls(TorchDispatchMode):
                     for call in calls:
                         call.ended = self._next_event()
                         if call.peer is not None:
-                            self._messages.append((work, call))
+                            self._messages.append((weakref.ref(work), call))
             self._works = [each for each in self._works if each[0] is not work]
             self._pending = [each for each in self._pending if not each.call.waited]
             return found

@@ -14,74 +14,13 @@ from torch import Tensor
 from course_lib.grading.answers import NotRight, shown
 from course_lib.grading.draw import Draw
 from course_lib.grading.exercise import Case, Function, Instance, Wrong
+from course_lib.grading.graders.by_hand import by_hand
 from course_lib.grading.graders.runner import lesson_01 as runner
 from course_lib.grading.placed import bytes_of
 from course_lib.grading.ranked import OnRanks
 from course_lib.grading.runner import Observed
 from course_lib.grading.trials import TRIALS, Given, Look, Mistake, Trial, outside
-from course_lib.grading.worked import Worked
 from course_lib.ledger import wire
-
-BY_HAND = Worked(
-    id="01-1",
-    title="a model counted by hand",
-    names=("table",),
-    mistakes=(
-        Wrong({"block": 144}, "k and v have one head of 2 features, not as many as q."),
-        Wrong({"block": 104}, "the MLP of a llama has three matrices: gate, up and down."),
-        Wrong({"block": 120}, "the two norms have a weight for each feature too."),
-        Wrong({"parameters": 300}, "embedding and head are two tables here."),
-        Wrong({"parameters": 336}, "there is one more norm after the last block."),
-        Wrong({"parameters": 256}, "these are the blocks alone."),
-        Wrong(
-            {"state, bytes": 4080},
-            "that is 12 bytes per parameter: weights and gradients have 2 bytes each as well.",
-        ),
-        Wrong(
-            {"state, bytes": 6120},
-            "that is 18 bytes per parameter: gradients have 2 bytes here, not 4.",
-        ),
-        Wrong({"cache, bytes": 800}, "keys and values: two of them in each layer."),
-        Wrong(
-            {"cache, bytes": 3200},
-            "one head of keys and values is stored, however many query heads use it.",
-        ),
-        Wrong({"state, GB": 72}, "weights alone are an eighth of it: 16 bytes per parameter."),
-        Wrong({"state, GB": 432}, "weights and gradients, 2 bytes each, belong to it too."),
-        Wrong({"state, GiB": 576}, "GB are 1e9 bytes, GiB are 2**30: there are fewer of them."),
-        Wrong({"state, GiB": 576 * 2**30 / 1e9}, "the other way round: a GiB is larger."),
-        Wrong({"GPUs": 7}, "7 GPUs have 560 GB: round up."),
-        Wrong({"GPUs": 1}, "weights would fit on one GPU, the state does not."),
-        Wrong(
-            {"days, 1 GPU": 2000},
-            "2 FLOPs per parameter and token are the forward alone: backward has 4 more.",
-        ),
-        Wrong({"days, 1 GPU": 144000}, "these are hours."),
-        Wrong({"sent, GB": 72}, "that is the tensor; a ring sends 2(n-1)/n times as much."),
-        Wrong({"sent, GB": 67.5}, "an all-reduce has two halves, and each sends (n-1)/n."),
-        Wrong({"sent, GB": 144}, "a rank does not send its own shard to itself: (n-1)/n."),
-        Wrong({"sending, s": 0.3375}, "Gb/s are bits: a byte has eight."),
-        Wrong({"computing, s": 34.56}, "that is the work of all 16 GPUs: each has 4,000 tokens."),
-        Wrong({"computing, s": 0.72}, "that is the forward alone."),
-        Wrong({"binds": "compute"}, "the limit is what takes longer."),
-    ),
-    wanted={
-        "block": 128,
-        "parameters": 340,
-        "state, bytes": 5440,
-        "cache, bytes": 1600,
-        "state, GB": 576,
-        "state, GiB": 576e9 / 2**30,
-        "GPUs": 8,
-        "days, 1 GPU": 6000,
-        "days, 500 GPUs": 12,
-        "sent, GB": 135,
-        "sending, s": 2.7,
-        "computing, s": 2.16,
-        "binds": "network",
-    },
-)
-
 
 # --- 01-2 ----------------------------------------------------------------------------------------
 
@@ -566,4 +505,4 @@ FULLEST = OnRanks(
     refused=("course_lib.comm.transfer:issue", "course_lib.trace.memory:state_bytes"),
 )
 
-EXERCISES = (BY_HAND, TOKENS, COUNT, LIMIT, FULLEST)
+EXERCISES = (by_hand("01-1"), TOKENS, COUNT, LIMIT, FULLEST)

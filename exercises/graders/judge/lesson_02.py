@@ -15,60 +15,17 @@ from course_lib.comm.alpha_beta import crossing
 from course_lib.grading.answers import NotRight, shown
 from course_lib.grading.draw import Draw
 from course_lib.grading.exercise import Case, Function, Instance, Wrong
+from course_lib.grading.graders.by_hand import by_hand
 from course_lib.grading.graders.runner import lesson_02 as runner
 from course_lib.grading.placed import bytes_of
 from course_lib.grading.ranked import OnRanks
 from course_lib.grading.runner import Observed
 from course_lib.grading.trials import TRIALS, Given, Look, Mistake, Trial
-from course_lib.grading.worked import Worked
 from course_lib.mesh import Link
 
 SENT, FIRST, SECOND = "sent in turn 1", "sums of turn 1", "sums of turn 2"
 STORED, ARRIVED = "rank 0 before the all-gather", "arrives at rank 0 in turns 3 and 4"
 BYTES = "bytes that a rank sends"
-
-BY_HAND = Worked(
-    id="02-1",
-    title="a ring of three ranks by hand",
-    names=("trace",),
-    mistakes=(
-        Wrong(
-            {SENT: [3, 5, 5], FIRST: [9, 4, 11], SECOND: [12, 18, 6], STORED: [3, 12, 9]},
-            "here every rank began with its own piece; by this rule rank r begins with piece r-1, "
-            "so that it ends with the sum of piece r.",
-        ),
-        Wrong({SENT: [2, 0, 1]}, "these are the pieces; give the numbers in them."),
-        Wrong(
-            {FIRST: [4, 11, 9]},
-            "messages go to the next rank: rank 0 receives from rank 2, not from rank 1.",
-        ),
-        Wrong(
-            {SECOND: [4, 11, 9]},
-            "a rank sends in turn 2 the sum that it made in turn 1, not the number that arrived.",
-        ),
-        Wrong(
-            {STORED: [6, 12, 18]},
-            "after the reduce-scatter a rank has one complete sum; the other two pieces of rank 0 "
-            "have not changed since its last turn.",
-        ),
-        Wrong({STORED: [6, 1, 4]}, "rank 0 added to piece 1 in turn 1, and stored that sum."),
-        Wrong(
-            {ARRIVED: [12, 18]},
-            "rank 0 receives from rank 2 only, which first sends the sum that it finished itself.",
-        ),
-        Wrong({BYTES: 48}, "these are the bytes of all three ranks together."),
-        Wrong({BYTES: 24}, "this is 2S; a rank sends 2(n-1)/n S, one piece in each of four turns."),
-        Wrong({BYTES: 4}, "these are numbers; a number has 4 bytes."),
-    ),
-    wanted={
-        SENT: [4, 1, 6],
-        FIRST: [7, 13, 3],
-        SECOND: [6, 12, 18],
-        STORED: [6, 7, 4],
-        ARRIVED: [18, 12],
-        BYTES: 16,
-    },
-)
 
 
 # --- 02-2 ----------------------------------------------------------------------------------------
@@ -529,4 +486,4 @@ ALL_TO_ALL = OnRanks(
     ),
 )
 
-EXERCISES = (BY_HAND, CROSSING, TREE, RING, ALL_TO_ALL)
+EXERCISES = (by_hand("02-1"), CROSSING, TREE, RING, ALL_TO_ALL)

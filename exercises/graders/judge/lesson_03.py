@@ -13,86 +13,13 @@ from torch import Tensor, nn
 
 from course_lib.grading.compare import agrees
 from course_lib.grading.draw import Draw
-from course_lib.grading.exercise import Wrong
+from course_lib.grading.graders.by_hand import by_hand
 from course_lib.grading.graders.runner import lesson_03 as runner
 from course_lib.grading.placed import bytes_of
 from course_lib.grading.ranked import OnRanks
 from course_lib.grading.runner import Observed
 from course_lib.grading.trials import Given, Look, Mistake, Trial
-from course_lib.grading.worked import Worked
 from course_lib.ledger import wire
-
-BY_HAND = Worked(
-    id="03-1",
-    title="three gradients and three buckets, by hand",
-    names=("step",),
-    mistakes=(
-        Wrong(
-            {"own": [5, 32, 2]},
-            "these are the gradients of the ranks' means: here nothing is divided yet.",
-        ),
-        Wrong(
-            {"own": [6, 8, 6]},
-            "x is squared in the gradient too: for the row x = 2 it is 8.",
-        ),
-        Wrong(
-            {"law": 13, "mean of means": 8},
-            "a rank with one row must not weigh as much as one with three, unless you average "
-            "means.",
-        ),
-        Wrong({"law": 48}, "nothing is divided: this is the gradient of the summed loss."),
-        Wrong({"law": 16}, "divided by the number of ranks: the mean of the loss is over rows."),
-        Wrong(
-            {"mean of means": 39, "n times": 13},
-            "the sum and the average are exchanged: the sum is n times the average.",
-        ),
-        Wrong({"n times": 24}, "each rank divides by its own rows, not by all six."),
-        Wrong(
-            {"buckets": "ab cd e"},
-            "filled from the first tensor: backward finishes the last one first.",
-        ),
-        Wrong(
-            {"buckets": "ed c b a"},
-            "a bucket is closed by the tensor that fills it: at 1,800 bytes it is still open.",
-        ),
-        Wrong(
-            {"buckets": "cde b a"},
-            "these are the right tensors, but the last one of the model is put in first.",
-        ),
-        Wrong(
-            {"buckets": "edc ba"},
-            "a tensor as large as the limit fills its bucket alone: nothing is put in after it.",
-        ),
-        Wrong(
-            {"leaves": "c b a"},
-            "here the hooks do not fire in the order in which the buckets were filled.",
-        ),
-        Wrong(
-            {"leaves": "d b a"},
-            "bucket 1 is full after b, but bucket 0 was not sent: the order is the same on all "
-            "ranks.",
-        ),
-        Wrong({"leaves": "e b a"}, "a bucket is sent when its last gradient is computed."),
-        Wrong({"bytes": 5000}, "this is the payload; a ring sends 2(n-1)/n times that."),
-        Wrong({"bytes": 15000}, "a ring sends 2(n-1)/n S; each rank to each other is (n-1) S."),
-        Wrong({"bytes": 3750}, "(n-1)/n S is one half of the ring: the other is as long."),
-        Wrong(
-            {"bytes, 4 micro-batches": 30000},
-            "micro-batches are added up on each rank, and the sum is sent once.",
-        ),
-    ),
-    wanted={
-        "own": [10, 32, 6],
-        "law": 8,
-        "mean of means": 13,
-        "n times": 39,
-        "buckets": "edc b a",
-        "leaves": "d d a",
-        "bytes": 7500,
-        "bytes, 4 micro-batches": 7500,
-    },
-)
-
 
 # --- 03-2 ----------------------------------------------------------------------------------------
 
@@ -685,4 +612,4 @@ RAW = OnRanks(
     ),
 )
 
-EXERCISES = (BY_HAND, SCALE, BUCKET, OVERLAP, RAW)
+EXERCISES = (by_hand("03-1"), SCALE, BUCKET, OVERLAP, RAW)

@@ -15,85 +15,16 @@ from torch import Tensor
 from course_lib.grading.answers import NotRight, shown
 from course_lib.grading.draw import Draw
 from course_lib.grading.exercise import Case, Function, Instance, Wrong
+from course_lib.grading.graders.by_hand import by_hand
 from course_lib.grading.graders.runner import lesson_04 as runner
 from course_lib.grading.placed import bytes_of
 from course_lib.grading.ranked import OnRanks
 from course_lib.grading.runner import Observed
 from course_lib.grading.trials import TRIALS, Given, Look, Mistake, Trial
-from course_lib.grading.worked import Worked
 from course_lib.ledger import wire
 
 STORED, AT_1000 = "kept, GB", "kept, 1000 ranks"
 SENT, FOUR_BATCHES = "sent, GB", "sent, 4 micro-batches"
-
-BY_HAND = Worked(
-    id="04-1",
-    title="who owns, keeps and sends what, by hand",
-    names=("table",),
-    mistakes=(
-        Wrong({"flat": 10}, "ten elements do not make four equal shards: pad them."),
-        Wrong({"flat": 16}, "this is too much padding: take the smallest multiple of 4 from 10."),
-        Wrong(
-            {"owners": "a b c"},
-            "a shard may begin and end inside a tensor: all four have three places each.",
-        ),
-        Wrong(
-            {"owners": "a abb bcc c"},
-            "name a tensor once per shard, however many of its elements are in it.",
-        ),
-        Wrong(
-            {"padding": [2, 0, 0, 0]},
-            "padding is at the end of the flat tensor, not at its beginning.",
-        ),
-        Wrong(
-            {"padding": [0, 0, 1, 1]},
-            "shards are equal and padding is at the end: it is not spread over the ranks.",
-        ),
-        Wrong(
-            {STORED: [32, 11, 7.5, 8]},
-            "stage 3 divides all of the 16 bytes: no part is replicated.",
-        ),
-        Wrong(
-            {STORED: [24, 10, 6.5, 3]},
-            "the optimizer has 12 bytes: the float32 master weights belong to it.",
-        ),
-        Wrong({STORED: [32, 4, 4, 4]}, "stages 1 and 2 divide only a part of the 16 bytes."),
-        Wrong(
-            {AT_1000: [0.016, 0.016, 0.016, 0.016]},
-            "only stage 3 divides all of the bytes: in the others a part is replicated.",
-        ),
-        Wrong(
-            {SENT: [8, 8, 8, 12]},
-            "these are the bytes of the calls: a rank sends (n-1)/n of them, because its own shard "
-            "stays.",
-        ),
-        Wrong(
-            {SENT: [3.5, 7, 7, 10.5]},
-            "an all-reduce is a reduce-scatter and an all-gather: DP sends twice 3.5.",
-        ),
-        Wrong(
-            {SENT: [7, 10.5, 10.5, 10.5]},
-            "stage 1 gathers weights where DP gathers gradients: nothing is added.",
-        ),
-        Wrong(
-            {FOUR_BATCHES: [7, 7, 7, 10.5]},
-            "freed gradients cannot wait for the next micro-batch: stages 2 and 3 send each time.",
-        ),
-        Wrong(
-            {FOUR_BATCHES: [28, 28, 28, 42]},
-            "DP and stage 1 send once per step; stage 2 gathers the weights once per step.",
-        ),
-    ),
-    wanted={
-        "flat": 12,
-        "owners": "a ab bc c",
-        "padding": [0, 0, 0, 2],
-        STORED: [32, 11, 7.5, 4],
-        AT_1000: [16, 4.012, 2.014, 0.016],
-        SENT: [7, 7, 7, 10.5],
-        FOUR_BATCHES: [7, 7, 17.5, 42],
-    },
-)
 
 
 # --- 04-2 ----------------------------------------------------------------------------------------
@@ -699,4 +630,4 @@ RAW = OnRanks(
     refused=("course_lib.comm.transfer:issue",),
 )
 
-EXERCISES = (BY_HAND, BOUNDS, STEP, BUCKETS, RAW)
+EXERCISES = (by_hand("04-1"), BOUNDS, STEP, BUCKETS, RAW)
