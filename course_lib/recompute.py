@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -24,7 +25,7 @@ class _Recomputed(torch.autograd.Function):
     """Forward without a graph; backward makes the graph and goes through it at once."""
 
     @staticmethod
-    def forward(ctx, fn: Callable[..., Tensor], *tensors: Tensor) -> Tensor:
+    def forward(ctx: Any, fn: Callable[..., Tensor], *tensors: Tensor) -> Tensor:
         ctx.fn, ctx.random = fn, _random_state(tensors[0].device)
         ctx.save_for_backward(*tensors)
         with torch.no_grad():
@@ -32,7 +33,7 @@ class _Recomputed(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx, gradient: Tensor):
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Any, ...]:
         inputs = [saved.detach().requires_grad_(saved.requires_grad) for saved in ctx.saved_tensors]
         devices = [inputs[0].device] if inputs[0].is_cuda else []
         with torch.random.fork_rng(devices=devices), torch.enable_grad():

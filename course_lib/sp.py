@@ -24,6 +24,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from fractions import Fraction
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -78,13 +79,13 @@ class _Again:
 
 class _EnterAgain(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, x_BScD: Tensor, again: _Again):
+    def forward(ctx: Any, x_BScD: Tensor, again: _Again) -> Tensor:
         ctx.again = again
         return comm.all_gather(x_BScD, again.axis, S)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx, dx_BSD: Tensor):
+    def backward(ctx: Any, dx_BSD: Tensor) -> tuple[Any, ...]:
         ctx.again.in_flight = None  # dx is complete: every linear has used x
         return comm.reduce_scatter(dx_BSD, ctx.again.axis, S), None
 
@@ -93,14 +94,16 @@ class _GatheringLinear(torch.autograd.Function):
     """``x weight^T + bias``, which saves this rank's rows of x alone."""
 
     @staticmethod
-    def forward(ctx, x_BSD: Tensor, weight: Tensor, bias: Tensor | None, x_BScD: Tensor, again):
+    def forward(
+        ctx: Any, x_BSD: Tensor, weight: Tensor, bias: Tensor | None, x_BScD: Tensor, again: _Again
+    ) -> Tensor:
         ctx.save_for_backward(weight, x_BScD)
         ctx.again = again
         return F.linear(x_BSD, weight, bias)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx, dy_BSF: Tensor):
+    def backward(ctx: Any, dy_BSF: Tensor) -> tuple[Any, ...]:
         weight_FD, x_BScD = ctx.saved_tensors
         wants_x, wants_weight, wants_bias, *_ = ctx.needs_input_grad
         gathered = ctx.again.start(x_BScD) if wants_weight else None

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import torch
+from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
 from course_lib import dp
@@ -60,7 +61,7 @@ def _time_ranks(rounds: int, say: Say) -> dict[str, list[float]]:
     return interleave(contestants, rounds, say=say)
 
 
-def _inputs(step: int, mesh: Mesh):
+def _inputs(step: int, mesh: Mesh) -> tuple[Tensor, Tensor]:
     return batch(
         step % 4, seed=0, batch_size=4, seq_len=64, dp_rank=mesh.dp.rank, dp_size=mesh.dp.size
     )
@@ -70,7 +71,9 @@ def _optimizer(model: torch.nn.Module) -> torch.optim.Optimizer:
     return torch.optim.SGD(model.parameters(), lr=1e-3)  # the same small cost for all contestants
 
 
-def _ours(make_sync: Callable[[Decoder, Mesh], dp.GradientSync]):
+def _ours(
+    make_sync: Callable[[Decoder, Mesh], dp.GradientSync],
+) -> Callable[[Mesh], Callable[[int], None]]:
     def make(mesh: Mesh) -> Callable[[int], None]:
         model = build_model(CONFIG)
         sync, optimizer = make_sync(model, mesh), _optimizer(model)

@@ -174,7 +174,9 @@ def _ours(name: str, mesh: Mesh) -> Step:
     return step
 
 
-def torchs_schedule(name: str, stages: Mapping[int, nn.Module], microbatches: int, **options):
+def torchs_schedule(
+    name: str, stages: Mapping[int, nn.Module], microbatches: int, **options: Any
+) -> Any:
     """Torch's schedule of this name over ``stages``, which :func:`pp.make_stages` made for ours."""
     last = make(name, RANKS, microbatches).stages
     parts = [PipelineStage(stages[at], at, last, torch.device("cpu")) for at in stages]

@@ -1,7 +1,7 @@
 """The alpha-beta model: a message of S bytes takes alpha + S / beta seconds.
 
-alpha is what a message costs however short it is, beta the bytes a second that follow. n is the
-size of the group. A rank's link carries one message at a time in each direction; computing is
+alpha is the time of the shortest message in seconds, beta the bandwidth in bytes per second. n is
+the size of the group. A rank's link carries one message at a time in each direction; computing is
 free. Source: Hockney 1994, doi:10.1016/S0167-8191(06)80021-9.
 """
 

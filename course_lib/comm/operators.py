@@ -26,6 +26,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -50,13 +51,13 @@ class _Pair(torch.autograd.Function):
     """Apply ``forward_move`` going forward and ``backward_move`` to the gradient."""
 
     @staticmethod
-    def forward(ctx, x: Tensor, axis: Axis, forward_move: Move, backward_move: Move) -> Tensor:
+    def forward(ctx: Any, x: Tensor, axis: Axis, forward_move: Move, backward_move: Move) -> Tensor:
         ctx.axis, ctx.backward_move = axis, backward_move
         return forward_move(x, axis)
 
     @staticmethod
     @once_differentiable  # the moves carry no gradient of their own: say so, never be wrong
-    def backward(ctx, gradient: Tensor):
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Any, ...]:
         return ctx.backward_move(gradient, ctx.axis), None, None, None
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -95,11 +96,11 @@ class _Rides(torch.autograd.Function):
     """``y`` as it is; backward also hands ``weight`` to ``loss``."""
 
     @staticmethod
-    def forward(ctx, y: Tensor, loss: Tensor, weight: Tensor) -> Tensor:
+    def forward(ctx: Any, y: Tensor, loss: Tensor, weight: Tensor) -> Tensor:
         ctx.gradient = torch.as_tensor(weight, dtype=loss.dtype, device=loss.device)
         return y.view_as(y)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx, dy: Tensor):
+    def backward(ctx: Any, dy: Tensor) -> tuple[Any, ...]:
         return dy, ctx.gradient, None

@@ -100,8 +100,8 @@ def _zero(sizes: Sizes, plan: Plan) -> Iterator[str]:
     p = sizes.pp
     if plan.zero >= 2 and p > 1:
         what = {
-            2: "reduce-scatters its gradients once for every micro-batch, where ZeRO-1 does once a "
-            "step",
+            2: "reduce-scatters its gradients once for every micro-batch, where ZeRO-1 does so "
+            "once per step",
             3: "gathers a stage's parameters twice for every micro-batch, and frees them between",
         }.get(plan.zero, "")
         yield (

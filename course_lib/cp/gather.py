@@ -15,6 +15,7 @@ Source: Llama Team 2024 (arXiv:2407.21783), section 3.3.2.
 from __future__ import annotations
 
 from fractions import Fraction
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -62,7 +63,14 @@ class GatherAttention(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx, q, k, v, axis: Axis, layout: SequenceLayout, kernel: Kernel, save_gathered: bool
+        ctx: Any,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        axis: Axis,
+        layout: SequenceLayout,
+        kernel: Kernel,
+        save_gathered: bool,
     ) -> Tensor:
         ctx.axis, ctx.kernel, ctx.visible = axis, kernel, view_of(axis, layout, q.shape[1])
         own_12BsGK = torch.stack((k, v))[None]
@@ -74,7 +82,7 @@ class GatherAttention(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx, dout: Tensor):
+    def backward(ctx: Any, dout: Tensor) -> tuple[Any, ...]:
         q, kv, out, lse = ctx.saved_tensors
         gathered = kv if ctx.save_gathered else comm.all_gather(kv, ctx.axis)
         dq = torch.zeros_like(q, dtype=accumulation_dtype(q.dtype))

@@ -24,6 +24,7 @@ Source: Liu et al. 2023 (arXiv:2310.01889); Brandon et al. 2023 (arXiv:2311.0943
 from __future__ import annotations
 
 from fractions import Fraction
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -63,7 +64,15 @@ class RingAttention(torch.autograd.Function):
     """Use :func:`ring_attention`."""
 
     @staticmethod
-    def forward(ctx, q, k, v, axis: Axis, layout: SequenceLayout, kernel: Kernel) -> Tensor:
+    def forward(
+        ctx: Any,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        axis: Axis,
+        layout: SequenceLayout,
+        kernel: Kernel,
+    ) -> Tensor:
         kv_2BsGK = torch.stack((k, v))
         ctx.axis, ctx.kernel, ctx.visible = axis, kernel, view_of(axis, layout, q.shape[1])
         out, lse = attend(q, comm.ring(kv_2BsGK, axis), ctx.visible, kernel)
@@ -72,7 +81,7 @@ class RingAttention(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx, dout: Tensor):
+    def backward(ctx: Any, dout: Tensor) -> tuple[Any, ...]:
         axis = ctx.axis
         q, kv, out, lse = ctx.saved_tensors
         dq = torch.zeros_like(q, dtype=accumulation_dtype(q.dtype))

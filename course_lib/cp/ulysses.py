@@ -104,7 +104,7 @@ def ulysses_attention(
 def split_axis(axis: Axis, heads: int) -> tuple[Axis, Axis]:
     """Split ``axis`` in two for USP: groups of ``heads`` neighbors, and a ring across the groups.
 
-    Neighbours split the heads, because an all-to-all needs the fast links; the ring overlaps with
+    Neighbors split the heads, because an all-to-all needs the fast links; the ring overlaps with
     arithmetic. It creates process groups, as ``make_mesh`` does: call it once, on every rank.
     """
     return sub_axis(axis, heads, f"{axis.name}_heads"), across_axis(

@@ -9,7 +9,7 @@ of a ring are:
 
     out = sum_r exp(lse_r - lse) out_r,    lse = log sum_r exp(lse_r)
 
-One all-gather of H (K + 1) numbers a token and layer, in rank order, so that all ranks have the
+One all-gather of H (K + 1) numbers per token and layer, in rank order, so that all ranks have the
 same bits and choose the same token. The token's own K and V go to the rank that has the fewest
 rows. Moving the cache instead would cost 2 G K numbers for every *earlier* token.
 

@@ -50,7 +50,7 @@ class Served:
 
     @property
     def throughput(self) -> float:
-        """Tokens a second, from the start to the last token."""
+        """Tokens per second, from the start to the last token."""
         stamps = [stamp for own in self.times.values() for stamp in own]
         return len(stamps) / max(stamps) if stamps else 0.0
 

@@ -181,7 +181,7 @@ class Mesh:
         return self.context.sockets.inside()
 
     @contextmanager
-    def compute(self, op: str, *, stage: int | None = None, **what) -> Iterator[None]:
+    def compute(self, op: str, *, stage: int | None = None, **what: Any) -> Iterator[None]:
         """Measure the body as a compute span; in a paced run it takes at least its pace."""
         pace = self.conditions.pace_of(op, stage)
         with self.trace.span(op, at_least=pace, stage=stage, **what):

@@ -40,7 +40,7 @@ class _Saved(torch.autograd.Function):
     """A node that saves tensors as autograd does, so that memory meters count them."""
 
     @staticmethod
-    def forward(ctx, trained: Tensor, *tensors: Tensor) -> Tensor:
+    def forward(ctx: Any, trained: Tensor, *tensors: Tensor) -> Tensor:
         ctx.save_for_backward(*tensors)
         return trained.view_as(trained)
 
@@ -49,13 +49,13 @@ class _InputGradient(torch.autograd.Function):
     """Return ``y``, the product of x and ``weight``; backward is I alone."""
 
     @staticmethod
-    def forward(ctx, x: Tensor, weight: Tensor, y: Tensor) -> Tensor:
+    def forward(ctx: Any, x: Tensor, weight: Tensor, y: Tensor) -> Tensor:
         ctx.save_for_backward(weight)
         return y.view_as(y)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx, dy: Tensor):
+    def backward(ctx: Any, dy: Tensor) -> tuple[Any, ...]:
         (weight,) = ctx.saved_tensors
         return dy @ weight, None, None
 
@@ -70,7 +70,7 @@ class _Weight(Tensor):
     deferred: DeferredWeightGradients | None  # of the micro-batch that runs now
 
     @classmethod
-    def __torch_function__(cls, func, types, args=(), kwargs=None):
+    def __torch_function__(cls, func: Any, types: Any, args: tuple = (), kwargs: Any = None) -> Any:
         if func in (F.linear, apply_weight):
             x, alias, *others = args
             if alias.deferred and x.requires_grad and torch.is_grad_enabled():

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 from rich.console import Console
@@ -51,7 +52,7 @@ def run_tour(out: Path = DEFAULT_OUT, as_json: bool = False) -> int:
     return 1 if faults else 0
 
 
-def measure_pictures(say) -> dict[str, Results]:
+def measure_pictures(say: Callable[[str], None]) -> dict[str, Results]:
     """One paced step of each data parallel, for the timelines."""
     limit = available_ranks()
     ranks = timelines.RANKS if limit is None else min(limit, timelines.RANKS)

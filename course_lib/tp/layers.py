@@ -22,6 +22,7 @@ no rank ever holds all logits. Source: Shoeybi et al. 2019, section 3.
 from __future__ import annotations
 
 from collections.abc import Iterable
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -217,7 +218,9 @@ def loss_sum(
 
 class _VocabCrossEntropy(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, logits_TVt: Tensor, targets_T: Tensor, axis: Axis, ignore_index: int):
+    def forward(
+        ctx: Any, logits_TVt: Tensor, targets_T: Tensor, axis: Axis, ignore_index: int
+    ) -> Tensor:
         z_TVt = logits_TVt.to(accumulation_dtype(logits_TVt.dtype))
         rows_T, is_mine_T = _in_own_rows(targets_T, z_TVt.shape[1], axis)
         max_T = comm.all_reduce_max(z_TVt.amax(1), axis)
@@ -232,7 +235,7 @@ class _VocabCrossEntropy(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx, gradient: Tensor):
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Any, ...]:
         softmax_TVt, rows_T, is_mine_T, counts_T = ctx.saved_tensors
         dz_TVt = softmax_TVt.clone()
         onehot_T = is_mine_T.to(dz_TVt.dtype)

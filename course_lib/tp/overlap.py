@@ -22,6 +22,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -74,7 +75,7 @@ class _Columns(torch.autograd.Function):
     """x_BScD and any number of weights W_FtD to a product y_BSFt for each."""
 
     @staticmethod
-    def forward(ctx, axis: Axis, x_BScD: Tensor, *weights_FtD: Tensor):
+    def forward(ctx: Any, axis: Axis, x_BScD: Tensor, *weights_FtD: Tensor) -> Any:
         x_BSD, *products = ring_gather(x_BScD, [weight.t() for weight in weights_FtD], axis)
         ctx.axis = axis
         ctx.save_for_backward(x_BSD, *weights_FtD)
@@ -82,7 +83,7 @@ class _Columns(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx, *dys_BSFt: Tensor):
+    def backward(ctx: Any, *dys_BSFt: Tensor) -> tuple[Any, ...]:
         x_BSD, *weights_FtD = ctx.saved_tensors
         wants_x = ctx.needs_input_grad[1]
         dx_BScD = ring_scatter(dys_BSFt, weights_FtD, ctx.axis) if wants_x else None
@@ -93,14 +94,14 @@ class _Row(torch.autograd.Function):
     """x_BSFt and W_DFt to this rank's rows of the sum of products, y_BScD."""
 
     @staticmethod
-    def forward(ctx, axis: Axis, x_BSFt: Tensor, weight_DFt: Tensor):
+    def forward(ctx: Any, axis: Axis, x_BSFt: Tensor, weight_DFt: Tensor) -> Tensor:
         ctx.axis = axis
         ctx.save_for_backward(x_BSFt, weight_DFt)
         return ring_scatter([x_BSFt], [weight_DFt.t()], axis)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx, dy_BScD: Tensor):
+    def backward(ctx: Any, dy_BScD: Tensor) -> tuple[Any, ...]:
         x_BSFt, weight_DFt = ctx.saved_tensors
         dy_BSD, dx_BSFt = ring_gather(dy_BScD, [weight_DFt], ctx.axis)
         return None, dx_BSFt, _weight_gradient(dy_BSD, x_BSFt)

@@ -222,7 +222,9 @@ class PeakLiveBytes(TorchDispatchMode):
             self._note()
         return super().__enter__()
 
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore[override]
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple = (), kwargs: Any = None
+    ) -> Any:
         given = self._storages_of(args, kwargs)
         result = func(*args, **(kwargs or {}))
         if func is torch.ops.aten.lift_fresh.default:

@@ -11,6 +11,7 @@ import time
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from typing import Any
 
 from course_lib.schedule import Span
 
@@ -45,12 +46,12 @@ class Trace:
             replace(span, start=span.start + seconds, end=span.end + seconds) for span in self.spans
         ]
 
-    def add(self, op: str, start: float, end: float, **what) -> None:
+    def add(self, op: str, start: float, end: float, **what: Any) -> None:
         """Add a span with known times. ``what`` has further fields of Span."""
         self.spans.append(Span(self.rank, op, start, end, **what))
 
     @contextmanager
-    def span(self, op: str, *, at_least: float = 0.0, **what) -> Iterator[None]:
+    def span(self, op: str, *, at_least: float = 0.0, **what: Any) -> Iterator[None]:
         """Measure the body as one span; sleep at its end until ``at_least`` seconds are over.
 
         :func:`overshoot` counts the whole padded block, not only its sleep, so that a body that

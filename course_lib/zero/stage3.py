@@ -36,7 +36,7 @@ arXiv:2304.11277.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from itertools import accumulate
 from typing import Any
@@ -281,11 +281,11 @@ class _AfterBackward(torch.autograd.Function):
     """The identity, with a call of ``done`` in backward, when all uses of the inputs are done."""
 
     @staticmethod
-    def forward(ctx, done, *inputs: Tensor):
+    def forward(ctx: Any, done: Callable[[], None], *inputs: Tensor) -> tuple[Tensor, ...]:
         ctx.done = done
         return inputs
 
     @staticmethod
-    def backward(ctx, *gradients: Tensor):
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Any, ...]:
         ctx.done()
         return None, *gradients

@@ -201,7 +201,7 @@ class _Watched(Handle):
 
 
 class CheckedMessage:
-    """A send or recv that first swaps headers with its peer, and goes on only if they agree.
+    """A send or recv that first exchanges headers with its peer, and continues only if they agree.
 
     A thread does it, so that posting a receive early works as it does without checks. Messages of
     one sender and receiver go one after another, in the order in which they were posted.
