@@ -307,6 +307,29 @@ def test_backward_of_the_root_prefetches_the_last_unit(worlds, prefetch):
     assert list(worlds(2).run(rank)) == [["root", *order, "blocks.0"]] * 2
 
 
+def test_a_unit_that_no_rank_runs_is_not_prefetched_in_backward(worlds):
+    def rank():
+        mesh, events = make_mesh(), []
+        first, skipped, last = layers = torch.nn.ModuleList(torch.nn.Linear(4, 4) for _ in range(3))
+        model = torch.nn.ModuleDict({"layers": layers})
+        zero.Zero3(model, [first, skipped, last], mesh.dp, twin.adam, reshard_after_forward=True)
+        last.weight.register_hook(lambda _: events.append("gradient of the last"))
+        start = comm.start_all_gather_flat
+
+        def noted(full, shard, axis, name):
+            events.append(name)
+            return start(full, shard, axis, name)
+
+        with mock.patch.object(comm, "start_all_gather_flat", noted):
+            y = last(first(torch.ones(2, 4)))
+            events.clear()
+            y.sum().backward()
+        return events
+
+    expected = ["layers.2", "layers.0", "gradient of the last"]
+    assert list(worlds(2).run(rank)) == [expected] * 2
+
+
 @pytest.mark.parametrize("prefetch", [True, False])
 @pytest.mark.parametrize("reshard", [True, None, False, "middle and last"])
 def test_what_is_resharded_after_forward(worlds, reshard, prefetch):
