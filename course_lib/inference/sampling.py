@@ -1,8 +1,8 @@
 """From logits to tokens: greedy or drawn, and the same token on every rank of a model.
 
 Under tensor parallelism a rank has the logits of V/t tokens. Gathering them would cost V numbers
-per token; a maximum needs two: every rank offers its largest logit and whose it is, and all take the
-best pair. Drawing is made a maximum too (Gumbel-max): with one number e of an exponential
+per token; a maximum needs two: every rank offers its largest logit with its token, and all take
+the best pair. Drawing is made a maximum too (Gumbel-max): with one number e of an exponential
 distribution for each token of the vocabulary, ``argmax(z / temperature - log e)`` is distributed as
 the softmax. The noise follows from (seed, request, position) and covers the whole vocabulary; each
 rank draws all of it and uses its own part, so that the token is that of the single-process
@@ -15,7 +15,8 @@ nonsense (sglang #33549).
 
 top-k keeps the k largest logits; top-p, of these, the fewest whose probabilities reach p
 (Holtzman et al. 2019, arXiv:1904.09751). Both are a threshold, which all ranks compute from the
-largest logits of each, gathered: at most ``top_k`` numbers per rank, all V/t if only top_p is given.
+largest logits of each, gathered: at most ``top_k`` numbers per rank, or all V/t if only
+top_p is given.
 """
 
 from __future__ import annotations
