@@ -13,8 +13,6 @@
 # ---
 
 # %% [markdown]
-
-# %% [markdown]
 # # 05 Tensor parallelism: one layer, sharded over ranks
 #
 # *50 minutes to read and run, 60 to build.* A layer of GPT-3 has 12 · 12,288² = 1.8 billion weights. Under ZeRO-3 each

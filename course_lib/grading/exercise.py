@@ -200,7 +200,8 @@ class Function(Exercise):
 
     def _still(self, call: _Call) -> _Call:
         """Return a right call with a message if a later call changed its result."""
-        if call.message or alike(self._read(call.value), call.got, 0.0):
+        once = hasattr(call.value, "__next__")  # an iterator can be read once only
+        if call.message or once or alike(self._read(call.value), call.got, 0.0):
             return call
         said = shown_call(self.names[0], call.args)
         why = f"{said}: a later call changed this result. Make a new object in every call"

@@ -94,14 +94,19 @@ def _together(
     act: Act, answers: Answers, given: Sequence[Inputs], axis: Axis, mesh: Mesh
 ) -> list[Observed]:
     """Make the calls in turn, each up to its next yield, and return what each did."""
-    before = copy.deepcopy(given)
+    before, versions = copy.deepcopy(given), [_versions(each) for each in given]
     begun = [_begin(act, answers, each, axis, mesh) for each in given]
     going = list(begun)
     while going:
         going = [call for call in going if _goes_on(call)]
-    for call, now, was in zip(begun, given, before, strict=True):
+    for call, now, was, version in zip(begun, given, before, versions, strict=True):
         call.wire.finish()
-        call.observed.changed = [name for name in was if not unchanged(now[name], was[name])]
+        after = _versions(now)
+        call.observed.changed = [
+            name
+            for name in was
+            if version[name] != after[name] or not unchanged(now[name], was[name])
+        ]
     return [call.observed for call in begun]
 
 
@@ -127,6 +132,16 @@ def _goes_on(call: _Call) -> bool:
         call.observed.unfit = str(reason)
     call.observed.calls, call.observed.peak = call.wire.calls, call.peak.peak
     return False
+
+
+def _versions(given: Inputs) -> dict[str, list[int]]:
+    """Return how often torch wrote into each tensor of the inputs: also a write that was undone."""
+    return {
+        name: [each._version for each in tensors_in(value) if type(each) is Tensor]
+        if isinstance(value, Tensor | list | tuple | dict)
+        else []
+        for name, value in given.items()
+    }
 
 
 def _kept(value: Any) -> Any:

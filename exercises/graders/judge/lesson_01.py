@@ -93,7 +93,7 @@ TOKENS = Function(
     normal=_as_tokens,
     relative=1e-9,
     drawn=(
-        Case("bfloat16, six FLOPs", _links(2, 6, 2, 4, 7, 16)),
+        Case("bfloat16, six FLOPs", _links(2, 6, 1, 2, 4, 7)),
         Case("float32 gradients", _links(4, 6, 3, 8, 24, 64)),
         Case("full recomputation", _links(2, 8, 8, 32, 128, 500)),
         Case("a thousand GPUs and more", _large),

@@ -23,7 +23,7 @@ from course_lib.model.layers import MLP
 
 
 def _linear(trial: Trial, draw: Draw) -> dict[str, Tensor]:
-    """On three ranks one token; in the second call one feature per rank and one output too."""
+    """On three ranks one token; in the second call one feature per rank, one output, no bias."""
     alone, least = trial.n == 3, trial.n == 3 and draw.call
     rows = 1 if alone else draw.size(2, 5)
     features, out = (1 if least else draw.size(2, most) for most in (4, 7))
@@ -31,7 +31,7 @@ def _linear(trial: Trial, draw: Draw) -> dict[str, Tensor]:
     return {
         "h_TFt": draw.normal(rows, features),
         "weight_DFt": draw.normal(out, features),
-        "bias_D": draw.normal(out),
+        "bias_D": torch.zeros(out, dtype=draw.dtype) if least else draw.normal(out),
     }
 
 

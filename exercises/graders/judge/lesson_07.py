@@ -6,7 +6,7 @@ import math
 import random
 from collections import Counter
 from collections.abc import Callable, Sequence
-from itertools import accumulate, count
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -28,7 +28,6 @@ from course_lib.schedule import (
     gpipe,
     naive,
     one_f_one_b,
-    predicted_bubble,
     simulate,
 )
 from course_lib.trace import SavedActivations
@@ -37,7 +36,7 @@ from course_lib.trace import SavedActivations
 
 
 def _limits(ranks: tuple[int, int], limits: tuple[int, int]) -> Callable[..., list[Instance]]:
-    """Draw five calls; no limit is met exactly, because rounding of floats might decide there."""
+    """Draw five calls; no limit is met exactly."""
 
     def draw(rng: random.Random) -> list[Instance]:
         found: list[Instance] = []
@@ -100,9 +99,7 @@ ENOUGH = Function(
             "One micro-batch can be enough, where the limit is high.",
         ),
     ),
-    reference=lambda p, percent: next(
-        m for m in count(1) if predicted_bubble("gpipe", p, m) <= percent / 100
-    ),
+    reference=lambda p, percent: max(1, -(-(p - 1) * (100 - percent) // percent)),
     refused=("course_lib.schedule.named:predicted_bubble",),
     normal=_micro_batches,
     drawn=(
@@ -110,11 +107,11 @@ ENOUGH = Function(
         Case("hundreds of ranks", _limits((128, 512), (2, 30))),
         Case("a high limit", _limits((8, 64), (31, 80))),
         Case(
-            "a limit met exactly",  # 25 and 50 %, which floats store without rounding
+            "a limit met exactly",
             lambda rng: [
-                {"p": p + more, "percent": percent}
-                for p in [rng.randint(3, 64)]
-                for more, percent in ((0, 25), (0, 50), (8, 50))
+                {"p": p, "percent": percent}
+                for k in [rng.randint(1, 9)]
+                for p, percent in ((k + 2, 25), (k + 2, 50), (7 * k + 1, 7), (11 * k + 1, 11))
             ],
         ),
         Case(

@@ -25,12 +25,15 @@ from course_lib.schedule import Costs, from_rows, looped, lower_bound, simulate
 
 
 def _pipeline(p: tuple[int, int], v: tuple[int, int], rounds: tuple[int, int]) -> Any:
-    """Draw all ranks of one pipeline."""
+    """Draw all ranks of one pipeline, with two numbers of micro-batches."""
 
     def draw(rng: random.Random) -> list[Instance]:
         ranks, chunks = rng.randint(*p), rng.randint(*v)
-        m = ranks * rng.randint(*rounds)
-        return [{"p": ranks, "v": chunks, "m": m, "rank": rank} for rank in range(ranks)]
+        return [
+            {"p": ranks, "v": chunks, "m": m, "rank": rank}
+            for m in (6 * ranks, ranks * rng.randint(*rounds))
+            for rank in range(ranks)
+        ]
 
     return draw
 
@@ -285,7 +288,7 @@ ROWS = Function(
         Case("a few more than ranks", _sizes((3, 11), (1, 3))),
         Case(
             "as many as ranks, and two ranks",
-            lambda rng: [{"p": 2, "m": rng.randint(3, 6)}, *({"p": p, "m": p} for p in (4, 1))],
+            lambda rng: [{"p": 2, "m": rng.randint(3, 6)}, {"p": 4, "m": 4}, {"p": 1, "m": 3}],
         ),
     ),
 )

@@ -43,15 +43,16 @@ def _whole(value: Any) -> int:
 
 
 def _gaps(rng: random.Random, ranks: Sequence[int], short: int) -> list[Instance]:
-    """Five gaps; in ``short`` of them not even an empty piece fits. Between two ranks, the last
-    piece fits exactly."""
+    """Five gaps; in ``short`` of them not even an empty piece fits. Without short ones, the last
+    two pieces fit exactly."""
     found = []
     for number in range(5):
         n, alpha = rng.choice(ranks), rng.randrange(2, 30)
         latency = 2 * (n - 1) * alpha
         gap = rng.randrange(1, latency) if number < short else latency + rng.randrange(50, 5_000)
-        exact = number == 4 and [*ranks] == [2]
-        beta = 8 * rng.randrange(125, 6_000) if exact else rng.randrange(1_001, 50_000, 2)
+        beta = rng.randrange(1_001, 50_000, 2)
+        if number > 2 and not short:
+            gap, beta = latency + 4 * rng.randrange(12, 1_000), 2 * (n - 1) * beta
         found.append({"gap": gap, "ranks": n, "alpha": alpha, "beta": beta})
     return found
 

@@ -34,8 +34,8 @@ FLAGS = ("cut", "expert", "ends", "sharded")
 def _holders(sizes: Sizes, cut: bool, expert: bool, ends: bool, sharded: bool,
              *, without: str = "") -> int:  # fmt: skip
     """The right number, or the one ``without`` a reason."""
-    data = 1 if without == "cp" else sizes["cp"]
-    data *= sizes["dp"] // (sizes["ep"] if expert and without != "ep" else 1)
+    data = sizes["dp"] * (1 if without == "cp" else sizes["cp"])
+    data //= sizes["ep"] if expert and without != "ep" else 1
     tp = 1 if cut or without == "tp" else sizes["tp"]
     return (
         tp
@@ -63,13 +63,8 @@ def _some(**fixed: bool) -> Callable[[random.Random], list[Instance]]:
         for values in product((False, True), repeat=len(free)):
             flags = {**dict(zip(free, values, strict=True)), **fixed}
             if not (flags["expert"] and (flags["ends"] or flags["cut"])):
-                ep = rng.choice((2, 3))
-                sizes = {
-                    "tp": rng.choice((2, 3, 4, 8)),
-                    "cp": rng.choice((2, 3)),
-                    "dp": ep * rng.choice((2, 3, 5)),
-                    "ep": ep,
-                }
+                ep, tp, dp = rng.choice((2, 3)), rng.choice((2, 3, 4, 8)), rng.choice((5, 7))
+                sizes = {"tp": tp, "cp": ep * rng.choice((1, 2)), "dp": dp, "ep": ep}
                 found.append({"sizes": sizes, **{flag: flags[flag] for flag in FLAGS}})
         return [*found, {**found[-1], "sizes": dict.fromkeys(sizes, 1)}]
 
