@@ -44,15 +44,18 @@ def _whole(value: Any) -> int:
 
 def _gaps(rng: random.Random, ranks: Sequence[int], short: int) -> list[Instance]:
     """Five gaps; in ``short`` of them not even an empty piece fits. Without short ones, the last
-    two pieces fit exactly."""
+    two pieces fit exactly; on six ranks the last one only by whole numbers, not by floats."""
     found = []
     for number in range(5):
-        n, alpha = rng.choice(ranks), rng.randrange(2, 30)
+        exact = number > 2 and not short
+        n, alpha = 6 if exact and 6 in ranks else rng.choice(ranks), rng.randrange(2, 30)
         latency = 2 * (n - 1) * alpha
         gap = rng.randrange(1, latency) if number < short else latency + rng.randrange(50, 5_000)
         beta = rng.randrange(1_001, 50_000, 2)
-        if number > 2 and not short:
-            gap, beta = latency + 4 * rng.randrange(12, 1_000), 2 * (n - 1) * beta
+        while exact:
+            gap, beta = latency + 4 * rng.randrange(12, 1_000), 10 * rng.randrange(101, 5_000)
+            cut_off = int((gap / (2 * n - 2) - alpha) * n * beta / 4)
+            exact = n == 6 and cut_off == _fits(gap, n, alpha, beta)
         found.append({"gap": gap, "ranks": n, "alpha": alpha, "beta": beta})
     return found
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from course_lib.cp.blockwise import PLAIN
@@ -46,7 +47,8 @@ def ulysses(answers: Answers, given: Inputs, axis: Axis, mesh: Mesh) -> dict[str
     found = {"outputs of to_heads": first, "ways": ways}
     if not isinstance(first, Tensor) or first.shape != (batch, n * rows, heads // n, features):
         return found
-    found["outputs of to_rows"] = back = way("to_rows", to_rows, first.clone())
+    gaps = first.transpose(1, 2).clone(memory_format=torch.contiguous_format).transpose(1, 2)
+    found["outputs of to_rows"] = back = way("to_rows", to_rows, gaps)
     if not isinstance(back, Tensor) or back.shape != q.shape:
         return found
     leaves = [way("to_heads", to_heads, given[name]).clone().requires_grad_() for name in "qkv"]
