@@ -554,7 +554,7 @@ ATTACKS = {
             Wrong(_own, words="got mine"),
             Wrong(_twice, words="2 sends"),
             Wrong(_next_rank, words="compare calls, peers and shapes by rank"),
-            Wrong(_gathers, words="Only the two ranks of an exchange call swap"),
+            Wrong(_gathers, words="Only the two ranks of an exchange call `swap`"),
             Wrong(_ordered(lambda rank, peer: rank % 2 == 0), words="rank 0 was at: send"),
             Wrong(_changes_mine, words="the input mine 0 to be unchanged"),
             Wrong(lambda mine, like, peer: mine, words="got mine"),

@@ -544,7 +544,7 @@ ATTACKS = {
             Wrong(_all_first, words="the next block was waited for before"),
             Wrong(_in_place, words="the input q to be unchanged"),
             Wrong(_blocks_into_k, words="the input k to be unchanged"),
-            Wrong(_cached, words="in the second call"),
+            Wrong(_cached, words="in a third call"),
             Wrong(_by_messages(first="wait"), words="the next block was waited for before"),
             Wrong(_by_messages(waits="receives"), words="never waited for it"),
             Wrong(_by_messages(waits="polls"), words="never waited for it"),

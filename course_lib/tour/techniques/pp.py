@@ -70,16 +70,13 @@ def pipeline_peak_bytes(job: Job, schedule: Schedule) -> int:
     """Return the peak bytes of saved activations, of the rank with the highest peak.
 
     From its F to the end of its B or I, a micro-batch saves as much on a stage as in one process.
-    From I to W it saves :func:`pp.saved_for_wgrad`. The first tensor that I saves for W, the
-    gradient of the stage's output, is saved before anything is freed; on the last stage, the
-    logits are freed first. The first stage also saves tokens and the last stage targets, both of
-    the whole batch.
+    From the end of I to W it saves :func:`pp.saved_for_wgrad`. The first stage also saves tokens
+    and the last stage targets, both of the whole batch.
     """
     sequences = job.sequences // schedule.microbatches
     of_a_slice = (job.config, sequences, job.seq_len)
     kept = [saved_by_stage(*of_a_slice, *layers) for layers in slices(job, schedule)]
     halved = [pp.saved_for_wgrad(*of_a_slice, *layers) for layers in slices(job, schedule)]
-    x_bytes = sequences * job.seq_len * job.config.hidden * job.width
     ids = ID_BYTES * job.sequences * job.seq_len
     first_and_last = {0, schedule.stages - 1}
 
@@ -91,7 +88,7 @@ def pipeline_peak_bytes(job: Job, schedule: Schedule) -> int:
             whole[stage] += op == "F"
             now = sum(kept[at] * whole[at] + halved[at] * later[at] for at in list(whole))
             now += ids * sum(whole[at] > 0 for at in first_and_last)
-            peak = max(peak, now + x_bytes * (op == "I" and stage + 1 < schedule.stages))
+            peak = max(peak, now)
             whole[stage] -= op in "BI"
             later[stage] += (op == "I") - (op == "W")
         return peak
