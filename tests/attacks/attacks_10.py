@@ -385,7 +385,7 @@ ATTACKS = {
             Wrong(_some_of_all, words="all_gather of"),
             Wrong(_in_place, words="the answer wrote into it"),
             Wrong(_without_group, words="none if edp has one rank"),
-            Wrong(_does_not_wait, words="barrier"),
+            Wrong(_does_not_wait, words="rank 0"),
         ),
         right=(lambda g, ep, edp, data: comm.all_reduce(g, edp), _raw),
     ),

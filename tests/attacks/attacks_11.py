@@ -399,7 +399,7 @@ ATTACKS = {
                 lambda smalls, bucket, tp, dp, most: _right(smalls, bucket, dp, tp, most),
                 words="were summed over dp: sum them over tp",
             ),
-            Wrong(_raw_unwaited, words="barrier"),
+            Wrong(_raw_unwaited, words="rank 0"),
             Wrong(_own_bucket, words="the bucket is not summed"),
             Wrong(_averages, words="exactly 2 times too small"),
             Wrong(_in_place, words="the answer wrote into it"),

@@ -7,13 +7,14 @@ from statistics import mean
 import torch
 
 from course_lib import comm, dp
-from course_lib.grading.graders.judge.lesson_03 import BY_HAND
+from course_lib.grading import registry
 
 # The numbers of the exercise's text.
 ROWS = ((1, 2), (4,), (1, 1, 1))  # x of each rank
 TENSORS = {"a": 400, "b": 2000, "c": 800, "d": 1200, "e": 600}  # bytes, in the model's order
 LIMIT, RANKS = 2000, 4
 HOOKS = "ecbda"  # the order in which gradients are complete
+BY_HAND = registry.find("03-1")
 
 
 def test_the_gradients_worked_by_hand():

@@ -107,9 +107,10 @@ def count_calls():
 def test_what_is_counted_of_each_operation():
     first, second = run(count_calls, n=2)
     ops = ["all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast"]
-    assert first[:-1] == second[:-1] == [WireCall(op, 32) for op in ops]
+    calls = [*(WireCall(op, 32) for op in ops), WireCall("barrier", 0)]
+    assert first[:-1] == second[:-1] == calls
     assert (first[-1], second[-1]) == (WireCall("send", 32, 1), WireCall("recv", 32, 0))
-    assert [int(call.wire(2)) for call in first] == [32, 32, 16, 16, 16, 32]
+    assert [int(call.wire(2)) for call in first] == [32, 32, 16, 16, 16, 0, 32]
 
 
 def count_waits():

@@ -121,8 +121,9 @@ def _model(rng: random.Random, kv_heads: int, per_kv: int, tied: bool = False) -
     cut off is too small."""
     heads = kv_heads * per_kv
     while True:
-        hidden = heads * 2 * rng.randrange(33, 80, 2)
-        if per_kv != 11 or int(2 * hidden**2 * (1 + 1 / 11)) < 2 * hidden * (hidden + hidden // 11):
+        hidden = heads * 2 * rng.randrange(33, 200, 2)
+        by_floats = int(2 * hidden**2 * (1 + 1 / 11)), int(hidden * 2 * (1 + 1 / 11) * hidden)
+        if per_kv != 11 or max(by_floats) < 2 * hidden * (hidden + hidden // 11):
             break
     return {
         "layers": rng.randint(3, 126),
