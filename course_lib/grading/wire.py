@@ -41,7 +41,7 @@ OPERATIONS = {
     "monitored_barrier_": ("barrier", 0, None),
 }
 LAST_WAIT = timedelta(seconds=1)  # for a call that an answer did not wait for
-NAMES = {op for op, _, _ in OPERATIONS.values()}
+NAMES = {op for op, _, _ in OPERATIONS.values()} - {"barrier"}  # those with a wire formula
 SILENT = {"wait_tensor", "_wrap_tensor_autograd"}
 # The methods of a process group that begin a call and return its Work.
 METHODS = (
