@@ -1,4 +1,4 @@
-"""What a rank holds, as boxes in the tensors of the whole model, and their names there."""
+"""Describe the shards of a rank as boxes in the tensors of the whole model, with their names."""
 
 from __future__ import annotations
 

@@ -49,7 +49,7 @@ def parameters_per_rank(
 def saved_bytes(
     config: ModelConfig, sequences: int, seq_len: int, loads: Sequence[Load], rank: int, top_k: int
 ) -> int:
-    """Return the bytes that ``rank`` saves in one forward; ``loads`` are those of the layers.
+    """Return the bytes that ``rank`` saves in one forward; ``loads`` has one load per layer.
 
     Tokens and targets are not counted, and there is no shared expert.
     """

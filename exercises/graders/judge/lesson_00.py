@@ -24,8 +24,8 @@ Runs = list[tuple[str, dict[str, int]]]  # (order, sizes) of runs with equal wor
 
 def _cases(some: Callable[[random.Random, Runs], list[Instance]]) -> tuple[Case, ...]:
     def usual(*orders: str) -> Callable[[random.Random], list[Instance]]:
-        """Two orders, if there are so many, and the sizes of two runs with equal worlds, so that a
-        result depends on each argument. Equal sizes would hide an exchanged axis."""
+        """Draw up to two orders, and the sizes of two runs with equal worlds, so that a result
+        depends on each argument. Equal sizes would hide an exchanged axis."""
 
         def draw(rng: random.Random) -> list[Instance]:
             axes = sorted(orders[0].split("-"))

@@ -52,8 +52,8 @@ def _large(rng: random.Random) -> list[Instance]:
 
 
 def _one_by_one(call: Instance, other: Instance) -> list[Instance]:
-    """Return a call and, for each argument, the call in which this one alone is that of ``other``:
-    a result that was remembered by a part of the arguments is wrong."""
+    """Return a call, then one call per argument, with that argument alone taken from ``other``.
+    An answer that remembers results by only some of its arguments fails."""
     return [call, *({**call, name: value} for name, value in other.items())]
 
 
