@@ -30,7 +30,7 @@ def list_lessons(as_json: AsJson = False) -> int:
     if as_json:
         print_json({"lessons": [_lesson_as_data(lesson) for lesson in found]})
     else:
-        print("\n".join(_lesson_table(found)))
+        print(syllabus.table(found))
     return 0
 
 
@@ -47,52 +47,6 @@ def _lesson_as_data(lesson: LessonLine) -> dict[str, Any]:
         "exercises": {ex: vars(entry) for ex, entry in lesson.exercises.items()},
         "lab": None if lesson.lab is None else vars(lesson.lab),
     }
-
-
-ROW = "{:4}{:24}{:>6}{:>7}{:>12}{:>13}{:>11}"  # 77 columns
-
-
-def _lesson_table(found: list[LessonLine]) -> list[str]:
-    rows = [ROW.format("", "", "read", "build", "exercises", "points", "lab"), *map(_row, found)]
-    labs = [lesson.lab for lesson in found if lesson.lab is not None]
-    here = [lesson for lesson in found if lesson.here]
-    sums = (
-        _sum(sum(lesson.done for lesson in here), sum(len(lesson.exercises) for lesson in here)),
-        _sum(sum(lesson.earned for lesson in here), sum(lesson.points for lesson in here)),
-        _sum(sum(lab.done for lab in labs), len(labs)),
-    )
-    minutes = [str(sum(each.minutes[kind] or 0 for each in here)) for kind in (0, 1)]
-    stricter = [ex for lesson in here for ex in lesson.stricter]
-    note = f"You passed {', '.join(stricter)} before the checks became stricter: still done."
-    return [
-        *rows,
-        ROW.format("", "all", *minutes, *sums),
-        "",
-        "Minutes to read and run, and to build; * is an elective. course start NN: begin.",
-        *([note] if stricter else []),
-    ]
-
-
-def _row(lesson: LessonLine) -> str:
-    name = lesson.name + " *" * lesson.elective
-    if not lesson.here:
-        return ROW.format(lesson.number, name, "", "", "", "not here yet", "")
-    read, build = ("-" if each is None else str(each) for each in lesson.minutes)
-    lab = lesson.lab
-    state = "-" if lab is None else _sum(lab.best, lab.total) if lab.attempts else "to do"
-    return ROW.format(
-        lesson.number,
-        name,
-        read,
-        build,
-        _sum(lesson.done, len(lesson.exercises)),
-        _sum(lesson.earned, lesson.points),
-        "done" if lab is not None and lab.done else state,
-    )
-
-
-def _sum(some: int, of: int) -> str:
-    return f"{some} of {of}" if of else "-"
 
 
 @app.command()
@@ -138,9 +92,7 @@ def hint(number: Number, ex: ExerciseId) -> int:
 
     root = course_folder()
     exercise = desk.exercise_id(root, desk.lesson_number(root, number), ex)
-    hints, total = desk.hint(root, exercise)
-    for rung, text in enumerate(hints, 1):
-        print(f"hint {rung} of {total}: {text}")
+    print(desk.hint(root, exercise))
     return 0
 
 

@@ -52,10 +52,24 @@ def lab(
     ] = None,
 ) -> int:
     """Open JupyterLab on the course, with the kernel of this very Python."""
-    command = lab_command(port, browser, rest or [])
+    rest = rest or []
+    if not rest or rest[0].startswith("-"):
+        rest = [str(_lesson_to_open()), *rest]
+    command = lab_command(port, browser, rest)
     os.environ["JUPYTER_PREFER_ENV_PATH"] = "1"  # this Python's kernel before one of the user's
+    # JupyterLab's terminal then finds `course`.
+    os.environ["PATH"] = os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", os.defpath)])
     sys.stdout.flush()
     os.execv(command[0], command)
+
+
+def _lesson_to_open() -> Path:
+    """Return the learner's notebook that was saved last; the first lesson, begun, without any."""
+    from course_lib.grading import desk
+
+    root = place.course_folder()
+    own = [path for folder in desk.FOLDERS for path in (root / "work" / folder).glob("*.ipynb")]
+    return max(own, key=lambda path: path.stat().st_mtime) if own else desk.start(root, "00")[0][0]
 
 
 # JupyterLab would ask the internet for news and updates, and the learner whether it may.

@@ -8,8 +8,8 @@ Importing this package does not import torch, because every pytest run of this P
 plugin next to it.
 """
 
-from course_lib.grading.check import check
+from course_lib.grading.check import check, hint, progress
 from course_lib.grading.lab import Lab
 from course_lib.grading.verdict import Verdict
 
-__all__ = ["Lab", "Verdict", "check"]
+__all__ = ["Lab", "Verdict", "check", "hint", "progress"]

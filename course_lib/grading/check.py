@@ -1,4 +1,4 @@
-"""``check``, the function that a check cell calls."""
+"""What a cell of a notebook calls: ``check``, ``hint`` and ``progress``."""
 
 from __future__ import annotations
 
@@ -10,6 +10,8 @@ from typing import Any
 from course_lib.grading.answers import DEADLINE
 from course_lib.grading.progress import Progress, in_work
 from course_lib.grading.verdict import Verdict, failed
+
+ROOT = Path(__file__).resolve().parents[2]
 
 
 def check(
@@ -28,8 +30,26 @@ def check(
         return failed(str(exercise_id), str(error))
     seed = random.SystemRandom().randrange(2**31) if seed is None else seed
     verdict = exercise.judge(answers, seed, deadline)
-    _note(verdict, Path(__file__).resolve().parents[2])
+    _note(verdict, ROOT)
     return verdict
+
+
+def hint(exercise_id: str) -> None:
+    """Print the next hint to an exercise, such as ``hint("03-2")``, after those already shown.
+
+    Raises ValueError when there is no such exercise.
+    """
+    from course_lib.grading import desk
+
+    number = desk.lesson_number(ROOT, exercise_id.partition("-")[0])
+    print(desk.hint(ROOT, desk.exercise_id(ROOT, number, exercise_id)))
+
+
+def progress() -> None:
+    """Print all lessons, and how many exercises and points of each you have."""
+    from course_lib.grading import syllabus
+
+    print(syllabus.table(syllabus.lessons(ROOT)))
 
 
 def _note(verdict: Verdict, root: Path) -> None:

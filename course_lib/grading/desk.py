@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import shutil
+import json
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -33,9 +33,10 @@ def exercise_id(root: Path, number: str, text: str) -> ExerciseLine:
 
 
 def start(root: Path, number: str, fresh: bool = False) -> list[tuple[Path, str]]:
-    """Copy a lesson into work/; each file with what was done: "new", "kept", or "fresh".
+    """Copy a lesson into work/; return each file with what was done: "new", "kept" or "fresh".
 
-    A file that is there stays; with ``fresh`` it is renamed first and a new copy takes its place.
+    An existing file stays. With ``fresh`` it is renamed, and a new copy takes its place. The copy
+    has no outputs, because they would answer the lesson's questions before the learner does.
     """
     done = []
     for folder in FOLDERS:
@@ -46,9 +47,20 @@ def start(root: Path, number: str, fresh: bool = False) -> list[tuple[Path, str]
             if there and fresh:
                 target.rename(_free(target))
             if fresh or not there:
-                shutil.copyfile(source, target)
+                target.write_text(
+                    without_outputs(source.read_text(encoding="utf-8")), encoding="utf-8"
+                )
             done.append((target, "kept" if there and not fresh else "fresh" if there else "new"))
     return done
+
+
+def without_outputs(notebook: str) -> str:
+    """Return the JSON of a notebook without the outputs of its cells."""
+    data = json.loads(notebook)
+    for cell in data["cells"]:
+        if cell["cell_type"] == "code":
+            cell.update(outputs=[], execution_count=None)
+    return json.dumps(data, indent=1, ensure_ascii=False) + "\n"
 
 
 def _free(target: Path) -> Path:
@@ -70,14 +82,15 @@ def own_file(root: Path, number: str) -> Path:
     )
 
 
-def hint(root: Path, exercise: ExerciseLine) -> tuple[list[str], int]:
-    """Return the hints up to the next one, which is noted as taken, and how many there are."""
+def hint(root: Path, exercise: ExerciseLine) -> str:
+    """Return the hints up to the next one, a line for each, and note the next one as taken."""
     hints = read_hints(root, exercise.id)
     progress = Progress(root)
     entry = progress.of(exercise.id)
     entry.hints = min(entry.hints + 1, len(hints))
     progress.save()
-    return hints[: entry.hints], len(hints)
+    shown = enumerate(hints[: entry.hints], 1)
+    return "\n".join(f"hint {rung} of {len(hints)}: {text}" for rung, text in shown)
 
 
 def solution(root: Path, exercise: ExerciseLine, yes: bool = False) -> str:

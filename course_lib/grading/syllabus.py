@@ -1,4 +1,4 @@
-"""The lessons of the course in order, those that a folder does not have too, and how far one is.
+"""The lessons of the course in order, with those that a folder lacks, and the learner's progress.
 
 Names are short, for a list; titles, minutes and labs are read from the lessons themselves.
 """
@@ -32,6 +32,7 @@ NAMES = {
 }
 ELECTIVE = {"08", "08b", "10"}
 MINUTES = re.compile(r"\*(\d+) minutes to read and run(?:, (\d+) to build)?")
+ROW = "{:4}{:24}{:>6}{:>7}{:>12}{:>13}{:>11}"  # 77 columns
 LAB = re.compile(r'\bLab\(\s*"(\d\d[a-z]?)"')
 
 
@@ -89,6 +90,52 @@ def lessons(root: Path) -> list[LessonLine]:
         else LessonLine(number, NAMES[number])
         for number in sorted(NAMES.keys() | files.keys())
     ]  # fmt: skip
+
+
+def table(found: list[LessonLine]) -> str:
+    """Return the lessons as text: minutes, exercises, points, labs, and how far the learner is."""
+    rows = [ROW.format("", "", "read", "build", "exercises", "points", "lab"), *map(_row, found)]
+    labs = [lesson.lab for lesson in found if lesson.lab is not None]
+    here = [lesson for lesson in found if lesson.here]
+    sums = (
+        _sum(sum(lesson.done for lesson in here), sum(len(lesson.exercises) for lesson in here)),
+        _sum(sum(lesson.earned for lesson in here), sum(lesson.points for lesson in here)),
+        _sum(sum(lab.done for lab in labs), len(labs)),
+    )
+    minutes = [str(sum(each.minutes[kind] or 0 for each in here)) for kind in (0, 1)]
+    stricter = [ex for lesson in here for ex in lesson.stricter]
+    note = f"You passed {', '.join(stricter)} before the checks became stricter: still done."
+    return "\n".join(
+        [
+            *rows,
+            ROW.format("", "all", *minutes, *sums),
+            "",
+            "Minutes to read and run, and to build; * is an elective. course start NN: begin.",
+            *([note] if stricter else []),
+        ]
+    )
+
+
+def _row(lesson: LessonLine) -> str:
+    name = lesson.name + " *" * lesson.elective
+    if not lesson.here:
+        return ROW.format(lesson.number, name, "", "", "", "not here yet", "")
+    read, build = ("-" if each is None else str(each) for each in lesson.minutes)
+    lab = lesson.lab
+    state = "-" if lab is None else _sum(lab.best, lab.total) if lab.attempts else "to do"
+    return ROW.format(
+        lesson.number,
+        name,
+        read,
+        build,
+        _sum(lesson.done, len(lesson.exercises)),
+        _sum(lesson.earned, lesson.points),
+        "done" if lab is not None and lab.done else state,
+    )
+
+
+def _sum(some: int, of: int) -> str:
+    return f"{some} of {of}" if of else "-"
 
 
 def lesson_files(root: Path, folder: str, number: str = "*") -> list[Path]:

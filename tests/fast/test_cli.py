@@ -383,7 +383,7 @@ def test_lab_starts_jupyterlab_with_this_python():
     )
 
 
-def test_lab_becomes_jupyterlab(monkeypatch):
+def test_lab_becomes_jupyterlab(tmp_path, monkeypatch):
     class Replaced(Exception):
         pass
 
@@ -392,9 +392,23 @@ def test_lab_becomes_jupyterlab(monkeypatch):
 
     monkeypatch.setattr(os, "execv", execv)
     monkeypatch.setenv("JUPYTER_PREFER_ENV_PATH", "0")
+    monkeypatch.setenv("PATH", "/elsewhere")
+    shutil.copytree(place.ROOT / "notebooks", tmp_path / "notebooks")
+    shutil.copytree(place.ROOT / "exercises", tmp_path / "exercises")
+    monkeypatch.setattr(place, "ROOT", tmp_path)
     with pytest.raises(Replaced) as caught:
         cli.main(["lab", "--no-browser", "--", "--debug"])
     program, command = caught.value.args
     assert program == sys.executable
-    assert command[-1] == "--debug"
+    first = tmp_path / "work" / "notebooks" / "00_start_here.ipynb"
+    assert command[-2:] == [str(first), "--debug"]
+    assert first.exists()
     assert os.environ["JUPYTER_PREFER_ENV_PATH"] == "1"
+    assert os.environ["PATH"] == f"{Path(sys.executable).parent}{os.pathsep}/elsewhere"
+
+    own = tmp_path / "work" / "exercises" / "03_data_parallelism.ipynb"
+    own.write_text("{}")
+    os.utime(own, (2e9, 2e9))
+    with pytest.raises(Replaced) as caught:
+        cli.main(["lab"])
+    assert caught.value.args[1][-1] == str(own), "the notebook that was saved last"

@@ -7,13 +7,14 @@ import io
 import json
 import re
 import shutil
+import sys
 from pathlib import Path
 from xml.etree import ElementTree
 
 import nbformat
 import pytest
 
-from course_lib import cli
+from course_lib import cli, grading
 from course_lib.cli import place
 from course_lib.grading import check as check_answer
 from course_lib.grading import run, syllabus
@@ -122,6 +123,34 @@ def test_start_and_fresh(root, capsys):
         assert "fresh  work/exercises" in course(capsys, "start", "00", "--fresh")[1]
     assert mine.with_name("00_start_here.before-1.ipynb").read_text() == "my work"
     assert mine.with_name("00_start_here.before-2.ipynb").exists()
+
+
+def test_a_lesson_starts_without_outputs(root, capsys):
+    """The outputs of the course would answer a prediction before the learner does."""
+    assert course(capsys, "start", "00")[0] == 0
+    shipped = json.loads((ROOT / "notebooks" / "00_start_here.ipynb").read_text())
+    (root / "notebooks" / "00_start_here.ipynb").write_text(json.dumps(shipped))
+    assert course(capsys, "start", "00", "--fresh")[0] == 0
+    own = json.loads((root / "work" / "notebooks" / "00_start_here.ipynb").read_text())
+    assert [cell["source"] for cell in own["cells"]] == [
+        cell["source"] for cell in shipped["cells"]
+    ]
+    assert any(cell.get("outputs") for cell in shipped["cells"])
+    assert not any(cell.get("outputs") or cell.get("execution_count") for cell in own["cells"])
+
+
+def test_hints_and_progress_in_a_notebook(root, capsys, monkeypatch):
+    monkeypatch.setattr(sys.modules["course_lib.grading.check"], "ROOT", root)
+    grading.hint("00-2")
+    grading.hint("00-2")
+    shown = capsys.readouterr().out
+    assert shown.count("hint 1 of 3: ") == 2
+    assert shown.count("hint 2 of 3: ") == 1
+    assert Progress(root).of("00-2").hints == 2
+    grading.progress()
+    assert capsys.readouterr().out == course(capsys, "list")[1]
+    with pytest.raises(ValueError, match="lesson 00 has no exercise '00-9'; it has 00-1, 00-2"):
+        grading.hint("00-9")
 
 
 def test_a_lesson_without_exercises_beside_one_that_has_some(root, capsys):
