@@ -54,29 +54,33 @@ def lab(
     """Open JupyterLab on the course, with the kernel of this very Python."""
     rest = rest or []
     if not rest or rest[0].startswith("-"):
-        rest = [str(_lesson_to_open()), *rest]
+        rest = [f"--LabApp.default_url=/lab/tree/{_lesson_to_open().as_posix()}", *rest]
     command = lab_command(port, browser, rest)
     os.environ["JUPYTER_PREFER_ENV_PATH"] = "1"  # this Python's kernel before one of the user's
-    # JupyterLab's terminal then finds `course`.
-    os.environ["PATH"] = os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", os.defpath)])
+    # JupyterLab's terminal then finds `course`, and it does not ask whether it may fetch news.
+    _put_first("PATH", Path(sys.executable).parent, os.defpath)
+    _put_first("JUPYTER_CONFIG_PATH", Path(__file__).with_name("jupyter"))
     sys.stdout.flush()
     os.execv(command[0], command)
 
 
+def _put_first(variable: str, folder: Path, default: str = "") -> None:
+    """Put ``folder`` first in a list of paths in the environment."""
+    there = os.environ.get(variable, default)
+    os.environ[variable] = os.pathsep.join([str(folder), *([there] if there else [])])
+
+
 def _lesson_to_open() -> Path:
-    """Return the learner's notebook that was saved last; the first lesson, begun, without any."""
+    """Return the path, below the course, of the learner's notebook that was saved last.
+
+    Without any, start lesson 00 and return its notebook.
+    """
     from course_lib.grading import desk
 
     root = place.course_folder()
     own = [path for folder in desk.FOLDERS for path in (root / "work" / folder).glob("*.ipynb")]
-    return max(own, key=lambda path: path.stat().st_mtime) if own else desk.start(root, "00")[0][0]
-
-
-# JupyterLab would ask the internet for news and updates, and the learner whether it may.
-LAB_STAYS_HOME = (
-    "--LabApp.news_url=None",
-    "--LabApp.check_for_updates_class=jupyterlab.NeverCheckForUpdate",
-)
+    last = max(own, key=lambda path: path.stat().st_mtime) if own else desk.start(root, "00")[0][0]
+    return last.relative_to(root)
 
 
 def lab_command(port: int | None, browser: bool, rest: list[str]) -> list[str]:
@@ -84,7 +88,7 @@ def lab_command(port: int | None, browser: bool, rest: list[str]) -> list[str]:
     place.course_folder()
     if rest and not rest[0].startswith("-") and not Path(rest[0]).exists():
         raise ValueError(f"there is no notebook {rest[0]!r}; options of JupyterLab go after --")
-    command = [sys.executable, "-m", "jupyterlab", f"--notebook-dir={place.ROOT}", *LAB_STAYS_HOME]
+    command = [sys.executable, "-m", "jupyterlab", f"--notebook-dir={place.ROOT}"]
     if port is not None:
         command.append(f"--ServerApp.port={port}")
     if not browser:

@@ -31,12 +31,12 @@ def course_map(pdf: File = None, png: File = None, as_json: AsJson = False) -> i
         return 0
     node, network = table["bandwidth"]["node"], table["bandwidth"]["network"]
     out = console()
-    out.print(f"{'':14}{'GB stored per rank':>20}{'sends':>8}{'seconds at':>16}")
-    out.print(f"{'':14}{'state':>8}{'activations':>12}{'GB':>8}{'NVLink':>9}{'400 Gb':>7}  idle")
+    out.print(f"{'':14}{'GB stored per rank':>20}{'sends':>8}{'seconds at':>20}{'bubble':>9}")
+    out.print(f"{'':14}{'state':>8}{'activations':>12}{'GB':>8}{'NVLink':>10}{'400 Gb/s':>10}")
     for row in table["rows"]:
-        idle = f"{row['idle']:6.0%}" if row["idle"] else ""
+        idle = f"{row['idle']:9.0%}" if row["idle"] else ""
         kept = f"{row['state'] / 1e9:8.1f}{row['activations'] / 1e9:12.1f}"
-        times = f"{row['sent'] / node:9.2f}{row['sent'] / network:7.2f}"
+        times = f"{row['sent'] / node:10.2f}{row['sent'] / network:10.2f}"
         out.print(f"{row['name']:14}{kept}{row['sent'] / 1e9:8.1f}{times}{idle}")
     out.print(f"{table['example']}\n\n{table['order']}")
     return 0

@@ -39,7 +39,7 @@ def start(root: Path, number: str, fresh: bool = False) -> list[tuple[Path, str]
     has no outputs, because they would answer the lesson's questions before the learner does.
     """
     done = []
-    for folder in FOLDERS:
+    for folder in reversed(FOLDERS):  # the lesson last: JupyterLab opens the newest file
         for source in lesson_files(root, folder, number):
             target = root / "work" / folder / source.name
             target.parent.mkdir(parents=True, exist_ok=True)
@@ -51,7 +51,7 @@ def start(root: Path, number: str, fresh: bool = False) -> list[tuple[Path, str]
                     without_outputs(source.read_text(encoding="utf-8")), encoding="utf-8"
                 )
             done.append((target, "kept" if there and not fresh else "fresh" if there else "new"))
-    return done
+    return done[::-1]
 
 
 def without_outputs(notebook: str) -> str:

@@ -19,7 +19,7 @@ Settings = tuple[tuple[str, int, int, int], Costs]  # name, p, m, chunks
 HIDDEN, SHOWN = "none", ""
 LAYOUT = {"width": "auto", "margin": "2px"}
 LOOK: dict[str, Any] = {"layout": LAYOUT, "style": {"description_width": "8.5em"}}
-GRID = {"grid_template_columns": "repeat(auto-fit, minmax(250px, 1fr))"}  # 3 in a row of Lab
+GRID = {"grid_template_columns": "repeat(auto-fit, minmax(340px, 1fr))"}  # 2 in a row of Lab
 # The caption is part of the picture; this is the same text for a screen reader.
 HEARD = (
     "<span role='status' style='position:absolute;width:1px;height:1px;overflow:hidden;"
@@ -50,7 +50,7 @@ def schedule_sliders(
                 options=list(SCHEDULES), value=name, description="schedule", **LOOK
             ),
             "p": _whole("ranks p", ranks, 16),
-            "m": _whole("micro-batches m", microbatches, 64),
+            "m": _whole("micro-batches m", microbatches, 32),
             "chunks": _whole(
                 "chunks per rank", CHUNKS.get(name, 1) if chunks is None else chunks, 4
             ),

@@ -393,6 +393,7 @@ def test_lab_becomes_jupyterlab(tmp_path, monkeypatch):
     monkeypatch.setattr(os, "execv", execv)
     monkeypatch.setenv("JUPYTER_PREFER_ENV_PATH", "0")
     monkeypatch.setenv("PATH", "/elsewhere")
+    monkeypatch.delenv("JUPYTER_CONFIG_PATH", raising=False)
     shutil.copytree(place.ROOT / "notebooks", tmp_path / "notebooks")
     shutil.copytree(place.ROOT / "exercises", tmp_path / "exercises")
     monkeypatch.setattr(place, "ROOT", tmp_path)
@@ -400,15 +401,18 @@ def test_lab_becomes_jupyterlab(tmp_path, monkeypatch):
         cli.main(["lab", "--no-browser", "--", "--debug"])
     program, command = caught.value.args
     assert program == sys.executable
-    first = tmp_path / "work" / "notebooks" / "00_start_here.ipynb"
-    assert command[-2:] == [str(first), "--debug"]
-    assert first.exists()
+    opens = "--LabApp.default_url=/lab/tree/work/{}"
+    assert command[-2:] == [opens.format("notebooks/00_start_here.ipynb"), "--debug"]
+    assert (tmp_path / "work" / "notebooks" / "00_start_here.ipynb").exists()
     assert os.environ["JUPYTER_PREFER_ENV_PATH"] == "1"
     assert os.environ["PATH"] == f"{Path(sys.executable).parent}{os.pathsep}/elsewhere"
+    config = Path(os.environ["JUPYTER_CONFIG_PATH"]) / "labconfig"
+    overrides = json.loads((config / "default_setting_overrides.json").read_text())
+    assert overrides["@jupyterlab/apputils-extension:notification"] == {"fetchNews": "false"}
 
     own = tmp_path / "work" / "exercises" / "03_data_parallelism.ipynb"
     own.write_text("{}")
     os.utime(own, (2e9, 2e9))
     with pytest.raises(Replaced) as caught:
         cli.main(["lab"])
-    assert caught.value.args[1][-1] == str(own), "the notebook that was saved last"
+    assert caught.value.args[1][-1] == opens.format(f"exercises/{own.name}"), "saved last"
