@@ -16,7 +16,8 @@ from typing import NamedTuple
 
 LOOK = 0.25  # seconds between two looks at the threads of the ranks
 GLOO = "gloo_tcp_loop"  # this thread wakes up 100 times per second, even in a deadlock
-BUSY = 0.5  # the machine is too busy if all ranks together wait for a processor for this share
+POLLS = 0.03  # of its time a thread computes at most when it asks a store for a key again and again
+BUSY = 0.5  # the machine is too busy if ranks wait for a processor for this share of the time
 
 
 @dataclass(frozen=True)
@@ -42,11 +43,15 @@ class Begun:
 
 
 class Thread(NamedTuple):
-    """A thread: its state, the times it was scheduled, its seconds of wait for a processor."""
+    """A thread: its state, the times it was scheduled, its seconds of computing and of delay.
+
+    ``delay`` is the time in which it could have run and waited for a processor.
+    """
 
     name: str
     state: str
     slices: int
+    cpu: float
     delay: float
 
 
@@ -57,9 +62,9 @@ def threads(pid: int) -> dict[str, Thread]:
         for task in os.listdir(f"/proc/{pid}/task"):
             with contextlib.suppress(OSError, ValueError):  # it has just ended
                 name, _, rest = _read(f"{pid}/task/{task}/stat").rpartition(")")
-                _, delay, slices = _read(f"{pid}/task/{task}/schedstat").split()
+                cpu, delay, slices = map(int, _read(f"{pid}/task/{task}/schedstat").split())
                 name = name.partition("(")[2]
-                found[task] = Thread(name, rest.split()[0], int(slices), int(delay) / 1e9)
+                found[task] = Thread(name, rest.split()[0], slices, cpu / 1e9, delay / 1e9)
     return found
 
 
@@ -113,19 +118,28 @@ class Meter:
         return self.delay >= BUSY * (time.monotonic() - self._begin)
 
     def _look(self, now: float, waiting: Sequence[int]) -> None:
-        """Compare the threads of all ranks with the last look."""
+        """Compare the threads of all ranks with the last look.
+
+        A rank that waits in ``new_group`` asks the store for a key about 100 times per second.
+        """
         moved = starved = False
+        little = POLLS * (now - self._looked)
         for rank in waiting:
             before, after = self._seen.get(rank, {}), threads(self.pids[rank])
             moved |= not after
             for task, thread in after.items():
                 last = before.get(task)
-                same = last is not None and thread.slices == last.slices
                 if thread.name == GLOO:
-                    starved |= same and thread.state == "R"
+                    starved |= (
+                        thread.state == "R" and last is not None and last.slices == thread.slices
+                    )
+                elif last is None:
+                    moved = True
                 else:
-                    moved |= not same or thread.state in "RD"
-                    self.delay += thread.delay - last.delay if last is not None else 0.0
+                    delay = thread.delay - last.delay
+                    moved |= thread.cpu - last.cpu > little or thread.state == "D"
+                    starved |= thread.state == "R" or delay > BUSY * (now - self._looked)
+                    self.delay += delay
             self._seen[rank] = after
         if moved:
             self.idle = 0.0

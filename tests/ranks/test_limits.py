@@ -176,14 +176,20 @@ def test_what_counts_as_waiting(monkeypatch):
         table.update({"1": main, "2": loop})
         return meter.passed([0])
 
-    def gloo(slices, state="S"):
-        return Thread("gloo_tcp_loop", state, slices, 0.0)
+    def main(cpu, state="S", delay=0.0):
+        return Thread("python", state, 0, cpu, delay)
 
-    for count in range(10):  # it runs from time to time
-        assert later(Thread("python", "S", count, 0.0), gloo(100 * count)) == ""
+    def gloo(slices, state="S"):
+        return Thread("gloo_tcp_loop", state, slices, 0.0, 0.0)
+
+    for count in range(10):  # it computes from time to time
+        assert later(main(0.1 * count), gloo(100 * count)) == ""
     for _ in range(20):  # it waits for a processor
-        assert later(Thread("python", "R", 9, 0.0), gloo(900)) == ""
+        assert later(main(0.9, "R"), gloo(900)) == ""
+    for count in range(20):  # it waited for one between two looks
+        assert later(main(0.9, delay=0.4 * (count + 1)), gloo(900)) == ""
     for _ in range(20):  # gloo's thread waits for one
-        assert later(Thread("python", "S", 9, 0.0), gloo(900, "R")) == ""
-    found = [later(Thread("python", "S", 9, 0.0), gloo(1000 + count)) for count in range(5)]
+        assert later(main(0.9, delay=8), gloo(900, "R")) == ""
+    # It asks the store for a key again and again.
+    found = [later(main(0.9 + 0.01 * n, delay=8), gloo(1000 + n)) for n in range(5)]
     assert found == ["", "", "", "blocked", "blocked"]
