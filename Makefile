@@ -9,7 +9,7 @@ TESTS := tests/test_architecture.py tests/fast tests/notebooks tests/browser tes
 WORKERS ?= 2
 SPREAD := -n $(WORKERS) --dist loadfile --no-loadscope-reorder
 
-.PHONY: help setup tour test test-long test-gpu mutants attack lab lint fmt notebooks execute length clean
+.PHONY: help setup tour test test-long test-gpu mutants attack lab lint fmt notebooks execute site length clean
 
 help:
 	@echo "make setup      make .venv and install the course into it"
@@ -22,6 +22,7 @@ help:
 	@echo "make lab        open JupyterLab on the course"
 	@echo "make lint       ruff and mypy;  make fmt  put the code in form"
 	@echo "make notebooks  rebuild the notebooks from their .py, outputs kept;  make execute [LESSON=03]  runs them"
+	@echo "make site       the course as web pages in out/site: lessons with outputs, plans, the library"
 	@echo "make length     what is longer than we aim at (fails nothing)"
 	@echo "make clean      remove what was built and measured; .venv and work/ stay"
 
@@ -75,6 +76,10 @@ notebooks: $(READY)
 execute: $(READY)
 	$(BIN)/python -m course_lib.grading.build --execute $(if $(LESSON),--lesson $(LESSON)) \
 		notebooks exercises solutions
+
+site: $(READY)
+	$(BIN)/python -m pip install -q -c constraints.txt -e '.[site]'
+	$(BIN)/python docs/site/build.py
 
 length: $(READY)
 	@$(BIN)/python tests/lengths.py

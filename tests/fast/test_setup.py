@@ -169,6 +169,7 @@ def test_ci_runs_lints_tour_and_tests():
         "make length",
         "make tour",
         "make test",
+        "make site",
     ]
 
 
