@@ -16,6 +16,13 @@ settings.register_profile("random", max_examples=60, deadline=None, print_blob=T
 settings.load_profile("course")
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Let the tests of a file share a worker, except where a test names a group of its own."""
+    for item in items:
+        if item.get_closest_marker("xdist_group") is None:
+            item.add_marker(pytest.mark.xdist_group(item.nodeid.partition("::")[0]))
+
+
 @pytest.fixture(autouse=True, scope="session")
 def one_thread() -> None:
     """Ranks have one thread each; a reference computed with another number differs bitwise."""

@@ -35,7 +35,12 @@ def outputs(notebook: nbformat.NotebookNode) -> str:
     return "\n".join(found)
 
 
-@pytest.fixture(scope="module", params=RUN, ids=name)
+LESSONS = [
+    pytest.param(path, id=name(path), marks=pytest.mark.xdist_group(name(path))) for path in RUN
+]
+
+
+@pytest.fixture(scope="module", params=LESSONS)
 def committed(request) -> Path:
     return request.param
 
