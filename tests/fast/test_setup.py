@@ -129,7 +129,8 @@ def test_make_target_exists_and_ends_in_what_the_readme_says(target, need):
     runs = {
         "tour": ".venv/bin/course tour",
         "test": '-m pytest -m "not long and not alone" -n 2 --dist loadgroup '
-        "--no-loadscope-reorder tests/test_architecture.py tests/fast tests/notebooks tests/browser tests/ranks",
+        "--no-loadscope-reorder tests/test_architecture.py tests/fast tests/notebooks "
+        "tests/browser tests/ranks",
         "test-long": '-m pytest -m "long or hypothesis" --hypothesis-profile=random tests/',
         "mutants": ".venv/bin/python tests/mutants/mutants.py --count 50 --seed 0",
         "lab": ".venv/bin/course lab",
