@@ -16,9 +16,9 @@
 # # 12 Three, four and five axes at once
 #
 # *60 minutes to read and run, 75 to build.* A model needs 1,975,296 bytes for weights, gradients and AdamW. The cluster
-# has eight ranks in two nodes, and each rank has 600,000 bytes for them. This lesson goes from these numbers to a
-# layout, and runs it on real ranks. Llama 3 405B goes the same way. You need lessons 03 to 07 and 09, and 10 for the
-# experts.
+# has eight ranks in two nodes, and each rank has 600,000 bytes for them. In this lesson, we turn these numbers into a
+# layout and run it on real ranks. Beside it, we do the arithmetic for Llama 3 405B. You need lessons 03 to 07 and 09,
+# and 10 for the experts.
 #
 # Vote first: `"true"`, `"false"` or `"only if ..."`.
 #
@@ -31,7 +31,7 @@ vote_2 = None
 
 # %% [markdown]
 # ## The job
-# These are its numbers. In float64, a forgotten sum is obvious.
+# The model computes in float64, because a forgotten sum is then obvious.
 
 # %%
 import torch
@@ -62,8 +62,8 @@ print(f"batch:   {BATCH} sequences of {SEQ} tokens")
 # | dp | d | the batch | gradients, once per step |
 # | ep | e | the experts | tokens, 4 times per layer |
 #
-# T counts the tokens that a rank reads per step, m the micro-batches, l the layers of a stage; h is the hidden size.
-# Predict for tp=2, dp=2, pp=2, where tp varies fastest:
+# T is a rank's tokens per step, m the micro-batches, l the layers of a stage, and h the hidden size. Predict for tp=2,
+# dp=2, pp=2, where tp varies fastest:
 
 # %%
 predicted_group = None  # the ranks with which rank 5 sums gradients, such as [4, 5]
@@ -157,7 +157,7 @@ picture_sliders(
 
 # %% [markdown]
 # ## From a layout to a run
-# Before any process starts, `compose.refusals` says why a model, sizes and a plan do not fit together:
+# Before any process starts, `compose.refusals` checks whether model, sizes and plan fit together:
 
 # %%
 import textwrap
@@ -177,7 +177,7 @@ for name, (sizes, plan) in ASKED.items():
         print(textwrap.fill(reason, 100, initial_indent="    - ", subsequent_indent="      "))
 
 # %% [markdown]
-# Then `compose.parallelize` applies one technique after the other:
+# Then `compose.parallelize` applies the techniques one after the other:
 
 # %%
 from course_lib.compose.build import build_stages
@@ -186,10 +186,10 @@ from course_lib.view import show_source
 show_source(build_stages)
 
 # %% [markdown]
-# Experts and tp come first, while every rank has the full model, because all ranks must take part in making their
-# process groups.
+# Experts and tp come first because making their process groups takes all ranks, and at this point every rank has the
+# full model.
 #
-# We run our job (3D), the same on 16 ranks with cp=2 and ZeRO-1 (4D), and one with four experts for each MLP and ep=2
+# We run our job (3D), then the same model on 16 ranks with cp=2 and ZeRO-1 (4D), and with four experts per MLP and ep=2
 # (5D). ep adds no ranks, because it divides experts among the ranks of dp x cp. The folded cell has the single-process
 # reference.
 
@@ -313,10 +313,10 @@ assert abs((2 * weights + moments) / state(CONFIG, MESHES["3D"], *OURS) - 1) < 1
 assert 2 * weights + moments < ROOM
 
 # %% [markdown]
-# All three jobs have the losses and norms of one process. The state is as planned, plus AdamW's step counters.
+# All three runs have the losses and norms of one process. The state is as planned, plus AdamW's step counters.
 #
-# ## When a gradient is complete
-# A gradient is complete when every rank that used the weight has added its part:
+# ## When a gradient is fully reduced
+# A gradient is fully reduced when every rank that used the weight has added its part:
 #
 # | missing | sum over | gradients of |
 # |---|---|---|
@@ -324,8 +324,8 @@ assert 2 * weights + moments < ROOM
 # | other rows | tp, with sequence parallelism | replicated weights, such as norms |
 # | other copy | first and last stage | a tied embedding |
 #
-# All are sums, because the loss was divided by the tokens of all ranks. The edp group contains the dc/e ranks with the
-# same experts. An expert's gradient already includes the tokens of all ep ranks, because they were sent to it.
+# All of these are sums, because the loss was divided by the tokens of all ranks. The edp group contains the dc/e ranks
+# with the same experts. An expert's gradient already includes the tokens of all ep ranks, because they were sent to it.
 #
 # Clipping needs the norm of the full gradient, in which each element counts once. But some elements are on several
 # ranks. Here are three ways to add up, in the first step of 3D:
@@ -369,7 +369,7 @@ assert abs(norms[0]["each once"] / truth - 1) < 1e-12
 # %% [markdown]
 # If each rank clips by its own norm, replicated weights drift apart. If every copy counts, all ranks agree on a norm
 # that is too large, and clip too much. Neither raises an error. The library divides each square by the number of ranks
-# that store it. Under ZeRO, the ranks of dp store different shards, so they are no copies:
+# that store it. Under ZeRO, the ranks of dp store different shards, which are not copies:
 
 # %%
 from course_lib.compose.gradients import Gradients
@@ -378,8 +378,8 @@ show_source(Gradients.complete, comm.grad_norm)
 
 # %% [markdown]
 # ## What each axis sends, and why tp is innermost
-# The formula, `compose.wire_bytes`, knows only shapes; the kernel counted what all ranks sent in the last step. `ms` is
-# the busiest rank's time on emulated links, which are far slower between the two nodes.
+# The formula, `compose.wire_bytes`, uses only shapes. The kernel counted what all ranks sent in the last step. `ms` is
+# the busiest rank's computed time on links that are slow between the two nodes.
 
 # %% jupyter={"source_hidden": true}
 # Calls and milliseconds by axis, from the ledgers.
@@ -449,9 +449,9 @@ ledger_plot(
 )
 
 # %% [markdown]
-# The kernel counts more, because gloo adds headers to every message. For ep the formula assumes even routing. In 3D, dp
-# and tp send almost the same number of bytes, but dp needs 16 calls and tp 632, and the ranks wait for each call of tp.
-# We now run this step in three orders on the emulated links, so that another axis crosses the nodes each time:
+# The kernel's count includes gloo's headers and a few control messages. For ep the formula assumes even routing. In 3D,
+# dp and tp send almost the same number of bytes, but dp needs 16 calls and tp 632, and the ranks wait for each call of
+# tp. Now we emulate these links and run the step in three orders, so that each time another axis crosses the nodes:
 
 # %%
 import time
@@ -482,8 +482,8 @@ for order in ORDERS:
     print(f"{order:10}{cells}{took:10.0f}        {', '.join(crosses)}")
 
 # %% [markdown]
-# The measured time includes arithmetic, the bubble and gloo's own cost. Only tp across the slow link makes the step far
-# longer.
+# The measured time includes arithmetic, the bubble and gloo's own cost. Only the order with tp across the slow link is
+# far slower.
 #
 # A common estimate for GPT-3 says: *"TP: two all-reduces per layer, NVLink 600 GB/s, about 5 ms per layer. PP: one
 # transfer per micro-batch, InfiniBand 25 GB/s, about 50 ms per batch."* Is it right for 32 sequences of 2,048 tokens?
@@ -498,8 +498,8 @@ print(f"TP, bytes sent over 300 GB/s each way: {1e3 * ring / 300e9:5.1f} ms")
 print(f"PP, payload over 25 GB/s:              {1e3 * payload / 25e9:5.1f} ms per batch")
 
 # %% [markdown]
-# For PP it is not far off. For TP it divides the payload by 600 GB/s. But a ring sends 2(n-1)/n times as much, and the
-# A100's 600 GB/s count both directions, so the time is 3.5 times as long.
+# The estimate for PP is not far off. The one for TP divides the payload by 600 GB/s. But a ring sends 2(n-1)/n times as
+# much, and the A100's 600 GB/s count both directions, so the time is 3.5 times as long.
 #
 # ## Where TP sends more than DP
 # A common claim: *"As a rule, TP sends more than DP, and DP more than PP. Place what sends most inside a machine, where
@@ -580,7 +580,7 @@ print(f"PP passes DP at 12hl, equal sizes:         {pp_tokens:9,.0f}")
 # %% [markdown]
 # A rank reads 131,072 tokens, so TP sends far more than DP. Gradients in 32 bits raise the threshold by half. With
 # sequence parallelism, a rank sends 2Th/t elements over pp, once for all l layers. This is always less than TP sends,
-# and less than DP up to T = 12hl.
+# and less than DP sends up to T = 12hl.
 #
 # ## ZeRO-2 and ZeRO-3 beside a pipeline
 # DeepSpeed's pipeline engine says *"ZeRO-2 and ZeRO-3 are incompatible with pipeline parallelism"*, and many repeat it
@@ -591,7 +591,8 @@ print(f"PP passes DP at 12hl, equal sizes:         {pp_tokens:9,.0f}")
 from course_lib import zero
 
 elements, m = stage_elements(LLAMA, LLAMA_MESH)[1], 16
-step = 6 * 405.85e9 * 2**24 / (16384 * 400e12)  # FLOPs of 2**24 tokens at 400 TFLOP/s per GPU
+parameters = sum(stage_elements(LLAMA, {}))
+step = 6 * parameters * 2**24 / (16384 * 400e12)  # 2**24 tokens; 400 TFLOP/s per GPU (table 4)
 print(f"{'per GPU and step':44}{'GB sent':>9}{'s at 50 GB/s':>14}{'GB in full':>12}")
 for name, stage, count, full in (
     ("ZeRO-1", 1, 1, 2 + 4),
@@ -605,12 +606,12 @@ for name, stage, count, full in (
 print(f"the step computes for about {step:.1f} s")
 
 # %% [markdown]
-# There is another way. Llama 3 shards optimizer states and gradients, and does not reshard weights after forward.
-# torchtitan does the same by default, and PyTorch's pipelining then reduces gradients once, after the last micro-batch.
-# During the step, a rank stores weights and gradients in full.
+# But Llama 3 shards optimizer states and gradients, and does not reshard weights after forward. torchtitan does the
+# same by default, and PyTorch's pipelining then reduces gradients once, after the last micro-batch. During the step, a
+# rank stores weights and gradients in full.
 #
-# Our `compose` does not allow it, and refuses stages 2 and 3 beside pp. Its `zero=1` sends as much, and stores as much
-# during the step. What you cannot have is the third line: 13 GB less, for 4 s more communication.
+# Our `compose` does not allow it, and refuses stages 2 and 3 beside pp. Its `zero=1` sends and stores as much during
+# the step. What you cannot have is the third line: 13 GB less, for 4 s more communication.
 #
 # ## The same in PyTorch
 # `init_device_mesh` names its dimensions from slowest to fastest, the reverse of our order. Its groups equal ours:
@@ -651,7 +652,7 @@ for rank, groups in enumerate(run(in_pytorch, n=8)):
 # - **tied**: first and last stage do not exchange the embedding's gradient
 #
 # Name the cause, the axis of the wrong communication (`"world"`, `"edp"`, `"pp"`), and the rank (a number or `"all"`).
-# Gradients are before clipping, divided by those of a correct run.
+# Gradients are before clipping, relative to a correct run.
 
 # %%
 SEED = 2
@@ -768,7 +769,7 @@ for name, result in observations.items():
 # - **Gradients right, the norm too large and equal on all ranks**: *replicas*.
 # - **Gradients right, the norm differs by rank**: *own norm*. Replicated weights drift apart.
 # - **Experts wrong on one rank**: *experts*. They differ from their copies.
-# - **Embedding wrong, and its two copies apart**: *tied*. Each stage has only its own part.
+# - **Embedding wrong, and its two copies apart**: *tied*. Each stage has only its own gradient.
 #
 # </details>
 
@@ -794,7 +795,7 @@ print(f"the product for 5D: {math.prod(MESHES['5D'].values())}; it ran on {len(r
 print(f"your votes: 1 {vote_1}; 2 {vote_2}")
 
 # %% [markdown]
-# **The table that grows.** The state is that of the fullest rank, and the bytes are those of all ranks.
+# **The table that grows.** Weights and optimizer are of the fullest rank, and all ranks sent the bytes.
 
 # %%
 one = sum(p.nbytes for p in fresh(PLANS["3D"]).parameters())
