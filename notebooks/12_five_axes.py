@@ -17,8 +17,8 @@
 #
 # *60 minutes to read and run, 75 to build.* A model needs 1,975,296 bytes for weights, gradients and AdamW. The cluster
 # has eight ranks in two nodes, and each rank has 600,000 bytes for them. In this lesson, we turn these numbers into a
-# layout and run it on real ranks. Beside it, we do the arithmetic for Llama 3 405B. You need lessons 03 to 07 and 09,
-# and 10 for the experts.
+# layout and run it on real ranks. Alongside, we do the same arithmetic for Llama 3 405B. You need lessons 03 to 07 and
+# 09, and 10 for the experts.
 #
 # Vote first: `"true"`, `"false"` or `"only if ..."`.
 #
@@ -31,7 +31,7 @@ vote_2 = None
 
 # %% [markdown]
 # ## The job
-# The model computes in float64, because a forgotten sum is then obvious.
+# The model computes in float64, which makes a forgotten sum obvious.
 
 # %%
 import torch
@@ -122,7 +122,7 @@ print(f"ours: {JOB}, Llama 3: {LLAMA_MESH}")
 #
 # ## From sizes to ranks
 # In the order tp-dp-pp, the rank with coordinates (tp, dp, pp) has the number tp + t (dp + d pp). Neighbors share a tp
-# group. The group of an axis contains the ranks that differ on this axis alone.
+# group. A rank's group on an axis contains the ranks that differ from it on this axis alone.
 
 # %%
 from course_lib.layout import drawing, make_layout
@@ -610,8 +610,8 @@ print(f"the step computes for about {step:.1f} s")
 # same by default, and PyTorch's pipelining then reduces gradients once, after the last micro-batch. During the step, a
 # rank stores weights and gradients in full.
 #
-# Our `compose` does not allow it, and refuses stages 2 and 3 beside pp. Its `zero=1` sends and stores as much during
-# the step. What you cannot have is the third line: 13 GB less, for 4 s more communication.
+# Our `compose` does not allow it, and refuses stages 2 and 3 beside pp. Its `zero=1` sends and stores the same amount
+# during the step. What you cannot have is the third line: 13 GB less, for 4 s more communication.
 #
 # ## The same in PyTorch
 # `init_device_mesh` names its dimensions from slowest to fastest, the reverse of our order. Its groups equal ours:
@@ -767,7 +767,7 @@ for name, result in observations.items():
 # <details><summary>How to read it</summary>
 #
 # - **Gradients right, the norm too large and equal on all ranks**: *replicas*.
-# - **Gradients right, the norm differs by rank**: *own norm*. Replicated weights drift apart.
+# - **Gradients right, the norm differs by rank**: *own norm*.
 # - **Experts wrong on one rank**: *experts*. They differ from their copies.
 # - **Embedding wrong, and its two copies apart**: *tied*. Each stage has only its own gradient.
 #
@@ -778,7 +778,7 @@ lab.grade(diagnosis)  # lab.reveal() shows what they have
 
 # %% [markdown]
 # ## When not to use it
-# - **If fewer axes suffice.** Each axis adds mistakes that raise no error.
+# - **If fewer axes suffice.** Each axis adds possible mistakes that raise no error.
 # - **tp beyond a node**, as the third order showed.
 # - **pp with few micro-batches.** A large dp leaves few sequences to each pipeline.
 # - **cp for short sequences.** It divides the tokens like dp, and sends more.
