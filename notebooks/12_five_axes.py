@@ -15,12 +15,12 @@
 # %% [markdown]
 # # 12 Three, four and five axes at once
 #
-# *60 minutes to read and run, 75 to build.* Every technique so far partitioned one thing. Here they meet in one
-# model: 8 ranks under three axes, 16 under four and five, equal to one process. You see which groups a rank is in, in
-# which order gradients are reduced, what each axis sends, and why tp is innermost. You need lessons 03 to 07 and 09;
-# 10 for the experts.
+# *60 minutes to read and run, 75 to build.* A model needs 1,975,296 bytes for weights, gradients and AdamW. The cluster
+# has eight ranks in two nodes, and each rank has 600,000 bytes for them. In this lesson, we turn these numbers into a
+# layout and run it on real ranks. Alongside, we do the same arithmetic for Llama 3 405B. You need lessons 03 to 07 and
+# 09, and 10 for the experts.
 #
-# Vote first: write `"true"`, `"false"` or `"only if ..."`. The claims are settled at the end.
+# Vote first: `"true"`, `"false"` or `"only if ..."`.
 #
 # 1. *Tensor parallelism sends more than data parallelism, and data parallelism more than a pipeline.*
 # 2. *The number of GPUs is TP x PP x CP x EP x DP.*
@@ -30,53 +30,112 @@ vote_1 = None
 vote_2 = None
 
 # %% [markdown]
-# ## The question
-# A rank has one coordinate on each axis. Its group of an axis are the ranks that differ from it on that axis alone.
-# Each axis partitions something else, and so sends something else:
-#
-# | axis | partitions | sends | how often |
-# |---|---|---|---|
-# | tp | every matrix | activations | 4 times per layer and micro-batch |
-# | cp | the sequence | keys and values | every layer and micro-batch |
-# | ep (inside dp and cp) | the experts | tokens | 4 times per layer and micro-batch |
-# | pp | the layers | activations | twice per stage boundary and micro-batch |
-# | dp | the batch | gradients | once per step |
-#
-# A weight is now on some ranks only, its gradient is partial in several ways at once, and some ranks hold copies.
-# When is it fully reduced, and what is the norm of the full gradient?
+# ## The job
+# The model computes in float64, which makes a forgotten sum obvious.
+
+# %%
+import torch
+
+from course_lib.model import build_model, tiny_config
+
+SEQ, BATCH, STEPS, CLIP = 16, 8, 3, 0.5
+CONFIG = tiny_config(
+    layers=4, hidden=32, heads=2, kv_heads=2, ffn=96, max_seq_len=SEQ, tied=True,
+    dtype=torch.float64,
+)  # fmt: skip
+RANKS, PER_NODE, ROOM = 8, 4, 600_000
+
+weights = sum(p.nbytes for p in build_model(CONFIG).parameters())
+print(f"model:   {CONFIG.layers} layers, {CONFIG.heads} heads, hidden size {CONFIG.hidden}")
+print(f"state:   {4 * weights:,} bytes: weights, gradients, two moments")
+print(f"cluster: {RANKS} ranks, {PER_NODE} per node, with {ROOM:,} bytes each")
+print(f"batch:   {BATCH} sequences of {SEQ} tokens")
 
 # %% [markdown]
-# ## Predict
-# Eight ranks, tp=2, dp=2, pp=2, numbered in the order tp-dp-pp: tp varies fastest.
+# A rank has one coordinate on each of these axes. All but dp send for every micro-batch:
+#
+# | axis | size | shards | sends |
+# |---|---|---|---|
+# | tp | t | every matrix | activations, 4 times per layer |
+# | cp | c | the sequence | keys and values, per layer |
+# | pp | p | the layers | activations, twice per stage boundary |
+# | dp | d | the batch | gradients, once per step |
+# | ep | e | the experts | tokens, 4 times per layer |
+#
+# T is a rank's tokens per step, m the micro-batches, l the layers of a stage, and h the hidden size. Predict for tp=2,
+# dp=2, pp=2, where tp varies fastest:
 
 # %%
 predicted_group = None  # the ranks with which rank 5 sums gradients, such as [4, 5]
 predicted_axis = None  # the axis that sends most bytes in a step: "tp", "dp" or "pp"
 predicted_norm = None  # the norm, as a multiple of the right one, if every rank counts all it holds
 predicted_tokens = None  # tokens of a replica from which tp=4 sends more than dp=4; h = 64
-predicted_speedup = None  # of tp on 4 ranks across slow links
 
 # %% [markdown]
-# ## The groups of a rank
-# Sixteen ranks on two nodes, tp=2, dp=2, pp=4: a study note's layout. Its order is tp-dp-pp.
+# ## From memory to sizes
+# Memory decides what can run at all. TP shards every layer, so it comes first. Our model has two heads, so t is at most
+# 2; for Llama 3, t = 8 fills a node. Then we add pipeline stages until the fullest one fits. The other ranks become
+# replicas.
+
+# %%
+from course_lib import compose, sp
+from course_lib.compose import Plan
+
+LLAMA = tiny_config(
+    layers=126, hidden=16384, heads=128, kv_heads=8, ffn=53248, vocab=128256, max_seq_len=131072,
+    dtype=torch.bfloat16,
+)  # fmt: skip
+
+
+def stage_elements(config, sizes):
+    """Elements that a rank of each stage stores."""
+    found = {}
+    for part in compose.part_sizes(config, sizes, Plan(region=sp.REGION, micro_batches=16)):
+        found[part.stage] = found.get(part.stage, 0) + sum(part.elements)
+    return list(found.values())
+
+
+def state(config, sizes, weight, gradient, optimizer, zero=False):
+    """Bytes on the fullest rank, from the bytes per element; ZeRO-1 shards the optimizer."""
+    shards = sizes["dp"] if zero else 1
+    return max(stage_elements(config, sizes)) * (weight + gradient + optimizer / shards)
+
+
+OURS, THEIRS = (8, 8, 16), (2, 4, 12)  # float64; bfloat16 with float32 gradients and AdamW
+JOB, LLAMA_MESH = {"tp": 2, "pp": 2, "dp": 2}, {"tp": 8, "pp": 16, "dp": 128}
+print(f"{'state of the fullest rank':28}{'ours, bytes':>14}{'Llama 3, GB':>14}")
+for name, ours, theirs, zero in (
+    ("one rank", {}, {}, False),
+    ("tp", {"tp": 2}, {"tp": 8}, False),
+    ("tp and pp", JOB, LLAMA_MESH, False),
+    ("tp, pp, and ZeRO-1 over dp", JOB, LLAMA_MESH, True),
+):
+    small, large = state(CONFIG, ours, *OURS, zero), state(LLAMA, theirs, *THEIRS, zero)
+    print(f"{name:28}{small:14,.0f}{large / 1e9:14,.0f}")
+print(f"ours: {JOB}, Llama 3: {LLAMA_MESH}")
+
+# %% [markdown]
+# Our job fits in the third row, and d = 8 / (2 · 2) = 2. Other layouts fit too, such as ZeRO-3 on all ranks. For Llama
+# 3 this row leaves 18 of an H100's 80 GB for activations, and ZeRO-1 leaves 59.
+#
+# A replica reads 4 sequences, so m = 4, and the bubble is (p-1)/(m+p-1) = 1/5 of the step.
+#
+# ## From sizes to ranks
+# In the order tp-dp-pp, the rank with coordinates (tp, dp, pp) has the number tp + t (dp + d pp). Neighbors share a tp
+# group. A rank's group on an axis contains the ranks that differ from it on this axis alone.
 
 # %%
 from course_lib.layout import drawing, make_layout
 from course_lib.view.rank_grid import rank_grid
 
-print(drawing(make_layout(16, "tp-dp-pp", tp=2, dp=2, pp=4), per_node=8))
+LAYOUT = make_layout(RANKS, "tp-dp-pp", **JOB)
+print(drawing(LAYOUT, per_node=PER_NODE))
 
 # %%
-rank_grid(
-    make_layout(16, "tp-dp-pp", tp=2, dp=2, pp=4),
-    "pp",
-    title="The groups of pp cross nodes; those of tp and dp do not",
-)
+rank_grid(LAYOUT, "pp", per_node=PER_NODE, title="Only the groups of pp cross nodes")
 
 # %% [markdown]
-# Look at rank 4: it is the second stage of rank 0's pipeline; the third is on the other node. (mp, tp x pp, is one
-# full model.) Move the sliders (in Jupyter): which order makes dp cross instead? `dp and tp` shows which ranks hold
-# one stage.
+# Only pp crosses the slow link between the nodes. Move the sliders: which order makes dp cross instead?
 
 # %%
 from course_lib.view.moved import picture_sliders
@@ -97,73 +156,54 @@ picture_sliders(
 )
 
 # %% [markdown]
-# Two notes number 64 and 512 ranks as tp-pp-dp. Both write the pipeline group as `[rank + i * 8 for i in range(4)]`.
-# For which ranks is that right?
+# ## From a layout to a run
+# Before any process starts, `compose.refusals` checks whether model, sizes and plan fit together:
 
 # %%
-NOTES = {64: {"tp": 8, "pp": 4, "dp": 2}, 512: {"tp": 8, "pp": 8, "dp": 8}}
+import textwrap
 
-for world, sizes in NOTES.items():
-    layout = make_layout(world, "tp-pp-dp", **sizes)
-    group_of = {rank: ranks for ranks in layout.groups("pp") for rank in ranks}
-    asked = {rank: [rank + i * 8 for i in range(sizes["pp"])] for rank in range(world)}
-    right = [rank for rank in range(world) if asked[rank] == group_of[rank]]
-    print(f"{world} ranks: the note's line is right for {len(right)} of them; rank 9 would ask for")
-    print(f"    {asked[9]}, and is in {group_of[9]}")
+from course_lib.compose import Experts
+
+EXPERTS = Experts(number=4, top_k=2, coefficient=0.05)
+ASKED = {
+    "our job": (JOB, Plan(region=sp.REGION, micro_batches=4)),
+    "4 ranks of tp": ({"tp": 4, "pp": 2}, Plan(micro_batches=4)),
+    "ep=4 on dp x cp = 2": ({"dp": 2, "ep": 4}, Plan(experts=EXPERTS)),
+    "ZeRO-2 in a pipeline": ({"dp": 2, "pp": 2}, Plan(zero=2, micro_batches=4)),
+}
+for name, (sizes, plan) in ASKED.items():
+    print(name)
+    for reason in compose.refusals(CONFIG, sizes, plan) or ["no objection"]:
+        print(textwrap.fill(reason, 100, initial_indent="    - ", subsequent_indent="      "))
 
 # %% [markdown]
-# Only for the first stage: a group starts at its first member. And all ranks must call `new_group` for all groups, in one
-# order (lesson 11).
-#
-# The notes' third layout serves GPT-3 on 512 GPUs with TP=8 and PP=64, "8 nodes × 8 stages per node". Eight GPUs of a
-# node are one tp group, so a node holds *one* stage:
+# Then `compose.parallelize` applies the techniques one after the other:
 
 # %%
-from course_lib import pp
-
-layout = make_layout(512, "tp-pp-dp", tp=8, pp=64, dp=1)
-print("stages on node 0:", {layout.coordinates(rank)["pp"] for rank in range(8)})
-layers = pp.partition(96, 64)
-print(f"96 layers on 64 stages: {layers.count(2)} stages of 2 and {layers.count(1)} of 1")
-
-# %% [markdown]
-# The slowest stage has two layers, as with 48 stages: the last 128 GPUs gain nothing.
-#
-# ## One call
-# `compose.parallelize` applies the techniques in a fixed order, each to the result of the previous ones:
-
-# %%
-from course_lib import compose
 from course_lib.compose.build import build_stages
 from course_lib.view import show_source
 
 show_source(build_stages)
 
 # %% [markdown]
-# Groups are made on *all* ranks, so they come first, while every rank still has the full model: pp splits it after
-# that. cp and recomputation wrap the existing layers.
+# Experts and tp come first because making their process groups takes all ranks, and at this point every rank has the
+# full model.
 #
-# The model is tiny, and in float64, so rounding is 1e-15 and a forgotten sum is obvious. Rows have random lengths, so
-# ranks count different numbers of tokens.
+# We run our job (3D), then the same model on 16 ranks with cp=2 and ZeRO-1 (4D), and with four experts per MLP and ep=2
+# (5D). ep adds no ranks, because it divides experts among the ranks of dp x cp. The folded cell has the single-process
+# reference.
 
-# %%
-import torch
+# %% jupyter={"source_hidden": true}
+# The three jobs, and one process that trains like them.
+import math
 
-from course_lib import comm, ep, sp
-from course_lib.compose import Experts, Plan
+from course_lib import comm, ep
 from course_lib.data import batch
 from course_lib.launch import run
 from course_lib.mesh import make_mesh
-from course_lib.model import build_model, tiny_config
 
-SEQ, BATCH, STEPS, CLIP = 16, 8, 3, 0.5
-CONFIG = tiny_config(
-    layers=4, hidden=32, heads=4, kv_heads=4, ffn=96, max_seq_len=SEQ, tied=True,
-    dtype=torch.float64,
-)  # fmt: skip
-EXPERTS = Experts(number=4, top_k=2, coefficient=0.05)
 MESHES = {
-    "3D": {"tp": 2, "dp": 2, "pp": 2},
+    "3D": JOB,
     "4D": {"tp": 2, "cp": 2, "dp": 2, "pp": 2},
     "5D": {"tp": 2, "cp": 2, "dp": 2, "pp": 2, "ep": 2},
 }
@@ -172,6 +212,10 @@ PLANS = {
     "4D": Plan(region=sp.REGION, micro_batches=4, max_norm=CLIP, zero=1),
     "5D": Plan(region=sp.REGION, micro_batches=4, max_norm=CLIP, experts=EXPERTS),
 }
+
+
+def ranks_of(sizes):
+    return math.prod(size for axis, size in sizes.items() if axis != "ep")
 
 
 def fresh(plan):
@@ -187,18 +231,13 @@ def adam(parameters):
 
 
 def rows(step, rank=0, size=1):
+    """A replica's sequences. Their lengths are random, so ranks count different tokens."""
     place = {"dp_rank": rank, "dp_size": size}
     return batch(step, seed=7, batch_size=BATCH, seq_len=SEQ, shortest=5, **place)
 
 
-# %% [markdown]
-# One process, for comparison. With experts the auxiliary loss depends on which tokens are in a micro-batch together,
-# so micro-batch k of the reference holds the k-th of every replica.
-
-
-# %%
 def reference(plan, steps=range(STEPS), model=None, replicas=2):
-    """(losses, norms) of one process that trains like ``plan``."""
+    """(losses, norms) of one process; its micro-batch k holds the k-th of every replica."""
     model = model or fresh(plan)
     optimizer = adam(model.parameters())
     losses, norms = [], []
@@ -236,15 +275,14 @@ def groups_of(mesh):
     return {axis: getattr(mesh, axis).ranks for axis in axes}
 
 
-def train(sizes, plan, path=None):
+# %%
+def train(sizes, plan):
     mesh = make_mesh(**sizes)
     trainer = compose.parallelize(fresh(plan), mesh, plan, adam)
     done = []
     for step in range(STEPS):
-        mesh.ledger.clear()  # the ledger keeps the last step alone
+        mesh.count_from_here()  # the ledger and the kernel count the last step alone
         done.append(trainer.step(*rows(step, mesh.dp.rank, mesh.dp.size)))
-    if path:
-        trainer.save(path)
     return {
         "losses": [float(step.loss) for step in done],
         "norms": [float(step.norm) for step in done],
@@ -253,23 +291,9 @@ def train(sizes, plan, path=None):
     }
 
 
-# %%
-import math
-import tempfile
-from pathlib import Path
-
-FOLDER = tempfile.TemporaryDirectory()
-SAVED = str(Path(FOLDER.name) / "from_4D")
-
-
-def ranks_of(sizes):
-    return math.prod(size for axis, size in sizes.items() if axis != "ep")
-
-
 runs, references = {}, {}
 for name, sizes in MESHES.items():
-    path = SAVED if name == "4D" else None
-    runs[name] = run(train, sizes, PLANS[name], path, n=ranks_of(sizes), timeout=120)
+    runs[name] = run(train, sizes, PLANS[name], n=ranks_of(sizes), timeout=120)
     references[name] = run(reference, PLANS[name], n=1)[0]
 
 print(f"{'':4}{'ranks':>6}{'last loss':>12}{'loss off':>11}{'norm off':>11}{'ranks agree':>13}")
@@ -282,35 +306,29 @@ for name, result in runs.items():
     assert off < 1e-10
     assert norm_off < 1e-10
 
+weights, moments = (max(one["stored"][at] for one in runs["3D"]) for at in (0, 1))
+print(f"\n3D, fullest rank: weights {weights:,}, gradients as many, moments {moments:,} bytes")
+print(f"together {2 * weights + moments:,} of {ROOM:,}")
+assert abs((2 * weights + moments) / state(CONFIG, MESHES["3D"], *OURS) - 1) < 1e-3
+assert 2 * weights + moments < ROOM
+
 # %% [markdown]
-# Sixteen ranks, five axes, and the loss of one process to ten digits and more. `ranks agree` is exact: every rank has
-# the same loss, so all ranks decide alike.
+# All three runs have the losses and norms of one process. The state is as planned, plus AdamW's step counters.
 #
-# ## In which order a gradient is reduced
-# A gradient is fully reduced when every rank that used the weight has added its partial gradient:
+# ## When a gradient is fully reduced
+# A gradient is fully reduced when every rank that used the weight has added its part:
 #
-# | what is missing | sum over | gradients of |
+# | missing | sum over | gradients of |
 # |---|---|---|
 # | other tokens | dp and cp; experts: edp | all |
-# | other rows | tp, where rows are sharded (sequence parallelism) | replicated weights: norms |
-# | other queries | KV replication group | key and value heads, if fewer than tp |
-# | the other copy | first and last stage | a tied embedding |
-
-# %%
-from course_lib.compose.gradients import Gradients
-
-show_source(
-    Gradients.complete, Gradients.sum_tied, Gradients.norm, Gradients.counted, comm.grad_norm
-)
-
-# %% [markdown]
-# All are *sums*: the loss was divided by the tokens of all ranks, so no axis averages. `edp` are the ranks with the
-# same experts: dp x cp / ep of them. An expert's gradient already includes the tokens of all ep ranks, because they
-# were sent to it.
+# | other rows | tp, with sequence parallelism | replicated weights, such as norms |
+# | other copy | first and last stage | a tied embedding |
 #
-# ## The norm: each element once
-# Only then is there a norm. Some gradients of a rank are also on other ranks: each `ShardSpec` says on how many. Three
-# ways to add up, in the first step of 3D:
+# All of these are sums, because the loss was divided by the tokens of all ranks. The edp group contains the dc/e ranks
+# with the same experts. An expert's gradient already includes the tokens of all ep ranks, because they were sent to it.
+#
+# Clipping needs the norm of the full gradient, in which each element counts once. But some elements are on several
+# ranks. Here are three ways to add up, in the first step of 3D:
 
 
 # %%
@@ -349,16 +367,22 @@ print(f"your prediction: {predicted_norm}")
 assert abs(norms[0]["each once"] / truth - 1) < 1e-12
 
 # %% [markdown]
-# With its own norm each rank would clip by another factor, and replicated weights drift apart. Counting every copy
-# gives every rank the *same* wrong norm: training continues, with a learning rate that depends on the mesh. Neither
-# raises an error.
-#
-# ## What each axis sends: one table
-# Calls and bytes are from the ledgers, all ranks together, last step; the formula is `compose.wire_bytes`, from shapes
-# alone. dp_cp is dp x cp. `ms` puts the busiest rank's calls on emulated links, an alpha for each message and its bytes over
-# beta. The ranks fill two nodes, and between these a link is 50 times slower in alpha, 20 times in bytes.
+# If each rank clips by its own norm, replicated weights drift apart. If every copy counts, all ranks agree on a norm
+# that is too large, and clip too much. Neither raises an error. The library divides each square by the number of ranks
+# that store it. Under ZeRO, the ranks of dp store different shards, which are not copies:
 
 # %%
+from course_lib.compose.gradients import Gradients
+
+show_source(Gradients.complete, comm.grad_norm)
+
+# %% [markdown]
+# ## What each axis sends, and why tp is innermost
+# The formula, `compose.wire_bytes`, uses only shapes. The kernel counted what all ranks sent in the last step. `ms` is
+# the busiest rank's computed time on links that are slow between the two nodes.
+
+# %% jupyter={"source_hidden": true}
+# Calls and milliseconds by axis, from the ledgers.
 from course_lib.comm.instruments.links import STEPS as MESSAGES
 from course_lib.ledger import summarize, wire_bytes_by_axis
 from course_lib.mesh import Link, Links
@@ -400,14 +424,18 @@ def ms_by_axis(ledgers, groups):
     return worst
 
 
-print(f"{'':4}{'axis':8}{'calls':>7}{'bytes':>12}{'formula':>12}{'ms':>7}")
+# %%
+print(f"{'':4}{'axis':8}{'calls':>7}{'formula':>12}{'kernel':>12}{'ms':>7}")
 for name, result in runs.items():
     sent, formula = wire_bytes_by_axis(result.ledgers), formula_of(name)
     ms = ms_by_axis(result.ledgers, [one["groups"] for one in result])
     for axis, calls in counted_calls(result.ledgers).items():
-        wanted = float(formula.get(axis, 0))
-        print(f"{name:4}{axis:8}{calls:7,}{float(sent[axis]):12,.0f}{wanted:12,.0f}{ms[axis]:7.0f}")
-        assert axis == "ep" or sent[axis] == formula.get(axis, 0)
+        expected = float(formula.get(axis, 0))
+        kernel = result.kernel_bytes and sum(map(sum, result.kernel_bytes[axis]))
+        counted = "no count" if kernel is None else f"{kernel:,}"
+        print(f"{name:4}{axis:8}{calls:7,}{expected:12,.0f}{counted:>12}{ms[axis]:7.0f}")
+        assert axis == "ep" or sent[axis] == expected
+        assert kernel is None or sent[axis] <= kernel <= 1.3 * sent[axis]
 most = {name: max(formula_of(name), key=formula_of(name).get) for name in MESHES}
 print(f"most bytes: {most}; your prediction for 3D: {predicted_axis}")
 
@@ -421,18 +449,14 @@ ledger_plot(
 )
 
 # %% [markdown]
-# Exact on every axis but ep: there the formula assumes even routing, and the real routing is uneven. Look at 3D's dp
-# and tp: almost equal bytes, in 16 calls and in 632. Each call costs its alphas, and ranks wait for each of tp's.
-# Then look at `ms` of pp: few bytes, but here this axis crosses nodes.
-#
-# ## Why tp innermost
-# The same step, the same bytes, eight ranks on two nodes of four. Only the order of the axes differs, so that another axis
-# crosses:
+# The kernel's count includes gloo's headers and a few control messages. For ep the formula assumes even routing. In 3D,
+# dp and tp send almost the same number of bytes, but dp needs 16 calls and tp 632, and the ranks wait for each call of
+# tp. Now we emulate these links and run the step in three orders, so that each time another axis crosses the nodes:
 
 # %%
 import time
 
-TWO_NODES = Links(inside=FAST, between=SLOW, ranks_per_node=4)
+TWO_NODES = Links(inside=FAST, between=SLOW, ranks_per_node=PER_NODE)
 ORDERS = ("tp-dp-pp", "tp-pp-dp", "dp-pp-tp")
 
 
@@ -449,8 +473,8 @@ def timed_step(order, sizes, plan):
 
 print(f"{'order':10}{'tp':>8}{'dp':>8}{'pp':>8}{'sum':>8}{'measured':>10}   ms;  crosses")
 for order in ORDERS:
-    layout = make_layout(8, order, **MESHES["3D"])
-    result = run(timed_step, order, MESHES["3D"], PLANS["3D"], n=8, links=TWO_NODES)
+    layout = make_layout(RANKS, order, **MESHES["3D"])
+    result = run(timed_step, order, MESHES["3D"], PLANS["3D"], n=RANKS, links=TWO_NODES)
     ms = ms_by_axis(result.ledgers, [one["groups"] for one in result])
     took = 1e3 * max(one["seconds"] for one in result)
     cells = "".join(f"{value:8.0f}" for value in (ms["tp"], ms["dp"], ms["pp"], sum(ms.values())))
@@ -458,24 +482,40 @@ for order in ORDERS:
     print(f"{order:10}{cells}{took:10.0f}        {', '.join(crosses)}")
 
 # %% [markdown]
-# The measured time includes arithmetic, bubble and gloo's own cost, much the same in all three. The last line adds
-# tp's calls across the slow link. Between dp and pp the difference is small: pp sends little in many messages, dp
-# much at once, which can hide behind backward. So tp is innermost, and either of the two outermost.
+# The measured time includes arithmetic, the bubble and gloo's own cost. Only the order with tp across the slow link is
+# far slower.
 #
-# The note's own reason is volume: "TP > DP > PP, the largest into the node". Is that always the order?
-#
-# ## Where TP sends more than DP
-# One layer of 12h² parameters, b bytes each; a replica has T tokens in a step. As *alternatives*, n ranks for tp or n for dp:
-#
-# $$\underbrace{8\,\tfrac{n-1}{n}\,T h\,b}_{\text{TP: four all-reduces of } Th} \;=\; \underbrace{2\,\tfrac{n-1}{n}\,12h^2\,b}_{\text{DP: one of the gradients}} \quad\Rightarrow\quad T = 3h$$
-#
-# *Together*, t ranks of tp and d of dp: tp has sharded the gradients too, a rank has 12h²/t of them. Then
-#
-# $$8\,\tfrac{t-1}{t}\,T h \;=\; 2\,\tfrac{d-1}{d}\,\tfrac{12h^2}{t} \quad\Rightarrow\quad T = 3h\,\frac{d-1}{d\,(t-1)}$$
-#
-# Measured: a model of two layers minus a model of one is one layer.
+# A common estimate for GPT-3 says: *"TP: two all-reduces per layer, NVLink 600 GB/s, about 5 ms per layer. PP: one
+# transfer per micro-batch, InfiniBand 25 GB/s, about 50 ms per batch."* Is it right for 32 sequences of 2,048 tokens?
 
 # %%
+payload = 32 * 2048 * 12288 * 2  # bytes of one activation of GPT-3 in bfloat16
+forward = 2 * payload  # two all-reduces per layer
+ring = 2 * 7 / 8 * forward  # what a rank sends, n = 8
+print(f"TP, payload over 600 GB/s:             {1e3 * forward / 600e9:5.1f} ms per layer")
+print(f"TP, bytes sent over 600 GB/s:          {1e3 * ring / 600e9:5.1f} ms")
+print(f"TP, bytes sent over 300 GB/s each way: {1e3 * ring / 300e9:5.1f} ms")
+print(f"PP, payload over 25 GB/s:              {1e3 * payload / 25e9:5.1f} ms per batch")
+
+# %% [markdown]
+# The estimate for PP is not far off. The one for TP divides the payload by 600 GB/s. But a ring sends 2(n-1)/n times as
+# much, and the A100's 600 GB/s count both directions, so the time is 3.5 times as long.
+#
+# ## Where TP sends more than DP
+# A common claim: *"As a rule, TP sends more than DP, and DP more than PP. Place what sends most inside a machine, where
+# bandwidth is high."* The placement is right. The order of volumes depends on the batch, because activations grow with
+# the tokens and gradients do not.
+#
+# Take a layer of 12h² parameters. As *alternatives*, n ranks use TP or DP. In a *mesh* they use both, and TP divides
+# the gradients by t:
+#
+# $$\text{alternatives: } 8\,\tfrac{n-1}{n}\,Th = 2\,\tfrac{n-1}{n}\,12h^2 \;\Rightarrow\; T = 3h \qquad \text{mesh: } 8\,\tfrac{t-1}{t}\,Th = 2\,\tfrac{d-1}{d}\,\tfrac{12h^2}{t} \;\Rightarrow\; T = 3h\,\tfrac{d-1}{d\,(t-1)}$$
+#
+# Both assume equal element sizes, and "3h/t" is the second formula for d = t only. To measure one layer, we subtract a
+# model of one layer from a model of two:
+
+# %% jupyter={"source_hidden": true}
+# The bytes of one layer, from the ledgers of two models.
 from dataclasses import replace
 
 from course_lib.launch import World
@@ -506,6 +546,7 @@ def one_layer(world, sizes):
     return {key: int(two[key] - one[key]) for key in two}
 
 
+# %%
 with World(4) as world:
     alone = {axis: one_layer(world, {axis: 4}) for axis in ("tp", "dp")}
     mesh_2x2 = one_layer(world, {"tp": 2, "dp": 2})
@@ -520,202 +561,60 @@ for tokens in TOKENS:
 print(f"your prediction: {predicted_tokens}")
 
 # %% [markdown]
-# At 3h, and at half of it in the mesh, the columns meet within a few percent: biases and norms are the rest. So "TP >
-# DP" is a fact about batches. Llama 3's 405B model has h = 16,384: a replica of its table 4 reads 131,072 tokens or
-# more per step. There TP sends more.
-#
-# And PP? A rank sends 2Th elements, forward and back, once for all l layers of its stage, while TP sends for each
-# layer: always less than TP. PP sends more than DP from 2Th = 24h²l/t on: T = 12hl/t tokens, or 12hl where sequence
-# parallelism has sharded the activations too.
-#
-# ## Speed-up against N
-# The same work on more ranks: 8 sequences of 128 tokens, 4 layers. DP and PP take 8 micro-batches of one; TP fills no
-# pipeline, and takes two of four, so it sends less often. First the formulas: work / N, plus bubble, plus messages,
-# none of them hidden.
+# The columns are equal at the predicted tokens, up to biases and norms. For Llama 3 the two formulas differ widely:
 
 # %%
-from course_lib.comm.alpha_beta import ring_seconds
-from course_lib.schedule import Costs, make, simulate
-
-SPEED = tiny_config(
-    family="gpt", layers=4, hidden=128, heads=8, kv_heads=8, ffn=512, max_seq_len=128
-)  # fmt: skip
-ROWS, F_MODEL, B_MODEL = 8, 0.096, 0.192  # sequences; seconds of the whole model for one
-TP_MICRO = 2  # micro-batches of TP
-TP_CALLS = 4 * SPEED.layers * TP_MICRO
-INSIDE, ACROSS = Link(alpha=0.0001, beta=500e6), Link(alpha=0.0005, beta=25e6)
-X_BYTES = 128 * SPEED.hidden * 4  # of one sequence
-P_BYTES = sum(p.nbytes for p in build_model(SPEED).parameters())
-ONE_PROCESS = ROWS * (F_MODEL + B_MODEL)
-
-
-def step_seconds(way, n, link):
-    work = ONE_PROCESS / n
-    if n == 1:
-        return work
-    if way == "dp":
-        return work + ring_seconds(P_BYTES, n, link)
-    if way == "tp":
-        return work + TP_CALLS * ring_seconds(X_BYTES * ROWS / TP_MICRO, n, link)
-    costs = Costs.make(f=F_MODEL / n, b=B_MODEL / n, comm=link.alpha + X_BYTES / link.beta)
-    return simulate(make("1f1b", n, ROWS), costs).makespan
-
-
-WAYS = {  # name: axis, link, on how many ranks
-    "DP, across nodes": ("dp", ACROSS, (1, 2, 4, 8)),
-    "TP, inside a node": ("tp", INSIDE, (1, 2, 4, 8)),
-    "TP, across nodes": ("tp", ACROSS, (1, 2, 4, 8)),
-    "PP, across nodes": ("pp", ACROSS, (1, 2, 4)),
-}
-seconds = {
-    name: {n: step_seconds(way, n, link) for n in counts}
-    for name, (way, link, counts) in WAYS.items()
-}
+h, t, d = LLAMA.hidden, 8, 128
+LLAMA_PLAN = Plan(region=sp.REGION, zero=1, micro_batches=16)
+mesh_tokens = 3 * h * (d - 1) / (d * (t - 1))
+sent = compose.wire_bytes(LLAMA, LLAMA_MESH, LLAMA_PLAN, 16, 8192)
+library = 16 * 8192 * float(sent["dp"] / sent["tp"])
+print(f"alternatives of equal degree, 3h:          {3 * h:9,} tokens")
+print(f"its mesh, tp=8 and dp=128:                 {mesh_tokens:9,.0f}")
+print(f"bfloat16 weights, float32 gradients:       {mesh_tokens * (4 + 2) / (2 + 2):9,.0f}")
+print(f"the same by the library, from all shapes:  {library:9,.0f}")
+print(f"what a rank reads per step:                {16 * 8192:9,}")
+pp_tokens = 12 * h * LLAMA.layers / 16 * (d - 1) / d
+print(f"PP passes DP at 12hl, equal sizes:         {pp_tokens:9,.0f}")
 
 # %% [markdown]
-# Now real ranks. Arithmetic is sleep, links are emulated; messages and waiting are real. TP's compute is slept
-# between real all-reduces; DP and PP train.
+# A rank reads 131,072 tokens, so TP sends far more than DP. Gradients in 32 bits raise the threshold by half. With
+# sequence parallelism, a rank sends 2Th/t elements over pp, once for all l layers. This is always less than TP sends,
+# and less than DP sends up to T = 12hl.
 #
-# Processes that share two cores add a cost outside all formulas: gloo's own time per call. Where a step makes 32
-# calls one after another, that is much. Measured with one sequence and no emulated link, it has its own column.
-
+# ## ZeRO-2 and ZeRO-3 beside a pipeline
+# DeepSpeed's pipeline engine says *"ZeRO-2 and ZeRO-3 are incompatible with pipeline parallelism"*, and many repeat it
+# as a rule. The reason is cost. A pipeline needs many micro-batches, and these stages usually communicate for each. For
+# a middle stage of Llama 3:
 
 # %%
-def slept_tp(sequences, micro):
-    """Attention and MLP of each layer, forward and backward, an all-reduce after each."""
-    mesh = make_mesh(tp=torch.distributed.get_world_size())
-    x = torch.zeros(X_BYTES // 4 * sequences // micro)
-    comm.all_reduce(x, mesh.tp)
-    comm.barrier(mesh.tp)
-    start = time.perf_counter()
-    for _ in range(micro):
-        for op in "FB":
-            for _ in range(2 * SPEED.layers):
-                with mesh.compute(op):
-                    pass
-                comm.all_reduce(x, mesh.tp)
-    return time.perf_counter() - start
+from course_lib import zero
 
-
-def trained(axis):
-    n = torch.distributed.get_world_size()
-    mesh = make_mesh(**{axis: n})
-    plan = Plan(micro_batches=ROWS // n if axis == "dp" else ROWS)
-    trainer = compose.parallelize(build_model(SPEED), mesh, plan, adam)
-    place = {"dp_rank": mesh.dp.rank, "dp_size": mesh.dp.size}
-    given = batch(0, seed=0, batch_size=ROWS, seq_len=128, **place)
-    comm.barrier(mesh.world)
-    start = time.perf_counter()
-    trainer.step(*given)
-    return time.perf_counter() - start
-
-
-def slept_seconds(n, sequences, micro, links=None):
-    """A step of TP; its arithmetic is slept, for as many sequences as a micro-batch has."""
-    each = sequences / micro / (2 * SPEED.layers * n)
-    pace = {"F": F_MODEL * each, "B": B_MODEL * each}
-    return max(run(slept_tp, sequences, micro, n=n, pace=pace, links=links))
-
-
-def measured_seconds(way, n, link):
-    links = Links(inside=link, between=link)
-    if way == "tp":
-        return slept_seconds(n, ROWS, TP_MICRO, links)
-    divided_by = 1 if way == "dp" else n
-    pace = {"F": F_MODEL / divided_by, "B": B_MODEL / divided_by}
-    return max(run(trained, way, n=n, pace=pace, links=links))
-
-
-COUNTS = (2, 4)
-ONE = F_MODEL + B_MODEL  # seconds of one sequence
-own = {n: (slept_seconds(n, 1, 1) - ONE / n) / (4 * SPEED.layers) for n in COUNTS}
-measured = {
-    name: {n: ONE_PROCESS / measured_seconds(way, n, link) for n in COUNTS}
-    for name, (way, link, _) in WAYS.items()
-}
-print("a call costs gloo", ", ".join(f"{1e3 * own[n]:.1f} ms on {n} ranks" for n in COUNTS), "here")
-print(f"{'':18}" + "".join(f"{f'on {n} ranks':^30}" for n in COUNTS))
-print(f"{'speed-up':18}" + f"{'formula':>9}{'and gloo':>10}{'measured':>10} " * 2)
-for name, (way, *_) in WAYS.items():
-    line = f"{name:18}"
-    for n in COUNTS:
-        took = seconds[name][n]
-        gloo = f"{ONE_PROCESS / (took + TP_CALLS * own[n]):.2f}" if way == "tp" else "-"
-        line += f"{ONE_PROCESS / took:9.2f}{gloo:>10}{measured[name][n]:10.2f} "
+elements, m = stage_elements(LLAMA, LLAMA_MESH)[1], 16
+parameters = sum(stage_elements(LLAMA, {}))
+step = 6 * parameters * 2**24 / (16384 * 400e12)  # 2**24 tokens; 400 TFLOP/s per GPU (table 4)
+print(f"{'per GPU and step':44}{'GB sent':>9}{'s at 50 GB/s':>14}{'GB in full':>12}")
+for name, stage, count, full in (
+    ("ZeRO-1", 1, 1, 2 + 4),
+    ("gather once, reduce once (as PyTorch)", 1, 1, 2 + 4),
+    ("ZeRO-2: reduce per micro-batch", 2, m, 2),
+    ("ZeRO-3: gather and reduce per micro-batch", 3, m, 0),
+):
+    wire = float(zero.wire_bytes(stage, [elements], d, dtype=LLAMA.dtype, micro_batches=count))
+    line = f"{name:44}{wire / 1e9:9.0f}{wire / 50e9:14.1f}{full * elements / 1e9:12.1f}"
     print(line)
-print(f"your prediction for TP across nodes on 4: {predicted_speedup}")
-
-# %%
-from course_lib.view.curves import curves
-
-curves(
-    {name: {n: ONE_PROCESS / took for n, took in by_n.items()} for name, by_n in seconds.items()},
-    measured,
-    across="ranks",
-    up="times as fast as one rank",
-    ideal="ideal",
-    title="Speed-up across nodes: TP stays near 2, DP and PP go on",
-    note=f"Not in the lines: {1e3 * own[4]:.1f} ms that a call costs gloo itself on 4 ranks here.",
-)
+print(f"the step computes for about {step:.1f} s")
 
 # %% [markdown]
-# Read TP's points against `and gloo`, roughly this machine's cost; DP and PP also run a real optimizer, which is in
-# no line. Compare the lines: they are the cost on a cluster, where a call's own cost is microseconds. DP can use at
-# most 8 ranks (sequences), PP 4 (layers), TP 8 (heads). Hence several axes: 8 sequences x 8 heads x 4 layers are 256
-# ranks, where no single axis goes beyond 8.
+# But Llama 3 shards optimizer states and gradients, and does not reshard weights after forward. torchtitan does the
+# same by default, and PyTorch's pipelining then reduces gradients once, after the last micro-batch. During the step, a
+# rank stores weights and gradients in full.
 #
-# ## Which combinations are refused
-# Not every choice works with every other. `compose.refusals` says why, before any process starts; `discouraged` lists
-# plans that work and should not be used.
-
-# %%
-import textwrap
-
-ASKED = {
-    "ZeRO-2 in a pipeline": ({"dp": 2, "pp": 2}, Plan(zero=2, micro_batches=4)),
-    "3 ranks of tp": ({"tp": 3}, Plan()),
-    "experts, tp without rows": ({"tp": 2, "dp": 2, "ep": 2}, Plan(experts=EXPERTS)),
-    "ep=4 on dp x cp = 2": ({"dp": 2, "ep": 4}, Plan(experts=EXPERTS)),
-    "5 stages": ({"pp": 5}, Plan(micro_batches=10)),
-    "ulysses, zig-zag": ({"cp": 2}, Plan(core=compose.ULYSSES)),
-}
-for name, (sizes, plan) in ASKED.items():
-    print(name)
-    for reason in compose.refusals(CONFIG, sizes, plan):
-        print(textwrap.fill(reason, 100, initial_indent="    - ", subsequent_indent="      "))
-print("works, and is discouraged: 2 micro-batches on pp=4")
-for sentence in compose.discouraged(CONFIG, {"pp": 4}, Plan(micro_batches=2)):
-    print(textwrap.fill(sentence, 100, initial_indent="    - ", subsequent_indent="      "))
-
-# %% [markdown]
-# Remember the first: it does not fail, it is expensive. A pipeline needs many micro-batches, and ZeRO-2 sends for
-# each.
+# Our `compose` does not allow it, and refuses stages 2 and 3 beside pp. Its `zero=1` sends and stores the same amount
+# during the step. What you cannot have is the third line: 13 GB less, for 4 s more communication.
 #
-# ## From sixteen ranks to one process
-# 4D saved a checkpoint after its last step. It contains full tensors by name, no ranks. One process reads it, and
-# continues.
-
-
-# %%
-def goes_on(path):
-    plan = replace(PLANS["4D"], zero=0)
-    mesh = make_mesh()
-    trainer = compose.parallelize(fresh(plan), mesh, plan, adam)
-    trainer.load(path)
-    return float(trainer.step(*rows(STEPS)).loss)
-
-
-again = run(goes_on, SAVED, n=1)[0]
-never_stopped = run(reference, PLANS["4D"], range(STEPS + 1), n=1)[0][0][-1]
-print(f"saved by 16 ranks, loaded by 1: loss {again:.10f}")
-print(f"one process all along:               {never_stopped:.10f}")
-assert abs(again - never_stopped) < 1e-8
-FOLDER.cleanup()
-
-# %% [markdown]
 # ## The same in PyTorch
-# `init_device_mesh` names its dims from slowest to fastest, the reverse of our order. Groups and a sum over each must be
-# equal to ours:
+# `init_device_mesh` names its dimensions from slowest to fastest, the reverse of our order. Its groups equal ours:
 
 # %%
 import torch.distributed as dist
@@ -745,17 +644,15 @@ for rank, groups in enumerate(run(in_pytorch, n=8)):
 
 # %% [markdown]
 # ## Break it and diagnose
-# Five runs of 8 ranks, dp=4, pp=2, ep=2, with experts, a tied embedding and clipping. One is correct (its cause is
-# `"correct"`), four are faulty:
+# Of five runs with dp=4, pp=2 and ep=2, one is correct (its cause is `"correct"`), and four are faulty:
 #
 # - **replicas**: the norm counts every rank's gradients, copies too
 # - **own norm**: each rank clips by the norm of its own gradients
 # - **experts**: one rank divides its experts' gradients by dp
 # - **tied**: first and last stage do not exchange the embedding's gradient
 #
-# For each say the cause, the axis of the wrong or missing communication (`"world"`, `"edp"`, `"pp"`), and the rank (a
-# number or `"all"`). Gradients are before clipping, against a correct rank at the same place. Another SEED draws
-# other runs.
+# Name the cause, the axis of the wrong communication (`"world"`, `"edp"`, `"pp"`), and the rank (a number or `"all"`).
+# Gradients are before clipping, relative to a correct run.
 
 # %%
 SEED = 2
@@ -869,16 +766,11 @@ for name, result in observations.items():
 # %% [markdown]
 # <details><summary>How to read it</summary>
 #
-# The first loss is right in all five: it is computed before any gradient.
+# - **Gradients right, the norm too large and equal on all ranks**: *replicas*.
+# - **Gradients right, the norm differs by rank**: *own norm*.
+# - **Experts wrong on one rank**: *experts*. They differ from their copies.
+# - **Embedding wrong, and its two copies apart**: *tied*. Each stage has only its own gradient.
 #
-# - **All gradients right, the norm too large and equal on all ranks**: *replicas*. Steps are clipped too
-#   much.
-# - **All gradients right, the norm differs by rank**: *own norm*. Replicated weights drift apart.
-# - **Experts wrong on one rank**: *experts*. Its experts differ from their copies; the faulty rank's ratio is not 1.
-# - **Embedding wrong on both stages, and the two copies apart**: *tied*. Each has only its own partial gradient.
-#
-# Two checks find all of it: the gradient norm of a single-process reference, and a checksum of every copy over its
-# ranks.
 # </details>
 
 # %%
@@ -886,102 +778,61 @@ lab.grade(diagnosis)  # lab.reveal() shows what they have
 
 # %% [markdown]
 # ## When not to use it
-# - **Fewer axes suffice.** Each adds mistakes that raise no error. On one node, if the model fits with ZeRO, use
-#   ZeRO.
-# - **tp beyond a node.** See the curve. First pp, then cp for long sequences.
-# - **pp with few micro-batches.** dp x micro-batches is bounded by the batch: large dp leaves each pipeline few.
-# - **cp for short sequences.** It divides the tokens of a rank like dp, and sends more.
-# - **ZeRO-2 and ZeRO-3 in a pipeline.** Refused above.
+# - **If fewer axes suffice.** Each axis adds possible mistakes that raise no error.
+# - **tp beyond a node**, as the third order showed.
+# - **pp with few micro-batches.** A large dp leaves few sequences to each pipeline.
+# - **cp for short sequences.** It divides the tokens like dp, and sends more.
 #
-# ## The table that grows
-# A rank's weights and optimizer state (the fullest rank), bytes of all ranks in a step, lines of code that compose
-# adds to the techniques.
+# **Claim 1: only if T lies between two thresholds**, 3h(d-1)/(d(t-1)) and about 12hl at equal element sizes.
+#
+# **Claim 2: false.** ep is inside dp x cp, because the ranks of an ep group have different data. [Megatron Core's
+# guide](https://github.com/NVIDIA/Megatron-LM/blob/157006d6d9bf4f55c0d4d7dacbd2b65e7bd84dc9/docs/user-guide/parallelism-guide.md)
+# prints the product, which holds without experts. It also lists DeepSeek-V3 on 1,024 GPUs with TP=2, PP=16, EP=64:
 
 # %%
-from course_lib.compose import build, gradients, trainer
-from course_lib.view import code_lines
+print(f"TP x PP x EP of that row: {2 * 16 * 64:,}, more than its 1,024 GPUs")
+print(f"the product for 5D: {math.prod(MESHES['5D'].values())}; it ran on {len(runs['5D'])} ranks")
+print(f"your votes: 1 {vote_1}; 2 {vote_2}")
 
-code = code_lines(build.build_stages, gradients.Gradients, gradients.make_parts, trainer.Trainer)
+# %% [markdown]
+# **The table that grows.** Weights and optimizer are of the fullest rank, and all ranks sent the bytes.
+
+# %%
 one = sum(p.nbytes for p in fresh(PLANS["3D"]).parameters())
-print(f"{'':14}{'weights':>11}{'optimizer':>11}{'bytes sent':>13}{'code':>6}")
+print(f"{'':14}{'weights':>11}{'optimizer':>11}{'bytes sent':>13}")
 print(f"{'one process':14}{one:11,}{2 * one:11,}{0:13}")
 for name, result in runs.items():
-    weights, state = (max(one["stored"][at] for one in result) for at in (0, 1))
+    weights, moments = (max(one["stored"][at] for one in result) for at in (0, 1))
     sent = float(sum(wire_bytes_by_axis(result.ledgers).values()))
-    print(f"{f'{name}, {len(result)} ranks':14}{weights:11,}{state:11,}{sent:13,.0f}{code:6}")
+    print(f"{f'{name}, {len(result)} ranks':14}{weights:11,}{moments:11,}{sent:13,.0f}")
 
 # %% [markdown]
-# (5D has four times the experts of one MLP; its one process would hold more than the first line says.)
-#
-# ## The claims settled
-# **Claim 1: only if a replica's tokens lie between two thresholds.** TP passes DP at 3h (in a mesh 3h(d-1)/(d(t-1))),
-# and PP passes DP at about 12hl/t: activations grow with tokens, gradients do not. tp is innermost in any case
-# because its messages are many, and hardly any can hide (lesson 05).
-#
-# **Claim 2: false.** ep is inside dp x cp: the ranks of an ep group have different data. [Megatron Core's
-# guide](https://docs.nvidia.com/megatron-core/developer-guide/latest/user-guide/parallelism-guide.html) prints that
-# product; with ep=2 it would ask 5D for 32 ranks, and it ran on:
-
-# %%
-print(f"5D ran on {len(runs['5D'])} ranks; your votes: 1 {vote_1}; 2 {vote_2}")
-
-# %% [markdown]
-# ## Cheat-sheet
-# Llama 3's two layouts and a note's, bytes and times computed from the library's formulas: bfloat16, ZeRO-1, sums in
-# float32. The links are an assumption: 450 GB/s inside a node of eight, 50 GB/s per GPU between nodes, one way,
-# without alphas.
+# **Cheat-sheet.** Llama 3's two layouts with ZeRO-1, if a GPU sends 450 GB/s inside a node and 50 GB/s between nodes:
 
 
 # %%
-def cheat_sheet(name, config, sizes, sequences, seq_len, micro_batches):
+def cheat_sheet(name, sizes, sequences, seq_len, micro_batches):
     plan = Plan(region=sp.REGION, zero=1, micro_batches=micro_batches, core=compose.GATHER)
     world = ranks_of(sizes)
     replica = sequences // sizes["dp"]
-    assert not compose.refusals(config, sizes, plan, sequences=replica, seq_len=seq_len)
-    print(f"{name}: {world:,} GPUs, {sequences * seq_len / 2**20:.0f} M tokens per step")
+    assert not compose.refusals(LLAMA, sizes, plan, sequences=replica, seq_len=seq_len)
+    print(f"{name}: {world:,} GPUs, {sizes}, {sequences * seq_len / 2**20:.0f} M tokens per step")
     print(f"{'axis':>8}{'GB per GPU':>12}{'ms':>9}   link")
-    sent = compose.wire_bytes(config, sizes, plan, replica, seq_len)
-    for axis, total in sent.items():
+    for axis, total in compose.wire_bytes(LLAMA, sizes, plan, replica, seq_len).items():
         inside = axis.startswith("tp")
         own = float(total / world)
         beta = 450e9 if inside else 50e9
         print(f"{axis:>8}{own / 1e9:12.2f}{1e3 * own / beta:9.0f}   {'in' if inside else 'out'}")
-    tokens = replica * seq_len
-    equal = tokens * float(sent.get("dp", sent.get("dp_cp")) / sent["tp"])
-    print(f"a replica reads {tokens:,} tokens; tp sends more than dp from about {equal:,.0f}\n")
 
 
-LLAMA = tiny_config(
-    layers=126, hidden=16384, heads=128, kv_heads=8, ffn=53248, vocab=128256, max_seq_len=131072,
-    dtype=torch.bfloat16,
-)  # fmt: skip
-GPT3 = tiny_config(
-    family="gpt", layers=96, hidden=12288, heads=96, kv_heads=96, ffn=49152, vocab=51200,
-    max_seq_len=2048, dtype=torch.bfloat16,
-)  # fmt: skip
-cheat_sheet("Llama 3 405B", LLAMA, {"tp": 8, "pp": 16, "dp": 128}, 2048, 8192, 16)
-cheat_sheet("Llama 3, long", LLAMA, {"tp": 8, "cp": 16, "pp": 16, "dp": 8}, 128, 131072, 16)
-cheat_sheet("GPT-3, note's 512", GPT3, {"tp": 8, "pp": 8, "dp": 8}, 512, 2048, 64)
+print("rank = tp + t (dp + d pp); sum, never average; each element of the norm once")
+print("TP passes DP at 3h as alternatives, at 3h(d-1)/(d(t-1)) in a mesh; PP at 12hl\n")
+cheat_sheet("Llama 3 405B", LLAMA_MESH, 2048, 8192, 16)
+cheat_sheet("Llama 3, long", {"tp": 8, "cp": 16, "pp": 16, "dp": 8}, 128, 131072, 16)
 
 # %% [markdown]
-# The last line of each takes TP's bytes as proportional to tokens. It is above the rule of thumb because gradients
-# are sent in float32 here, activations in bfloat16; and cp=16 divides the tokens of a rank.
-#
-# A note leaves Llama 3's CP open ("CP = ?"): 1 at 8,192 tokens, 16 at 131,072, and dp falls from 128 to 8, so that
-# the product stays. The other note guesses 5 ms per layer for TP and 50 ms for a pipeline's transfer; by its own
-# links:
-
-# %%
-activation = 2048 * GPT3.hidden * 2  # one sequence in bfloat16
-layer = 2 * ring_seconds(activation, 8, Link(0.0, 600e9))
-print(f"TP, two all-reduces forward at 600 GB/s: {1e3 * layer:.2f} ms per layer")
-print(f"PP, one activation at 25 GB/s: {1e3 * activation / 25e9:.1f} ms per micro-batch")
-
-# %% [markdown]
-# ## Your turn
-# [Five exercises](../exercises/12_five_axes.ipynb), each on its own: a mesh by hand (10 minutes), which ranks hold a
-# copy (5), bytes on each axis (15); and on real ranks the norm across axes (20), and fully reduced gradients in raw
-# PyTorch (25).
+# ## Your turn, and five questions to leave with
+# [Five exercises](../exercises/12_five_axes.ipynb) take 75 minutes.
 
 # %% course={"role": "given"}
 import torch
@@ -1193,49 +1044,40 @@ from course_lib.grading import check
 check("12-5", complete)
 
 # %% [markdown]
-# ## Exit questions
-# Answer each before you unfold it.
+# **Exit questions.** Answer, then unfold.
 #
-# **1.** 256 GPUs in nodes of 8, tp=8, cp=2, pp=4. How many replicas? Which ranks sum the gradient of a matrix?
-#
-# <details><summary>Answer</summary>
-# dp = 256 / 64 = 4. The 8 ranks of dp x cp with the same tp and pp: cp holds other tokens too, so its gradients are summed
-# like dp's.
-# </details>
-#
-# **2.** Loss curves of tp=1 and tp=4 agree without clipping and diverge with it. Where do you look?
+# **1.** 256 GPUs, tp=8, cp=2, pp=4. What is dp, and which ranks sum a matrix's gradient?
 #
 # <details><summary>Answer</summary>
-# The norm. Norm weights and other copies are counted tp times, or the sum over tp (or pp) is missing, so that ranks clip
-# differently.
+# dp = 256 / 64 = 4. The 8 ranks of dp x cp sum it, because ranks of cp have other tokens too.
 # </details>
 #
-# **3.** Why is an expert's gradient not averaged over dp, and what would training look like if it were?
+# **2.** Losses of tp=1 and tp=4 agree only without clipping. Why?
 #
 # <details><summary>Answer</summary>
-# Its tokens came from all ranks of ep, and the loss was divided by the tokens of all ranks. Divided again, experts learn at a
-# fraction of the rate. Adam hides it: steps keep their size, only clipping and eps see it.
+# The norm is wrong. Replicated weights count tp times, or a sum over tp is missing.
 # </details>
 #
-# **4.** tp=8 fills a node. Why may pp or dp be next, and what decides?
+# **3.** Why is an expert's gradient not divided by dp?
 #
 # <details><summary>Answer</summary>
-# Both can send while no rank waits. PP: bytes of activations per stage boundary and micro-batch, and the bubble; DP:
-# gradients once, beside backward. Few tokens per replica favor pp, many favor dp; memory often decides first.
+# The loss was already divided by the tokens of all ranks.
 # </details>
 #
-# **5.** You have 4D, and must take ZeRO to save memory. Which stage, and why?
+# **4.** tp=8 fills a node. Should pp or dp come next?
 #
 # <details><summary>Answer</summary>
-# Stage 1: it sends as much as DP, once per step. Stages 2 and 3 send for every micro-batch, and a pipeline needs
-# many.
+# pp if memory is short, because it divides the state. Otherwise dp, which has no bubble.
 # </details>
 #
-# ## Sources and what next
-# - Narayanan et al. 2021, *Efficient Large-Scale Language Model Training*, [arXiv:2104.04473](https://arxiv.org/abs/2104.04473): tp in
-#   a node, pp across.
-# - Llama team 2024, *The Llama 3 Herd of Models*, [arXiv:2407.21783](https://arxiv.org/abs/2407.21783): section 3.3, table 4.
-# - Micikevicius et al. 2017, [arXiv:1710.03740](https://arxiv.org/abs/1710.03740): the loss scale, which `Plan` has too.
-# - The library: `course_lib/compose`; its order of sums is the docstring of `gradients.py`.
+# **5.** A pipeline runs out of memory. Which ZeRO stage do you try first?
 #
-# Next: lesson 13 serves the model. There is no backward, and the order of the axes changes.
+# <details><summary>Answer</summary>
+# Stage 1. It shards the optimizer state and sends no more than DP.
+# </details>
+#
+# **Sources.** Next: lesson 13 serves the model.
+# - Narayanan et al. 2021, tp in a node and pp across: [arXiv:2104.04473](https://arxiv.org/abs/2104.04473).
+# - Llama team 2024: [arXiv:2407.21783](https://arxiv.org/abs/2407.21783), section 3.3.2 and table 4.
+# - torchtitan, resharding beside a pipeline:
+#   [parallelize.py](https://github.com/pytorch/torchtitan/blob/018740b7aae7846d24954539244c78215dbd181f/torchtitan/models/llama3/infra/parallelize.py).

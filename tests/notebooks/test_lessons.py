@@ -399,28 +399,38 @@ def lesson_11_shows_groups(notebook):
 def lesson_12_shows_all_axes(notebook):
     text = outputs(notebook)
     for line in (
-        "64 ranks: the note's line is right for 16 of them",
-        "512 ranks: the note's line is right for 64 of them",
-        "stages on node 0: {0}",
-        "32 stages of 2 and 32 of 1",
+        "state:   1,975,296 bytes: weights, gradients, two moments",
+        "one rank                         1,975,296         7,305",
+        "tp                                 992,256           913",
+        "tp and pp                          562,176            62",
+        "tp, pp, and ZeRO-1 over dp         421,632            21",
+        "pp  4 groups of 2, across nodes",
         "zero=2 with pp=2: a pipeline needs many micro-batches",
+        "together 562,256 of 600,000",
+        "TP, payload over 600 GB/s:               5.4 ms per layer",
+        "TP, bytes sent over 600 GB/s:            9.4 ms",
+        "TP, bytes sent over 300 GB/s each way:  18.8 ms",
+        "PP, payload over 25 GB/s:               64.4 ms per batch",
         "h = 64: 3h = 192 tokens; in the 2 x 2 mesh 96",
+        "alternatives of equal degree, 3h:             49,152 tokens",
+        "its mesh, tp=8 and dp=128:                     6,967",
+        "bfloat16 weights, float32 gradients:          10,450",
+        "the same by the library, from all shapes:     10,409",
+        "ZeRO-2: reduce per micro-batch                    209           4.2         6.4",
         "rank 5: {'tp': [4, 5], 'dp': [5, 7], 'pp': [1, 5]}; theirs are equal; you said None",
         "0 of 5 right",
-        "5D ran on 16 ranks",
-        "Llama 3 405B: 16,384 GPUs, 16 M tokens per step",
-        "TP, two all-reduces forward at 600 GB/s: 0.29 ms per layer",
-        "PP, one activation at 25 GB/s: 2.0 ms per micro-batch",
+        "the product for 5D: 32; it ran on 16 ranks",
+        "Llama 3 405B: 16,384 GPUs, {'tp': 8, 'pp': 16, 'dp': 128}, 16 M tokens per step",
     ):
         assert line in text
     for name, ranks in (("3D", 8), ("4D", 16), ("5D", 16)):
         assert re.search(rf"^{name} +{ranks} +[\d.]+ +\de[-+]\d\d +\de[-+]\d\d +True$", text, re.M)
     for axis in ("tp", "dp_cp", "cp", "pp"):
-        counted = re.search(rf"^4D +{axis} +[\d,]+ +([\d,]+) +([\d,]+) +\d+$", text, re.M)
-        assert counted[1] == counted[2]
-    saved = re.search(r"loaded by 1: loss ([\d.]+)", text)[1]
-    assert re.search(rf"one process all along: +{saved[:-2]}", text)
-    assert len(pictures(notebook)) == 3
+        found = re.search(rf"^4D +{axis} +[\d,]+ +([\d,]+) +([\d,]+|no count) +\d+$", text, re.M)
+        formula, kernel = (cell.replace(",", "") for cell in found.groups())
+        assert kernel == "no count" or int(formula) <= int(kernel) <= 1.3 * int(formula)
+    assert re.search(r"^all ranks, all of it: +[\d.]+, 1.92 times$", text, re.M)
+    assert len(pictures(notebook)) == 2  # and the slider's, which is a widget
 
 
 def lesson_10_shows_tokens_that_travel(notebook):
