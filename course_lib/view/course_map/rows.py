@@ -143,7 +143,7 @@ def _data_rows() -> list[Row]:
             "by prefetch, if layers compute longer",
             0.0,
             "the weights do not fit on a rank",
-            "micro-batches, slow networks; never with PP",
+            "many micro-batches (so PP); slow networks",
         ),
     ]
 
