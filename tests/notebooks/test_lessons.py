@@ -250,7 +250,7 @@ def lesson_06_shows_rows(notebook):
         "comm.gather_from_sequence {'x': [1.0, 2.0], 'dx': 5.0} {'x': [1.0, 2.0], 'dx': 5.0}",
         "comm.gather_from          {'x': [1.0, 2.0], 'dx': 2.0} {'x': [1.0, 2.0], 'dx': 3.0}",
         "tensor        10 + 24/n            34.00     36.16            22.00     24.09",
-        "rows, kept          4.3271  1,017,108    3,213,960   3,582,720",
+        "rows, kept            4.3271  1,017,108    3,213,960   3,582,720",
         "   5             4.32705   4.32772 ",
         "selective: 0.9% more operations, 70% less stored where scores are stored",
         "{'nothing': 4, 'selective': 4, 'full': 6, 'full, torch': 5}",
