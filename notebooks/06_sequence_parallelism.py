@@ -288,7 +288,7 @@ def norms_apart(result, step=-1):
 
 
 # %% [markdown]
-# **The table that grows**, on four ranks:
+# **The table that grows:**
 
 # %%
 one_process = run(train, 1, "tensor", n=1)[0]
@@ -703,7 +703,7 @@ for lab_run in lab:
 # %% [markdown]
 # <details><summary>How to read it</summary>
 #
-# Below 1e-5 is rounding.
+# Differences below 1e-5 are rounding.
 #
 # - **First loss off**: *padding*. One rank has two words too many.
 # - **Scatters missing**: *gather*. The norms' partial gradients are wrong before they are summed.
@@ -1012,7 +1012,7 @@ check("06-5", region_step)
 # **2.** What is wrong with "the bytes of tensor parallelism, and 34/n"?
 #
 # <details><summary>Answer</summary>
-# At these bytes a rank stores 4 + 30/n.
+# A rank that sends these bytes stores 4 + 30/n.
 # </details>
 #
 # **3.** A reloaded checkpoint continues a little worse. What do you check?
