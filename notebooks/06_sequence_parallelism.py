@@ -15,12 +15,12 @@
 # %% [markdown]
 # # 06 Sequence parallelism and recomputation
 #
-# *50 minutes to read and run, 65 to build.* Tensor parallelism left a floor: norms, residuals and the inputs of its
-# regions are replicated on every rank. Here the positions outside the regions are sharded, in two variants with
-# different prices. Then memory without messages: recomputation. And three details that break real runs: the
-# vocabulary, dropout seeds, and fewer heads of keys and values than ranks. You need lesson 05.
+# *50 minutes to read and run, 65 to build.* Two runs train the same model on the same text, on four ranks. After six
+# steps their losses are 4.3271 and 4.3277. The second run lacks one line of code, and its ranks now have four different
+# models. No error was raised. The line belongs to sequence parallelism, which divides what tensor parallelism still
+# replicates. You need lesson 05.
 #
-# Vote first: write `"true"`, `"false"` or `"only if ..."`. The claims are settled at the end.
+# Vote first: `"true"`, `"false"` or `"only if ..."`.
 #
 # 1. *Sequence parallelism reduces activation memory to 1/n, and sends no byte more than tensor parallelism.*
 # 2. *Selective recomputation, which runs attention's core again in backward, saves most of the activations.*
@@ -30,23 +30,22 @@ vote_1 = None
 vote_2 = None
 
 # %% [markdown]
-# ## The question
-# A norm, a dropout and a residual sum treat every position by itself. So between two regions no rank needs all
-# positions:
+# ## Outside the regions
+# Between two regions of tensor parallelism there are a norm, a dropout and a residual sum. They treat every position by
+# itself, so no rank needs all positions there. Sequence parallelism gives each rank S/n of them, its *rows*:
 #
 # ```
-#  tensor    x whole -> norm -> |f: as it is     | columns, rows |g: all-reduce    | -> x whole
-#  sequence  x rows  -> norm -> |all-gather rows | columns, rows |reduce-scatter   | -> x rows
+#            outside               into a region      inside                  out of it            outside
+#  tensor    full x --> norm -->   f: identity    --> shard of features -->   g: all-reduce    --> full x
+#  sequence  rows   --> norm -->   all-gather     --> shard of features -->   reduce-scatter   --> rows
 # ```
 #
-# *Rows* are positions here: on the second line a rank has S/n of the S positions, `x_BScD` in names. Inside a region
-# nothing changes: every rank has all positions and its shard of the features. What does it cost, and what does it
-# save?
-
-# %% [markdown]
-# ## Predict
-# The GPT of lesson 05, on four ranks. There its blocks sent 3,145,728 bytes per rank and step, and a rank saved 0.44
-# of a block's activations. Fill in what you can.
+# | symbol | meaning |
+# |---|---|
+# | n | ranks that share a layer |
+# | B, S, D; b, s, h | sequences, positions, hidden size; in rows `x_BScD` a rank has S/n positions |
+#
+# What do you predict for four ranks?
 
 # %%
 import torch
@@ -57,18 +56,17 @@ RANKS, BATCH, SEQ, STEPS = 4, 8, 64, 6
 CONFIG = tiny_config(family="gpt", hidden=64, heads=8, kv_heads=8, ffn=256, max_seq_len=SEQ)
 X_BYTES = BATCH * SEQ * CONFIG.hidden * 4  # an activation x_BSD in float32
 
-print(f"{CONFIG.layers} blocks, hidden {CONFIG.hidden}; x has {X_BYTES:,} bytes")
+print(f"{CONFIG.layers} blocks, hidden size {CONFIG.hidden}; x has {X_BYTES:,} bytes")
 
 # %%
-predicted_bytes = None  # that a rank sends for all blocks in a step
-predicted_saved = None  # fraction of a block's activations that it keeps then
-predicted_loss = None  # bytes a rank sends for the loss of 512 tokens, 258 words
-predicted_selective = None  # share of a block's activations that selective recomputation spares
+predicted_bytes = None  # that a rank sends for all blocks in a step; in lesson 05 3,145,728
+predicted_saved = None  # of a block's activations on a rank, as a fraction; in lesson 05 0.44
+predicted_selective = None  # fraction of a block's activations that selective recomputation frees
 
 # %% [markdown]
-# ## An all-reduce is two halves
-# First, every rank gets the sum of some rows: reduce-scatter. Then every rank gets all rows: all-gather. A ring
-# all-reduce is exactly this (lesson 02). So ranks can stop in the middle, work on rows, and continue later:
+# ## Stop in the middle of an all-reduce
+# A ring all-reduce begins with a reduce-scatter, after which each rank has the sum of its own rows. An all-gather then
+# sends them to all ranks (lesson 02). So the ranks can stop in between and work on their rows:
 
 # %%
 from course_lib import comm
@@ -78,46 +76,45 @@ from course_lib.mesh import make_mesh
 
 def in_two_halves():
     mesh = make_mesh(tp=RANKS)
-    part = torch.arange(8.0) * 10**mesh.tp.rank
-    at_once = comm.all_reduce(part, mesh.tp)
+    partial = torch.arange(8.0) * 10**mesh.tp.rank
+    at_once = comm.all_reduce(partial, mesh.tp)
     bytes_at_once = int(mesh.ledger.wire_bytes())
     mesh.ledger.clear()
-    rows = comm.reduce_scatter(part, mesh.tp, 0)
+    rows = comm.reduce_scatter(partial, mesh.tp, 0)
     joined = comm.all_gather(rows, mesh.tp, 0)
     assert torch.equal(joined, at_once)
     return {"rows": rows.tolist(), "bytes": (bytes_at_once, int(mesh.ledger.wire_bytes()))}
 
 
-for rank, told in enumerate(run(in_two_halves, n=RANKS)):
-    print(f"rank {rank}: {told}")
+for rank, found in enumerate(run(in_two_halves, n=RANKS)):
+    print(f"rank {rank}: {found}")
 
 # %% [markdown]
-# The bytes are equal, in one call or in two.
+# The sums are equal, and by formula the bytes are too. This gives two operators:
 #
-# ## The pair of operators
 # | | forward | backward |
 # |---|---|---|
 # | enter | all-gather over S | reduce-scatter over S |
 # | leave | reduce-scatter over S | all-gather over S |
 #
-# Why is the backward of this gather a reduce-scatter? Every rank uses *all* rows, each for its own features. So each
-# rank has a partial gradient of every row, and a row's owner needs the sum: `comm.gather_from_sequence`. `comm.gather_from` has the
-# same forward, but its backward takes the rank's own rows of its own gradient. That is right where all ranks do the
-# same with x, and wrong here.
+# Why must the backward of enter add gradients? Every rank uses *all* rows, each for its own features. So each rank has a
+# partial gradient of every row, and the owner of the row needs the sum. `comm.gather_from_sequence` computes it. The
+# backward of `comm.gather_from` only takes the rank's rows of its own gradient. Below, one rank multiplies both rows by 2
+# and the other by 3:
 
 # %%
 from course_lib import sp
 from course_lib.view import show_source
 
 show_source(sp.enter, sp.leave)
-USES = 2.0, 3.0  # what each rank multiplies all rows by
+FACTORS = 2.0, 3.0
 
 
 def entered(gather):
     axis = make_mesh(tp=2).tp
     row = torch.tensor([[1.0 + axis.rank]], requires_grad=True)
     x = gather(row, axis, 0)
-    (USES[axis.rank] * x).sum().backward()
+    (FACTORS[axis.rank] * x).sum().backward()
     return {"x": x.flatten().tolist(), "dx": row.grad.item()}
 
 
@@ -126,24 +123,23 @@ for gather in (comm.gather_from_sequence, comm.gather_from):
     print(f"comm.{gather.__name__:20}", *run(entered, gather, n=2))
 
 # %% [markdown]
-# Both rows were multiplied by 2 and by 3: their gradient is 5. The second line has a perfect forward, too.
+# The gradient of each row is 2 + 3 = 5. The second line has the right forward and wrong gradients.
 #
-# ## Two variants
-# Column linears save their input for backward: they need it for the gradient of their weights. That input is the
-# *full*, gathered x. There are two ways to continue:
+# ## Store the gathered input, or gather it again
+# A column linear needs its input again in backward, for the gradient of its weight. That input is the *gathered* x,
+# with all positions. Here sequence parallelism splits into two variants:
 #
-# - `sp.REGION` saves it. The bytes are those of tensor parallelism, and two activations per block are replicated.
-# - `sp.GATHER_AGAIN` saves this rank's rows and gathers once more in backward. Everything is divided by n, for a
-#   third message in each region's backward. Korthikanti et al. describe this variant; they hide that message behind a
-#   gradient's product.
+# - **Rows, kept** (`sp.REGION`): the rank stores the gathered x, so two full activations per block stay replicated.
+# - **Rows, again** (`sp.GATHER_AGAIN`): the rank stores its own rows and gathers them again in backward. Now everything
+#   is divided by n, but each region has one more message.
 #
-# Bytes and memory of each, measured on the blocks alone. Read each line as one: you cannot combine one variant's
-# traffic with the other's memory.
+# The folded cell measures both.
 
-# %%
+# %% jupyter={"source_hidden": true}
+# Run the blocks on n ranks: bytes by formula and by the kernel, calls, and saved activations.
 from fractions import Fraction
 
-from course_lib import recompute, tp
+from course_lib import tp
 from course_lib.recompute import saved_by_block
 from course_lib.tp import formulas
 from course_lib.trace import SavedActivations
@@ -154,7 +150,7 @@ x_BSD, dy_BSD = torch.randn(2, BATCH, SEQ, CONFIG.hidden)
 
 
 def by_blocks(config, x_BSD, dy_BSD, change=None):
-    """(bytes sent, bytes kept) of all blocks, by way."""
+    """The bytes that a rank sends and saves for all blocks, by way."""
     mesh, found = make_mesh(tp=make_mesh().world.size), {}
     for way, region in WAYS.items():
         model = tp.parallelize(build_model(config), mesh.tp, region)
@@ -165,97 +161,93 @@ def by_blocks(config, x_BSD, dy_BSD, change=None):
             x, dy = (comm.own_shard(one, mesh.tp, 1) for one in (x_BSD, dy_BSD))
         y = x.requires_grad_() * 1
         mesh.ledger.clear()
-        with SavedActivations(model) as saved:
+        with mesh.kernel_bytes() as kernel, SavedActivations(model) as saved:
             for block in model.blocks:
                 y = block(y, torch.arange(x_BSD.shape[1]))
-            kept = saved.now
+            stored = saved.now
             y.backward(dy)
-        found[way] = mesh.ledger.wire_bytes(), kept
+        found[way] = {
+            "sent": mesh.ledger.wire_bytes(),
+            "calls": mesh.ledger.calls(),
+            "kernel": None if kernel.by_axis is None else kernel.by_axis.get("tp", 0),
+            "saved": stored,
+        }
     return found
 
 
-def kept_formula(config, way, sequences, seq_len, n):
-    """Bytes that a rank keeps of one block."""
+def saved_formula(config, way, sequences, seq_len, n):
+    """Bytes that a rank saves of one block."""
     if way == "tensor":
         return formulas.saved_per_block(config, sequences, seq_len, n)
     return sp.saved_per_block(config, sequences, seq_len, n, again=way == "rows, again")
 
 
-MOVES = {"tensor": 8, "rows, kept": 8, "rows, again": 10}  # (n-1)/n x each, a layer
+def sent_formula(way, n):
+    """Bytes that a rank sends for all blocks; an all-reduce is a scatter and a gather."""
+    moves = {"tensor": 8, "rows, kept": 8, "rows, again": 10}[way]
+    return moves * CONFIG.layers * Fraction(n - 1, n) * X_BYTES
 
-one_block = saved_by_block(CONFIG, BATCH, SEQ).total
-print(
-    f"{'':13}{'ranks':>5}{'sent':>12}{'formula':>12}{'kept a block':>14}{'formula':>10}{'share':>7}"
-)
-shares = {}
-for n in (2, 4):
-    for way, (sent, kept) in run(by_blocks, CONFIG, x_BSD, dy_BSD, n=n)[0].items():
-        bytes_formula = MOVES[way] * CONFIG.layers * Fraction(n - 1, n) * X_BYTES
-        memory_formula = kept_formula(CONFIG, way, BATCH, SEQ, n)
-        kept //= CONFIG.layers
-        shares[n, way] = kept / one_block
-        print(f"{way:13}{n:5}{int(sent):12,}{int(bytes_formula):12,}", end="")
-        print(f"{kept:14,}{memory_formula:10,}{kept / one_block:7.2f}")
-        assert sent == bytes_formula
-        assert kept == memory_formula
-print(f"your predictions: {predicted_bytes} bytes, fraction {predicted_saved}")
-
-# %% [markdown]
-# Look at four ranks: *rows, kept* sends the same bytes and stores less; *rows, again* sends a quarter more and stores
-# a quarter.
-#
-# A note says that SP brings activations "to 1/TP size", beside the sentence that an all-reduce becomes a
-# reduce-scatter and an all-gather. Each is right, but for another variant.
-#
-# ## Korthikanti's formula, and ours
-# They count bytes of a GPT layer in units of s·b·h (positions, sequences, hidden features), with 2-byte elements, an
-# MLP of 4h features and t ranks:
-#
-# | | theirs, without attention's scores |
-# |---|---|
-# | one process | 34 |
-# | tensor | 10 + 24/t |
-# | sequence (again) | 34/t |
-#
-# The 10: inputs of two norms (4), of q, k, v (2) and of the MLP (2), two dropout masks (2). Their attention adds
-# 5·a·s/h for the scores of a heads; ours is a fused kernel and stores only a log-sum-exp per row: one number, from
-# which backward recomputes the row's weights. Now measure it with our layer in bfloat16:
 
 # %%
+one_block = saved_by_block(CONFIG, BATCH, SEQ).total
+fractions = {}
+print(f"{RANKS} ranks, all blocks       bytes per rank        stored of a block")
+print(f"{'':13}{'calls':>6}{'formula':>12}{'kernel':>12}{'bytes':>10}{'fraction':>10}")
+for way, found in run(by_blocks, CONFIG, x_BSD, dy_BSD, n=RANKS)[0].items():
+    sent, kernel, saved = sent_formula(way, RANKS), found["kernel"], found["saved"] // CONFIG.layers
+    fractions[way] = saved / one_block
+    counted = "no count" if kernel is None else f"{kernel:,}"
+    print(f"{way:13}{found['calls']:6}{int(sent):12,}{counted:>12}", end="")
+    print(f"{saved:10,}{fractions[way]:10.2f}")
+    assert found["sent"] == sent
+    assert kernel is None or sent <= kernel <= 1.02 * sent
+    assert saved == saved_formula(CONFIG, way, BATCH, SEQ, RANKS)
+print(f"you predicted {predicted_bytes} bytes and the fraction {predicted_saved}")
+
+# %% [markdown]
+# *Rows, kept* sends as much as tensor parallelism and stores 0.34 of a block's activations instead of 0.44. *Rows, again*
+# stores exactly a quarter and sends 1.25 times the bytes. A common claim takes the better half of each: "for the same bytes,
+# activations shrink to 1/n". No variant does both.
+#
+# Korthikanti et al. use the second variant and overlap the additional gather with a product. The next table has their
+# formulas for a GPT layer, in units of sbh and without attention's scores. In 10 + 24/n, the 10 are inputs of norms (4), dropout masks
+# (2) and inputs of column linears (4). Only *rows, again* divides the last 4.
+
+# %% jupyter={"source_hidden": true}
+# Measure one layer in the paper's units.
 s, b, h = 32, 2, 256
 PAPER = tiny_config(
     family="gpt", hidden=h, heads=8, kv_heads=8, ffn=4 * h, max_seq_len=s, dropout=0.1,
     dtype=torch.bfloat16, layers=1,
 )  # fmt: skip
 x_paper = torch.randn(b, s, h, dtype=torch.bfloat16)
+by_ranks = {n: run(by_blocks, PAPER, x_paper, x_paper, n=n)[0] for n in (1, 2, 4)}
 
-
-def theirs(way, t):
-    return {"tensor": 10 + 24 / t, "rows, kept": 4 + 30 / t, "rows, again": 34 / t}[way]
-
-
-print(f"{'bytes / sbh':13}{'ranks':>5}{'measured':>10}{'theirs':>8}{'more, by masks':>16}")
-for n in (1, 2, 4):
-    for way, (_, kept) in run(by_blocks, PAPER, x_paper, x_paper, n=n)[0].items():
-        masks = 2 if way == "tensor" else 0
-        print(f"{way:13}{n:5}{kept / (s * b * h):10.2f}{theirs(way, n):8.2f}{masks:16}")
-        assert kept == kept_formula(PAPER, way, b, s, n)
-        assert 0 <= kept / (s * b * h) - masks - theirs(way, n) < 0.25
+PAPERS = {"tensor": "10 + 24/n", "rows, kept": "4 + 30/n", "rows, again": "34/n"}
+print(f"{'bytes / sbh':13}{'formula':>10}", end="")
+print("".join(f"{f'n = {n}: formula':>17}{'measured':>10}" for n in by_ranks))
+for way, text in PAPERS.items():
+    line = f"{way:13}{text:>10}"
+    for n, found in by_ranks.items():
+        formula = {"tensor": 10 + 24 / n, "rows, kept": 4 + 30 / n, "rows, again": 34 / n}[way]
+        measured = found[way]["saved"] / (s * b * h)
+        line += f"{formula:17.2f}{measured:10.2f}"
+        assert found[way]["saved"] == saved_formula(PAPER, way, b, s, n)
+        assert 0 <= measured - (2 if way == "tensor" else 0) - formula < 0.25
+    print(line)
+print("tensor: 2 more, because PyTorch's dropout masks on a CPU take two bytes, as the elements do")
 
 # %% [markdown]
-# With plain `nn.Dropout`, torch's CPU mask takes two bytes instead of one: 2 more. The rest are statistics of the
-# norms and log-sum-exps. The line "rows, kept" is not in the paper: the same count with 4 replicated, 34/t + 4(1 -
-# 1/t).
-#
-# ## Build it: one argument, and one sum
-# The plan of lesson 05 takes another region. One thing is new: a norm's weight was used on this rank's rows only. So
-# its gradient is *partial* and needs a sum over tp. The same holds for biases after a row linear and for learned
-# positions.
+# ## One argument, and the line that was missing
+# To train, we give the plan of lesson 05 another region. One thing is new. A norm's weight is now applied to this rank's
+# rows only, so its gradient is *partial* and must be summed over the ranks. The same holds for biases after a row
+# linear and for learned positions. The missing line calls this function:
 
 # %%
 show_source(sp.sum_gradients)
 
-# %%
+# %% jupyter={"source_hidden": true}
+# Train on n ranks, with or without the sum.
 from course_lib.data import batch
 from course_lib.trace import state_bytes
 
@@ -281,31 +273,43 @@ def train(n, way, sums=True):
     return {"losses": losses, "norms": norms, "state": state, "activations": saved.peak}
 
 
-def step_bytes(way, n, forwards=1):
-    """All that a rank sends in a step: activations, loss, and what is not cut."""
+def step_bytes(way, n):
+    """All that a rank sends in a step: activations, loss, gradients of replicated parameters."""
     shape = CONFIG, BATCH, SEQ, n
     if way == "tensor":
-        return formulas.wire_bytes(*shape, forwards=forwards)
-    rows = sp.wire_bytes(*shape, again=way == "rows, again", forwards=forwards)
+        return formulas.wire_bytes(*shape)
+    rows = sp.wire_bytes(*shape, again=way == "rows, again")
     return rows + formulas.loss_bytes(CONFIG, BATCH * SEQ, n)
 
 
+def norms_apart(result, step=-1):
+    first = result[0]["norms"][step]
+    return max((one["norms"][step] - first).abs().max().item() for one in result)
+
+
+# %% [markdown]
+# **The table that grows:**
+
+# %%
 one_process = run(train, 1, "tensor", n=1)[0]
 runs = {way: run(train, RANKS, way, n=RANKS) for way in WAYS}
 print(
-    f"{'':13}{'last loss':>10}{'bytes a rank':>14}{'formula':>12}{'activations':>13}{'norms apart':>13}"
+    f"{'per rank and step':18}{'last loss':>10}{'state':>11}{'activations':>13}{'bytes sent':>12}"
 )
-print(f"{'one process':13}{one_process['losses'][-1]:10.5f}{'':26}{one_process['activations']:13,}")
+
+
+def add_row(name, one, sent):
+    cells = f"{one['losses'][-1]:10.4f}{one['state'].total:11,}{one['activations']:13,}{sent:12,}"
+    print(f"{name:18}{cells}")
+
+
+add_row("one process", one_process, 0)
 for way, result in runs.items():
-    one, sent = result[0], result.ledgers[0].wire_bytes()
-    apart = max((each["norms"][-1] - one["norms"][-1]).abs().max().item() for each in result)
-    print(
-        f"{way:13}{one['losses'][-1]:10.5f}{int(sent):14,}{int(step_bytes(way, RANKS)):12,}", end=""
-    )
-    print(f"{one['activations']:13,}{apart:13.0e}")
+    sent = result.ledgers[0].wire_bytes()
+    add_row(way, result[0], int(sent))
     assert sent == step_bytes(way, RANKS)
-    assert abs(one["losses"][-1] - one_process["losses"][-1]) < 1e-3
-    assert apart < 1e-4
+    assert abs(result[0]["losses"][-1] - one_process["losses"][-1]) < 1e-3
+    assert norms_apart(result) < 1e-4
 
 # %%
 from course_lib.view import memory_plot
@@ -314,46 +318,40 @@ bars = {"one process": one_process} | {way: result[0] for way, result in runs.it
 memory_plot(
     {name: one["state"] for name, one in bars.items()},
     activations={name: one["activations"] for name, one in bars.items()},
-    title="Four ranks: shared rows cut the activations that tensor parallelism left whole",
+    title="Four ranks: the state is the same, and each way stores fewer activations",
 )
 
 # %% [markdown]
-# Weights are the same in the lower three bars. The yellow bars are the subject of this lesson. In the table, sharded
-# rows send a little more than the blocks alone: the sum of the small gradients and, with GATHER_AGAIN, one more
-# gather at the head.
-#
-# ## Forget the sum
-# The classic mistake of sequence parallelism raises no error. Look at both columns:
+# The losses agree, and the yellow bars (activations) become shorter. Now we leave out the sum:
 
 # %%
 forgot = run(train, RANKS, "rows, kept", False, n=RANKS)
 print(f"{'step':4}{'loss, with the sum':>20}{'without':>10}{'norms apart without':>21}")
 for step in range(STEPS):
-    first = forgot[0]["norms"][step]
-    apart = max((one["norms"][step] - first).abs().max().item() for one in forgot)
     with_sum, without = runs["rows, kept"][0]["losses"][step], forgot[0]["losses"][step]
-    print(f"{step:4}{with_sum:20.5f}{without:10.5f}{apart:21.1e}")
-assert apart > 1e-3
+    print(f"{step:4}{with_sum:20.5f}{without:10.5f}{norms_apart(forgot, step):21.1e}")
+assert norms_apart(forgot) > 1e-3
+assert 0 < forgot[0]["losses"][-1] - runs["rows, kept"][0]["losses"][-1] < 1e-2
 assert forgot[0]["losses"][-1] < forgot[0]["losses"][0]
 
 # %% [markdown]
-# The loss still falls. But "the" norm is now four different ones, each trained on a quarter of the positions. A
-# checkpoint saves one of them. A checksum of replicated weights over tp, after one step, finds it.
+# These are the two runs from the top. Each rank trained its norms on a quarter of the positions, and the loss hardly
+# changed.
 #
-# ## Recomputation: memory for arithmetic
-# Another way to store less: save only the input of a function, and run the function again in backward. *Full*: each
-# block saves only its input. *Selective*: only attention's core, softmax(q kᵀ) v, runs again; it saves q, k and v.
+# ## Recompute instead of storing
+# Recomputation stores only the input of a function and runs the function again in backward. *Full* recomputation does
+# this with each block. *Selective* recomputation does it with the core of attention, softmax(q kᵀ) v:
 
 # %%
+from course_lib import recompute
+
 show_source(recompute._Recomputed, recompute.full, recompute.selective)
 
 # %% [markdown]
-# One trap is in the source: dropout. The second forward must draw the same masks, so the random state is saved and
-# restored.
-#
-# Measured in one process, for torch's fused attention and for one that stores its scores (as in 2022):
+# We measure both with PyTorch's fused attention, and with one that stores its scores:
 
-# %%
+# %% jupyter={"source_hidden": true}
+# Measure what is saved for backward, by form of recomputation and kind of attention.
 from course_lib.model import causal_attention
 
 
@@ -368,7 +366,7 @@ HOW = {"nothing": None, "selective": recompute.selective, "full": recompute.full
 
 
 def recomputed(how, core):
-    """(kept after forward, the most during backward, gradient of x) of all blocks."""
+    """(saved after forward, peak in backward, gradient of x) of all blocks."""
     model = build_model(CONFIG)
     for block in model.blocks:
         block.attn.core = core
@@ -379,200 +377,139 @@ def recomputed(how, core):
     with SavedActivations(model) as saved:
         for block in model.blocks:
             y = block(y, positions)
-        kept = saved.now
+        stored = saved.now
         y.backward(dy_BSD)
-    return kept, saved.peak, leaf.grad
+    return stored, saved.peak, leaf.grad
 
 
 found = {}
-print(f"{'again in backward':19}{'attention':>10}{'kept':>12}{'of all':>8}{'most, backward':>16}")
+print(f"{'recomputed':12}{'attention':>10}{'stored':>12}{'fraction':>10}{'peak in backward':>18}")
 for attention, core in {"fused": causal_attention, "scores": plain_attention}.items():
     for how in HOW:
-        kept, peak, dx = found[how, attention] = recomputed(how, core)
-        share = kept / found["nothing", attention][0]
-        print(f"{how:19}{attention:>10}{kept:12,}{share:8.2f}{peak:16,}")
+        stored, peak, dx = found[how, attention] = recomputed(how, core)
+        fraction = stored / found["nothing", attention][0]
+        print(f"{how:12}{attention:>10}{stored:12,}{fraction:10.2f}{peak:18,}")
         assert torch.equal(dx, found["nothing", attention][2]), "not one bit differs"
 
 log_sum_exp = BATCH * SEQ * CONFIG.heads * 4
 assert found["nothing", "fused"][0] == CONFIG.layers * one_block
 assert found["selective", "fused"][0] == CONFIG.layers * (one_block - log_sum_exp)
 assert found["full", "fused"][0] == CONFIG.layers * X_BYTES + 8 * SEQ  # and the positions
-spared = log_sum_exp / one_block
-print(f"\nselective spares {spared:.2f} of a fused block; your prediction: {predicted_selective}")
+freed = log_sum_exp / one_block
+print(f"\nselective frees {freed:.2f} of a fused block; you predicted {predicted_selective}")
 
 # %% [markdown]
-# Selective recomputation is for attention that stores scores, a·s² elements per sequence: long sequences, many heads.
-# A fused kernel recomputes inside and never stores them, so nothing is left to save.
+# Where scores are stored, selective recomputation frees a third. A fused kernel stores one log-sum-exp per row and
+# computes the scores again by itself, so almost nothing is left to free. Full recomputation stores 6 %, and in
+# backward the activations of one block at a time.
 #
-# The price in arithmetic, from counting matrix products alone, without the saving of a causal kernel: a layer's forward has
-# 24 b s h² + 4 b s² h operations, backward twice that. Full adds a forward: 1/3. Selective adds the 4 b s² h:
-
+# The price is arithmetic. Matrix products need 24bsh² + 4bs²h operations in a layer's forward and twice as many in
+# backward, so full recomputation adds a third. Selective recomputation repeats only the second term, which is small for
+# GPT-3:
 
 # %%
-def more_arithmetic(s, h):
-    return 4 * s * s * h / (3 * (24 * s * h * h + 4 * s * s * h))
-
-
-def scores_share(a, s, h):
-    """What Korthikanti's formula gives the scores, of all that a layer keeps."""
-    return 5 * a * s / h / (34 + 5 * a * s / h)
-
-
-for name, (a, s_, h_) in {"this model": (8, SEQ, 64), "GPT-3": (96, 2048, 12288)}.items():
-    print(f"{name:11} selective: {more_arithmetic(s_, h_):.1%} more arithmetic", end="")
-    print(f", {scores_share(a, s_, h_):.0%} less memory where scores are kept")
-print(f"Korthikanti, table 5, 175B: {52.8 / 51.4 - 1:.1%} more arithmetic (52.8 % against 51.4 %)")
+s, h, a = 2048, 12288, 96  # GPT-3; a heads; a causal kernel needs half of the core
+forward, core = 24 * s * h * h + 4 * s * s * h, 4 * s * s * h
+scores = 5 * a * s / h  # the paper's bytes per sbh: 2-byte scores, softmax, dropout and its mask
+print(f"selective: {core / (3 * forward):.1%} more operations,", end=" ")
+print(f"{scores / (34 + scores):.0%} less stored where scores are stored")
 
 # %% [markdown]
-# 54 % is the paper's count for this shape: 2-byte elements, dropout on the scores. Ours above, 4 bytes and no
-# dropout, saved 33 %.
-#
-# The last line is their HFU over their MFU (lesson 01). It is three times our count: s/6h, the cost of attention's
-# products in forward *and* backward. Only their forward runs twice.
-#
-# On ranks there is a second price. A recomputed forward sends its messages again: the region's forward messages are
-# inside the block, and none are inside the core.
+# Full recomputation also sends the messages of each block again:
 
 # %%
-print(f"{'bytes a rank, blocks':22}{'none':>12}{'selective':>12}{'full':>12}")
-sent = {how: run(by_blocks, CONFIG, x_BSD, dy_BSD, HOW[how], n=RANKS)[0] for how in HOW}
+from functools import partial
+
+from torch.utils.checkpoint import checkpoint
+
+
+def full_by_torch(model):
+    for block in model.blocks:
+        block.run = partial(checkpoint, use_reentrant=False)
+
+
+sent = {}
+for how, change in (HOW | {"full, torch": full_by_torch}).items():
+    sent[how] = run(by_blocks, CONFIG, x_BSD, dy_BSD, change, n=RANKS)[0]
+print(f"{'bytes per rank, blocks':24}" + "".join(f"{how:>13}" for how in sent))
 for way in WAYS:
-    line = [int(sent[how][way][0]) for how in HOW]
-    print(f"{way:22}" + "".join(f"{one:12,}" for one in line))
-    assert line[0] == line[1]
-    assert line[2] > line[0]
-assert sent["full"]["tensor"][0] == 12 * CONFIG.layers * Fraction(RANKS - 1, RANKS) * X_BYTES
+    by_how = {how: found[way]["sent"] for how, found in sent.items()}
+    print(f"{way:24}" + "".join(f"{int(each):13,}" for each in by_how.values()))
+    assert by_how["nothing"] == by_how["selective"] < by_how["full, torch"] < by_how["full"]
+all_reduces = {how: found["tensor"]["calls"] // CONFIG.layers for how, found in sent.items()}
+print(f"all-reduces per layer of tensor parallelism: {all_reduces}")
 
 # %% [markdown]
-# Tensor parallelism then has 6 all-reduces per layer instead of 4.
+# With tensor parallelism, a layer then makes 6 all-reduces instead of 4. `torch.utils.checkpoint`, in the last column,
+# makes 5, because it stops as soon as it has everything that backward needs.
 #
-# ## The vocabulary
-# For V words and T tokens, embedding and LM head have V·h elements each, often the largest matrices; logits have T·V
-# elements, often more than any activation. So the vocabulary is sharded: rank r has the V'/n rows from r·V'/n on; V'
-# is V padded to a multiple of n. The embedding gives zeros for words of other ranks, and the sum over ranks (or a
-# reduce-scatter) gives x. The loss, in which z are a token's logits and m is their maximum, must not gather them:
-#
-# $$\text{loss} = \log \sum_v e^{z_v - m} + m - z_\text{target}$$
-#
-# The maximum m, the sum and the target's logit: three all-reduces of *one number per token*. Backward, softmax -
-# onehot, needs none: each rank has its own columns.
+# ## Or copy them to the CPU
+# Offload copies saved activations to the CPU, and back before backward needs them. `saved_tensors_hooks` calls one
+# function when autograd saves a tensor and another when backward asks for it:
 
 # %%
-show_source(tp.layers._VocabCrossEntropy)
+from contextlib import nullcontext
 
-# %%
-from course_lib.ledger import wire
-from course_lib.model import loss_sum
+from torch.autograd.graph import saved_tensors_hooks
 
-WORDS = tiny_config(family="gpt", hidden=64, heads=8, kv_heads=8, ffn=256, vocab=258, layers=1)
-_, targets = batch(0, seed=0, batch_size=BATCH, seq_len=SEQ)
-TOKENS = BATCH * SEQ
+block = build_model(CONFIG).blocks[0]
+weights = {p.untyped_storage().data_ptr() for p in block.parameters()}
+copied = []
 
 
-def by_words():
-    mesh = make_mesh(tp=RANKS)
-    model = tp.parallelize(build_model(WORDS), mesh.tp)
-    logits = model.head(x_BSD)
-    mesh.ledger.clear()
-    total, _ = model.cross_entropy(logits, targets)
-    calls = [(record.op, record.payload) for record in mesh.ledger.select("tp")]
-    padding = int(torch.isinf(logits[0, 0]).sum())
-    return {"loss": total.item(), "logits": list(logits.shape), "padding": padding, "calls": calls}
+def to_cpu(tensor):
+    if tensor.untyped_storage().data_ptr() in weights:
+        return tensor  # a weight stays where it is
+    copied.append(tensor.nbytes)
+    return tensor.clone()  # on a GPU: tensor.to("cpu", non_blocking=True)
 
 
-result = run(by_words, n=RANKS)
-whole, _ = loss_sum(build_model(WORDS).head(x_BSD), targets)
-for rank, told in enumerate(result):
-    assert abs(told["loss"] / whole.item() - 1) < 1e-5
-    print(f"rank {rank}: logits {told['logits']}, {told['padding']} of its words are padding")
-print(f"calls: {result[0]['calls']}")
-sent = result.ledgers[0].wire_bytes()
-gathered = wire("all_gather", TOKENS * result[0]["logits"][-1] * 4, RANKS)
-print(
-    f"sent {int(sent):,} bytes; your prediction {predicted_loss}; gathering logits {int(gathered):,}"
-)
-assert sent == formulas.loss_bytes(WORDS, TOKENS, RANKS)
+def gradient(hooks):
+    x = x_BSD.clone().requires_grad_()
+    with hooks:
+        y = block(x * 1, torch.arange(SEQ))
+    y.backward(dy_BSD)
+    return x.grad
+
+
+offloaded = gradient(saved_tensors_hooks(to_cpu, lambda tensor: tensor))
+assert torch.equal(offloaded, gradient(nullcontext()))
+print(f"copied {sum(copied):,} bytes of a block that stores {one_block:,},")
+print("because the hook runs for every save, as for the one input of q, k and v")
 
 # %% [markdown]
-# Padding has minus infinity as logit. With 0 there would be two more words with some probability. This is the trap of
-# padded vocabularies: the loss is off by little.
+# A layer with *rows, again* stores 34sbh/n bytes, and its forward needs at least 24bsh²/n operations. If a GPU has W bytes
+# per second to the CPU and computes R operations per second, the copy hides behind the forward if
 #
-# ## Dropout seeds
-# Where ranks hold the *same* values, they must drop the same elements: one seed. Where they hold *different* values,
-# equal masks would drop the same places of every shard: other seeds. With tensor parallelism, outside the regions is
-# the first case, inside (dropout in attention) the second. With sharded rows, outside is the second case, too:
-# `tp.RankDropout`.
+# $$\frac{34\,sbh}{n\,W} \le \frac{24\,bsh^2}{n\,R} \qquad \text{or} \qquad h \ge \frac{34\,R}{24\,W}$$
+#
+# Batch, sequence and n cancel:
 
 # %%
-show_source(tp.RankDropout.forward)
-DROPS = tiny_config(layers=1, dropout=0.3)
-
-
-def dropped(way, skewed):
-    axis = make_mesh(tp=2).tp
-    block = tp.parallelize(build_model(DROPS), axis, WAYS[way]).blocks[0]
-    torch.manual_seed(4 + skewed * axis.rank)
-    mask = block.dropout(torch.ones(24)) == 0
-    return "".join("x" if one else "." for one in mask), f"{torch.rand(()).item():.4f}"
-
-
-print()
-for way, skewed in (("tensor", False), ("rows, kept", False), ("tensor", True)):
-    masks = run(dropped, way, skewed, n=2)
-    for rank, (mask, following) in enumerate(masks):
-        name = f"{way}{', seeded by rank' * skewed}"
-        print(f"{name:24} rank {rank}: {mask}  next of the common stream {following}")
-    assert (masks[0][0] == masks[1][0]) == (way == "tensor" and not skewed)
+R, W = 400e12, 64e9  # an H100 in the training of Llama 3; PCIe 5 x16, one direction
+for hidden in (4096, 8192, 12288, 16384):
+    copy, forward = 34 * 8192 * hidden / W, 24 * 8192 * hidden**2 / R  # 8,192 tokens, n = 1
+    print(f"h = {hidden:6,}: copy {1e3 * copy:5.1f} ms, forward {1e3 * forward:5.1f} ms", end="")
+    print(f"; {min(1, forward / copy):.0%} of the copy can hide")
+print(f"all of it from h = {34 * R / (24 * W):,.0f} on")
 
 # %% [markdown]
-# Second pair: other masks, and the common stream stays common, so that later draws from it are equal. Third pair: the
-# usual accident, `manual_seed(seed + rank)`. There x, which must be equal on all ranks, is no longer the same.
+# To hide, the copy must run on a second CUDA stream. PyTorch's own `save_on_cpu` copies on the stream that computes, and
+# hides nothing.
 #
-# ## Fewer heads of keys and values than ranks
-# Grouped queries: 8 query heads use 2 heads of keys and values. On four ranks each head is replicated on two ranks,
-# which use it for *their* queries. These two ranks are its KV replication group. Their weights are equal and their
-# gradients partial: one more sum, over the KV replication group only.
-
-# %%
-GROUPED = tiny_config(layers=1, heads=8, kv_heads=2)
-tokens, _ = batch(0, seed=0, batch_size=BATCH, seq_len=SEQ)
-
-
-def shared_heads():
-    mesh = make_mesh(tp=RANKS)
-    model = tp.parallelize(build_model(GROUPED), mesh.tp)
-    total, _ = model.loss_sum(tokens, targets)
-    total.backward()
-    k = model.blocks[0].attn.k.weight
-    before = k.grad.clone()
-    mesh.ledger.clear()
-    tp.sum_shared_gradients(comm.held_gradients(model.parameters()))
-    return {"group": comm.shard_spec(k).kv_group.ranks, "before": before, "after": k.grad}
-
-
-reference = build_model(GROUPED)
-reference.loss_sum(tokens, targets)[0].backward()
-heads = reference.blocks[0].attn.k.weight.grad.chunk(2)
-result = run(shared_heads, n=RANKS)
-for rank, told in enumerate(result):
-    right = heads[rank // 2]
-    off = [((told[when] - right).norm() / right.norm()).item() for when in ("before", "after")]
-    print(f"rank {rank}: k {list(right.shape)}, shared by {told['group']}; gradient off by", end="")
-    print(f" {off[0]:.2f} before the sum, {off[1]:.0e} after")
-    assert off[1] < 1e-3 < off[0]
-sent = result.ledgers[0].wire_bytes()
-print(f"{int(sent):,} bytes per rank on the axis of the group")
-assert sent == formulas.shared_head_bytes(GROUPED, RANKS)
-
-# %% [markdown]
-# Without it, the weights of a KV replication group drift apart. Splitting a head in two does not help: its scores
-# would be partial sums, and softmax needs the sums, an all-reduce of s² elements per head.
+# ## Two details for the exercises
+# The exercises and the lab use two more details. [06b](06b_vocabulary_seeds_heads.ipynb) builds them, and dropout seeds.
+#
+# - **Vocabulary.** Each rank has the logits of a shard of the words, padded with minus infinity. The loss needs the
+#   maximum, the sum of exponentials and the target's logit, one all-reduce each.
+# - **Grouped queries.** With fewer heads of keys and values than ranks, neighboring ranks store the same head and sum
+#   its gradients.
 #
 # ## The same in PyTorch
-# DTensor has `SequenceParallel` for the norms; the linears declare the layout of x outside, `Shard(1)`. It leaves the
-# norms' gradients as *partial* DTensors: you must still request the sum. One block with the same weights:
+# DTensor has `SequenceParallel` for the norms, and `Shard(1)` as the layout of x outside the regions:
 
-# %%
+# %% jupyter={"source_hidden": true}
+# One block by DTensor, and a step of SGD; compared with one process and with our bytes.
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
@@ -616,34 +553,40 @@ def in_pytorch():
         if isinstance(p.grad, DTensor) and any(one.is_partial() for one in p.grad.placements)
     ]
     gradients = {name: p.grad.full_tensor() for name, p in block.named_parameters()}
+    torch.optim.SGD(block.parameters(), lr=0.1).step()
+    norm = block.attn_norm.weight.to_local().detach().clone()
     dist.destroy_process_group()
-    return {"y": y.detach(), "dx": x.grad, "sent": sent, "partial": partial, "gradients": gradients}
+    return {"y": y.detach(), "dx": x.grad, "sent": sent, "partial": partial,
+            "gradients": gradients, "norm": norm}  # fmt: skip
 
 
 reference = build_model(LLAMA, seed=0).blocks[0]
 x = x_BSD.clone().requires_grad_()
 y = reference(x, torch.arange(SEQ))
 y.backward(dy_BSD)
+right = {name: p.grad.clone() for name, p in reference.named_parameters()}
+torch.optim.SGD(reference.parameters(), lr=0.1).step()
 theirs_by_rank = run(in_pytorch, n=RANKS, init=False)
 for rank, one in enumerate(theirs_by_rank):
-    for name, right in (("y", y.detach()), ("dx", x.grad)):
-        torch.testing.assert_close(one[name], right.chunk(RANKS, 1)[rank], atol=1e-4, rtol=1e-4)
-    for name, p in reference.named_parameters():
-        torch.testing.assert_close(one["gradients"][name], p.grad, atol=1e-3, rtol=1e-3)
-ours = run(by_blocks, LLAMA, x_BSD, dy_BSD, n=RANKS)[0]["rows, kept"][0]
-print(f"one block, bytes a rank: DTensor {int(theirs_by_rank[0]['sent']):,}, ours {int(ours):,}")
-print("left as partial sums:", theirs_by_rank[0]["partial"])
+    for name, expected in (("y", y.detach()), ("dx", x.grad)):
+        torch.testing.assert_close(one[name], expected.chunk(RANKS, 1)[rank], atol=1e-4, rtol=1e-4)
+    for name, gradient in right.items():
+        torch.testing.assert_close(one["gradients"][name], gradient, atol=1e-3, rtol=1e-3)
+    torch.testing.assert_close(one["norm"], reference.attn_norm.weight, atol=1e-4, rtol=1e-4)
+ours = run(by_blocks, LLAMA, x_BSD, dy_BSD, n=RANKS)[0]["rows, kept"]["sent"]
+print(f"one block, bytes per rank: DTensor {int(theirs_by_rank[0]['sent']):,}, ours {int(ours):,}")
+print("partial gradients after backward:", theirs_by_rank[0]["partial"])
+print("norm weights after a step: as in one process, on all ranks")
 
 # %% [markdown]
-# Recomputation is `torch.utils.checkpoint`; ask for `use_reentrant=False`.
+# DTensor knows that a norm's gradient is partial, and `optimizer.step()` sums it. PyTorch's `checkpoint` agrees with our
+# recomputation, also with dropout:
 
 # %%
-from functools import partial
-
-from torch.utils.checkpoint import checkpoint
+tokens, targets = batch(0, seed=0, batch_size=BATCH, seq_len=SEQ)
 
 
-def one_batch(change):
+def gradients_with(change):
     model = build_model(tiny_config(dropout=0.2))
     change(model)
     torch.manual_seed(5)
@@ -651,29 +594,24 @@ def one_batch(change):
     return [p.grad for p in model.parameters()]
 
 
-def by_torch(model):
-    for block in model.blocks:
-        block.run = partial(checkpoint, use_reentrant=False)
-
-
-pairs = zip(one_batch(recompute.full), one_batch(by_torch), strict=True)
+# Both restore the random state before the second forward, which then draws the same masks.
+pairs = zip(gradients_with(recompute.full), gradients_with(full_by_torch), strict=True)
 assert all(torch.equal(mine, its) for mine, its in pairs)
 print("gradients with dropout: equal to the last bit")
 
 # %% [markdown]
 # ## Break it and diagnose
-# A model with 258 words, 8 query heads and 2 of keys and values, its rows sharded over four ranks. One run is correct
-# (its cause is `"correct"`), four are faulty:
+# A Llama with 258 words, 8 query heads and 2 heads of keys and values trains with *rows, kept*. One run is `"correct"`,
+# and the others have one fault each:
 #
 # - **norms**: the gradients of norms are not summed over tp
-# - **gather**: x enters by a gather whose backward takes own rows instead of summing
+# - **gather**: x enters by a gather whose backward does not sum
 # - **heads**: the gradients of replicated heads are not summed
 # - **padding**: the padding of the vocabulary is not masked
 #
-# For each, name the cause, the collective that is missing (`"all_reduce"`, `"reduce_scatter"` or None) and rank (a
-# number where only one rank is faulty, `"all"`, or None if correct). "Off" is against one process; "apart" is between
-# ranks with the same weights; "finite" counts logits by rank that are not minus infinity. Another SEED draws other
-# runs.
+# For each run, name the cause, the missing collective (`"all_reduce"`, `"reduce_scatter"` or None) and the rank (a
+# number, `"all"`, or None if correct). "Off" compares with one process, and "apart" compares ranks with the same
+# weights.
 
 # %%
 SEED = 1
@@ -747,7 +685,7 @@ def relative(one, other):
 reference = run(trained, 1, "correct", n=1)[0]
 print(f"{'':3}{'calls':^27}{'loss off':^18}{'norm gradient':^19}{'k gradient':>11}")
 print(f"{'':3}{'gather':>7}{'scatter':>9}{'reduce':>8}{'first':>12}{'last':>9}", end="")
-print(f"{'off':>9}{'apart':>9}{'apart':>11}   finite")
+print(f"{'off':>9}{'apart':>9}{'apart':>11}   finite logits by rank")
 for lab_run in lab:
     result = run(trained, RANKS, lab_run.cause, n=RANKS)
     first = result[0]
@@ -765,66 +703,38 @@ for lab_run in lab:
 # %% [markdown]
 # <details><summary>How to read it</summary>
 #
-# Below 1e-5 is rounding.
+# Differences below 1e-5 are rounding.
 #
-# - **First loss off**: only *padding* touches the forward. One rank has two words too many.
-# - **Scatters missing**: *gather*. All ranks agree on a wrong gradient, because the norms' partial gradients are
-#   wrong.
-# - **One reduce missing, norms apart**: *norms*. Each rank has the gradient of its rows.
-# - **One reduce missing, keys apart**: *heads*. The norms' gradients are right.
+# - **First loss off**: *padding*. One rank has two words too many.
+# - **Scatters missing**: *gather*. The norms' partial gradients are wrong before they are summed.
+# - **One reduce missing, norms apart**: *norms*.
+# - **One reduce missing, keys apart**: *heads*.
 #
-# Two checks find them: gradients against one process (not outputs: three of four are right there), and a checksum
-# over ranks of all replicated tensors.
 # </details>
 
 # %%
 lab.grade(diagnosis)
 
 # %% [markdown]
-# ## When not to use it
-# - **Without tensor parallelism.** It shards the activations that TP replicates, over the same ranks. Beyond them,
-#   for long sequences, there is context parallelism (lesson 09), which shards attention by positions too.
-# - **Sequences that n does not divide**, such as one token in serving: use plain TP there.
-# - **Full recomputation where memory suffices**: a third more arithmetic, and half more of TP's messages. Use sharded
-#   rows first, then selective recomputation if scores are stored, and full recomputation for as few blocks as
-#   possible.
+# ## When not to use it, and both claims settled
+# Without tensor parallelism there is nothing to divide. For long sequences, context parallelism (lesson 09) divides
+# attention by positions too. Where n does not divide the sequence, as in serving, stay with tensor parallelism.
 #
-# ## The table that grows
-# Activations and bytes are from the training above; code is the lines of the library added to lesson 05's. There is
-# no column of exposed time: as in lesson 05, each message separates two computations of which one needs the other.
+# **Claim 1: false.** Either the gathered inputs stay replicated, or the blocks send 1.25 times as much.
+#
+# **Claim 2: only if attention stores its scores, and the sequence is long.** Scores were a third of a block's activations
+# here, and by the formula they are 70 % of GPT-3's. A fused kernel stores none.
 
 # %%
-from course_lib.view import code_lines
-
-rows_code = code_lines(sp.enter, sp.leave, sp.own_rows, sp.sum_gradients)
-again_code = code_lines(sp._Again, sp._EnterAgain, sp._GatheringLinear, sp.GatherAgain)
-code = {"tensor": 0, "rows, kept": rows_code, "rows, again": rows_code + again_code}
-print(f"{'a rank, one step':18}{'state':>11}{'activations':>13}{'bytes sent':>12}{'code':>6}")
-print(f"{'one process':18}{one_process['state'].total:11,}{one_process['activations']:13,}{0:12}")
-for way, result in runs.items():
-    one, sent = result[0], int(result.ledgers[0].wire_bytes())
-    print(f"{way:18}{one['state'].total:11,}{one['activations']:13,}{sent:12,}{code[way]:6}")
+saved_by_way = {way: round(fraction, 2) for way, fraction in fractions.items()}
+print(f"fractions stored on 4 ranks: {saved_by_way}; your vote: {vote_1}")
+print(f"selective frees {freed:.2f} of a fused block; your vote: {vote_2}")
 
 # %% [markdown]
-# ## The claims settled
-# **Claim 1: false.** Either the bytes are tensor parallelism's and the inputs of the regions are replicated, or all
-# is divided by n and the blocks send 1.25 times as much.
-#
-# **Claim 2: only if attention stores its scores, and the sequence is long.** Scores were a third of a block's saved
-# activations here, and are 70 % of them at GPT-3's size by the paper's count. A fused kernel stores none, and
-# selective recomputation saves a log-sum-exp per row.
-
-# %%
-kept_by_way = {way: round(shares[4, way], 2) for way in WAYS}
-print(f"shares kept on 4 ranks: {kept_by_way}; your vote: {vote_1}")
-print(f"selective spares {spared:.2f} of a fused block; your vote: {vote_2}")
-
-# %% [markdown]
-# ## Cheat-sheet
-# GPT-3's size in bfloat16, eight ranks, one sequence of 2,048 tokens; everything computed from the library's formulas.
+# **Cheat-sheet.** GPT-3's size in bfloat16, eight ranks, one sequence of 2,048 tokens:
 
 
-# %%
+# %% jupyter={"source_hidden": true}
 def cheat_sheet(n=8):
     config = tiny_config(
         family="gpt", layers=96, hidden=12288, heads=96, kv_heads=96, ffn=49152,
@@ -833,10 +743,11 @@ def cheat_sheet(n=8):
     shape = config, 1, 2048
     print("enter: all-gather | reduce-scatter      leave: reduce-scatter | all-gather")
     print("then one all-reduce of gradients of norms, biases after a sum, positions\n")
-    print(f"{'':13}{'kept a block, MB':>18}{'of one':>8}{'sent a step, GB':>17}{'with full':>11}")
+    print(f"{'':13}{'stored per block, MB':>21}{'fraction':>10}{'sent per step, GB':>19}", end="")
+    print(f"{'with full recomputation':>25}")
     one = saved_by_block(*shape).total
     for way in WAYS:
-        kept = kept_formula(config, way, *shape[1:], n)
+        saved = saved_formula(config, way, *shape[1:], n)
         sent = []
         for forwards in (1, 2):
             if way == "tensor":
@@ -846,27 +757,18 @@ def cheat_sheet(n=8):
             rows = sp.wire_bytes(*shape, n, again=again, forwards=forwards)
             sent.append(rows + formulas.loss_bytes(config, 2048, n))
         gigabytes = [float(each) / 1e9 for each in sent]
-        print(
-            f"{way:13}{kept / 1e6:18.0f}{kept / one:8.2f}{gigabytes[0]:17.1f}{gigabytes[1]:11.1f}"
-        )
+        print(f"{way:13}{saved / 1e6:21.0f}{saved / one:10.2f}{gigabytes[0]:19.1f}", end="")
+        print(f"{gigabytes[1]:25.1f}")
     x_bytes = 2048 * config.hidden * 2
-    print(
-        f"\nfull recomputation keeps {x_bytes / 1e6:.0f} MB a block, {x_bytes / n / 1e6:.1f} of rows"
-    )
-    logits = wire("all_gather", 2048 * tp.layers.padded_rows(config.vocab, n) * 4, n)
-    loss = formulas.loss_bytes(config, 2048, n)
-    print(
-        f"loss: {float(loss) / 1e6:.2f} MB; gathering float32 logits {float(logits) / 1e6:.0f} MB"
-    )
+    print(f"\nfull recomputation stores {x_bytes / 1e6:.0f} MB per block,", end=" ")
+    print(f"{x_bytes / n / 1e6:.1f} MB of rows")
 
 
 cheat_sheet()
 
 # %% [markdown]
-# ## Your turn
-# [Five exercises](../exercises/06_sequence_parallelism.ipynb), each on its own: rows, bytes and words by hand (15 minutes);
-# and on real ranks how rows enter a region (5), the sum that norms need (10), a loss that never gathers logits (20), and a
-# region between rows in raw PyTorch (15).
+# ## Your turn, and five questions to leave with
+# [Five exercises](../exercises/06_sequence_parallelism.ipynb) take 65 minutes.
 
 # %% course={"role": "given"}
 import torch
@@ -895,7 +797,7 @@ from course_lib import comm
 # - `full`: with tensor parallelism and full recomputation
 # - `kept`: Korthikanti's GPT layer without scores, eight ranks, in units of s·b·h: [tensor, rows kept, rows again]
 #
-# Four words on two ranks. A token's e^(z - m) are 1 and 1/2 on rank 0, 1/4 and 1/4 on rank 1; its target is the third word.
+# Four words on two ranks ([06b](../notebooks/06b_vocabulary_seeds_heads.ipynb) has the loss and the heads). A token's e^(z - m) are 1 and 1/2 on rank 0, 1/4 and 1/4 on rank 1; its target is the third word.
 #
 # - `dz`: the gradient of its loss by its logits: [[rank 0], [rank 1]]
 #
@@ -1011,6 +913,8 @@ check("06-3", sum_partial)
 # once. Logits may be several hundred above or below 0, so that their exponential is infinite or 0. Forward may send
 # three numbers per token, in all-reduces, backward nothing. You may use `comm.all_reduce` and `comm.all_reduce_max`;
 # `tp.loss_sum` refuses.
+#
+# [06b](../notebooks/06b_vocabulary_seeds_heads.ipynb) has the formula, and three all-reduces that compute it.
 
 
 # %% course={"ex": "06-4", "role": "answer"}
@@ -1097,48 +1001,41 @@ from course_lib.grading import check
 check("06-5", region_step)
 
 # %% [markdown]
-# ## Exit questions
-# Answer each before you unfold it.
+# **Exit questions.** Answer, then unfold.
 #
-# **1.** Why may a norm work on rows, and attention may not?
-#
-# <details><summary>Answer</summary>
-# A norm treats each position by itself. Attention at one position reads the keys and values of all earlier positions.
-# </details>
-#
-# **2.** Somebody quotes "the bytes of tensor parallelism, and 34/t". What do you answer?
+# **1.** Why can a norm work on rows, while attention cannot?
 #
 # <details><summary>Answer</summary>
-# Those are two variants. With the bytes of tensor parallelism the inputs of the regions are replicated: 34/t + 4(1 -
-# 1/t). With 34/t x is gathered again in backward: 1.25 times the bytes.
+# Attention reads the keys of all earlier positions.
 # </details>
 #
-# **3.** Outputs are right, the loss falls, and a reloaded checkpoint continues a little worse. What do you look at?
+# **2.** What is wrong with "the bytes of tensor parallelism, and 34/n"?
 #
 # <details><summary>Answer</summary>
-# Checksums of replicated weights over tp: norms and biases after row linears. If their gradients are not summed,
-# ranks drift apart, and the checkpoint has one rank's weights.
+# A rank that sends these bytes stores 4 + 30/n.
 # </details>
 #
-# **4.** Your attention is fused. Does selective recomputation help?
+# **3.** A reloaded checkpoint continues a little worse. What do you check?
 #
 # <details><summary>Answer</summary>
-# It saves a log-sum-exp per row. The kernel recomputes by itself. For more memory: full recomputation of some blocks.
+# A checksum of the norms over tp. A sum may be missing.
 # </details>
 #
-# **5.** 8 ranks, 8,192 tokens, 128,000 words. What does a rank send for the loss, and what if logits were gathered?
+# **4.** Attention is fused, and memory is short. Does selective recomputation help?
 #
 # <details><summary>Answer</summary>
-# Three all-reduces of 8,192 float32: 3 · 2 · 7/8 · 32,768 = 172,032 bytes. Gathered in float32: 7 · 8,192 · 16,000 · 4 = 3.7
-# GB.
+# Hardly. Recompute some blocks in full, or offload if h is large enough.
 # </details>
 #
-# ## Sources and what next
-# - Korthikanti et al. 2022, *Reducing Activation Recomputation in Large Transformer Models*,
-#   [arXiv:2205.05198](https://arxiv.org/abs/2205.05198): sections 4 and 5 are this lesson.
-# - Chen et al. 2016, [arXiv:1604.06174](https://arxiv.org/abs/1604.06174): recomputation.
-# - Shoeybi et al. 2019, [arXiv:1909.08053](https://arxiv.org/abs/1909.08053): the vocabulary and its loss.
-# - Dao et al. 2022, [arXiv:2205.14135](https://arxiv.org/abs/2205.14135): attention that stores no scores.
-# - Ainslie et al. 2023, [arXiv:2305.13245](https://arxiv.org/abs/2305.13245): grouped queries.
+# **5.** Half of an offload's copies are exposed. Does a larger batch help?
 #
-# Next: lesson 07 splits the model between its layers.
+# <details><summary>Answer</summary>
+# No. Bytes and operations grow alike.
+# </details>
+#
+# **Sources.** Next: lesson 07.
+# - [Korthikanti et al. 2022](https://arxiv.org/abs/2205.05198)
+# - [Chen et al. 2016](https://arxiv.org/abs/1604.06174), recomputation
+# - [NVIDIA](https://nvidia.github.io/TransformerEngine/features/other_optimizations/cpu_offloading/cpu_offloading.html),
+#   PCIe 5
+# - [Llama 3](https://arxiv.org/abs/2407.21783), table 4

@@ -21,6 +21,7 @@ NAMES = {
     "04": "ZeRO",
     "05": "Tensor parallelism",
     "06": "Sequence parallelism",
+    "06b": "Vocabulary, seeds, heads",
     "07": "Pipelines I",
     "08": "Pipelines II",
     "08b": "The schedule arena",
@@ -30,7 +31,7 @@ NAMES = {
     "12": "Five axes",
     "13": "Inference",
 }
-ELECTIVE = {"08", "08b", "10"}
+ELECTIVE = {"06b", "08", "08b", "10"}
 MINUTES = re.compile(r"\*(\d+) minutes to read and run(?:, (\d+) to build)?")
 ROW = "{:4}{:24}{:>6}{:>7}{:>12}{:>13}{:>11}"  # 77 columns
 LAB = re.compile(r'\bLab\(\s*"(\d\d[a-z]?)"')

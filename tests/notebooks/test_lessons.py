@@ -254,21 +254,50 @@ def lesson_06_shows_rows(notebook):
         "rank 1: {'rows': [2222.0, 3333.0], 'bytes': (48, 48)}",
         "comm.gather_from_sequence {'x': [1.0, 2.0], 'dx': 5.0} {'x': [1.0, 2.0], 'dx': 5.0}",
         "comm.gather_from          {'x': [1.0, 2.0], 'dx': 2.0} {'x': [1.0, 2.0], 'dx': 3.0}",
+        "tensor        10 + 24/n            34.00     36.16            22.00     24.09",
+        "rows, kept            4.3271  1,017,108    3,213,960   3,582,720",
+        "   5             4.32705   4.32772 ",
+        "selective: 0.9% more operations, 70% less stored where scores are stored",
+        "{'nothing': 4, 'selective': 4, 'full': 6, 'full, torch': 5}",
+        "copied 2,514,944 bytes of a block that stores 2,121,728",
+        "all of it from h = 8,854 on",
+        "norm weights after a step: as in one process, on all ranks",
         "gradients with dropout: equal to the last bit",
-        "sent 9,216 bytes; your prediction None;",
-        "Korthikanti, table 5, 175B: 2.7% more arithmetic",
         "0 of 5 right",
     ):
         assert line in text
-    for way, sent in (
-        ("tensor", "3,145,728"),
-        ("rows, kept", "3,145,728"),
-        ("rows, again", "3,932,160"),
+    for way, calls, sent, kernel, fraction in (
+        ("tensor", 16, "3,145,728", "3,173,376", "0.44"),
+        ("rows, kept", 32, "3,145,728", "3,166,464", "0.34"),
+        ("rows, again", 40, "3,932,160", "3,959,808", "0.25"),
     ):
-        assert re.search(rf"^{way} +4 +{sent} +{sent} +([\d,]+) +\1 ", text, re.MULTILINE)
+        line = rf"^{way} +{calls} +{sent} +({kernel}|no count) +[\d,]+ +{fraction}$"
+        assert re.search(line, text, re.MULTILINE)
     calls = sorted(re.findall(r"^[A-E] +(\d+ +\d+ +\d+) ", text, re.MULTILINE))
     assert len(set(calls)) == 3, "gather lacks scatters, norms and heads lack a reduce"
+    assert text.count("your vote: None") == 2
     assert len(pictures(notebook)) == 1
+
+
+def lesson_06b_shows_details(notebook):
+    text = outputs(notebook)
+    for line in (
+        "rank 3: logits [8, 64, 65], 2 of its words are padding",
+        "calls: [('all_reduce', 2048), ('all_reduce', 2048), ('all_reduce', 2048)]",
+        "sent 9,216 bytes; you predicted None; gathering logits 399,360",
+        "4,096 bytes per rank",
+    ):
+        assert line in text
+    loss, unmasked = re.search(r"^loss per token ([\d.]+); .* 0: ([\d.]+)$", text, re.M).groups()
+    assert 0 < float(unmasked) - float(loss) < 0.02, "a padding word takes some probability"
+    masks = re.findall(r"^(.{24}) rank \d: ([x.]{24})  .* ([\d.]{6})$", text, re.M)
+    (_, same, a), (_, same_too, b), (_, one, c), (_, other, d), *skewed = masks
+    assert (same, a) == (same_too, b), "tensor parallelism: one mask on all ranks"
+    assert one != other, "rows: a mask for each rank"
+    assert c == d, "rows: the common stream stays common"
+    assert skewed[0][1:] != skewed[1][1:], "seeded by rank: x differs"
+    for rank, group in ((0, "(0, 1)"), (3, "(2, 3)")):
+        assert re.search(rf"^rank {rank}: k \[8, 64\], group {re.escape(group)}; ", text, re.M)
 
 
 def lesson_07_shows_pipelines(notebook):
@@ -462,6 +491,7 @@ SHOWS = {  # what a lesson must show
     "notebooks/04_zero": lesson_04_shows_shards,
     "notebooks/05_tensor_parallelism": lesson_05_shows_a_pair,
     "notebooks/06_sequence_parallelism": lesson_06_shows_rows,
+    "notebooks/06b_vocabulary_seeds_heads": lesson_06b_shows_details,
     "notebooks/07_pipelines_1": lesson_07_shows_pipelines,
     "notebooks/08_pipelines_2": lesson_08_shows_every_schedule,
     "notebooks/08b_schedule_arena": lesson_08b_shows_reasons,
