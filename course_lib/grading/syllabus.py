@@ -29,8 +29,9 @@ NAMES = {
     "11": "Groups in anger",
     "12": "Five axes",
     "13": "Inference",
+    "13b": "Serving on many ranks",
 }
-ELECTIVE = {"08", "08b", "10"}
+ELECTIVE = {"08", "08b", "10", "13b"}
 MINUTES = re.compile(r"\*(\d+) minutes to read and run(?:, (\d+) to build)?")
 LAB = re.compile(r'\bLab\(\s*"(\d\d[a-z]?)"')
 
