@@ -30,7 +30,7 @@ vote_2 = None
 
 # %% [markdown]
 # ## How fast can an H100 write?
-# Llama 3 8B does two operations per weight for each token. An H100 (SXM) does 989e12 of them per second in bfloat16.
+# Llama 3 8B does two operations per weight for each token. An H100 (SXM) does up to 989e12 of them per second.
 # How many tokens per second is that for one reader?
 
 # %%
@@ -166,12 +166,12 @@ print(f"share {TOKENS / without:.2f}, your prediction {predicted_rows}\n")
 show_source(LayerCache.__call__)
 
 # %% [markdown]
-# The last token of a request is never fed back, so a request needs S + m - 1 rows. The code above stores the new keys
-# and values, and each query sees every row up to its own.
+# The last token of a request is never fed back, so a request needs S + m - 1 rows. The code stores the new keys and
+# values, and each query sees all rows up to its own.
 #
 # ## How many requests fit
 # The cache stores a key and a value for each layer, slot, position and key-value head, which is 2 L N T G K b bytes.
-# The next cell checks this and computes a request of Llama 3 70B:
+# Does ours agree, and what does Llama 3 70B need?
 
 # %%
 measured, formula = replica.cache.nbytes, inference.cache_bytes(CONFIG, 4, CONFIG.max_seq_len)
@@ -268,8 +268,8 @@ for name, (kind, slots) in WAYS.items():
 print(f"you predicted {predicted_steps} steps for the second")
 
 # %% [markdown]
-# Each column is a step, and a digit is the request that gets a token. The second chart is shorter for the same tokens.
-# Most columns with a single digit are the prefill of a new request, for which all others wait.
+# Each column is a step, and a digit is the request that gets a token. The second chart is shorter.
+# Most columns with a single digit are prefills, and all other requests wait for them.
 #
 # ## Sampling: the noise belongs to the request
 # Sampling can be written as a maximum. With logits z, temperature τ and exponential noise e for each token, the argmax
@@ -298,7 +298,7 @@ print("\nin 1, 4 and 8 slots:", repr(PROMPTS[1] + decode(torch.tensor(drawn[1]))
 # | axis | divides | sends |
 # |---|---|---|
 # | DP | requests | nothing |
-# | TP | weights, heads of the cache | 2L + 1 all-reduces of D elements, an all-gather of a pair |
+# | TP | weights, heads of the cache (at least one per rank) | 2L + 1 all-reduces of D elements, an all-gather of a pair |
 # | PP | layers | D elements per stage boundary, the token to earlier stages |
 # | CP | positions of the cache | L all-gathers of partial results |
 #
@@ -745,8 +745,8 @@ check("13-5", generate)
 # **3.** Two TP ranks draw from the same gathered logits, each with its own generator. What happens?
 #
 # <details><summary>Answer</summary>
-# No error is raised, but they add partial sums of different texts. If one rank draws the token that ends the request,
-# the other waits forever.
+# No error is raised, but the ranks add partial sums of different texts. If one rank draws the token that ends the
+# request, the other waits forever.
 # </details>
 #
 # **4.** Four stages, four groups, 10 ms per stage. How long is it from token to token, and with a fifth group?

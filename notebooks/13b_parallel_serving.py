@@ -154,8 +154,8 @@ for n in (1, 4, 8, 16):
     )
 
 # %% [markdown]
-# The cache is sharded with the key-value heads, down to one head per rank. Llama 3 70B has 8 of them, so TP16 stores
-# each head twice.
+# DP sent nothing, and TP's bytes equal their formula. TP shards the cache by the key-value heads, down to one head per
+# rank. Llama 3 70B has 8 of them, so TP16 stores each head twice.
 #
 # ## DP8 or TP8?
 # Look at the numbers of the first claim. Its 58 ms are the 50 ms of one GPU plus 8 ms, as if each of eight GPUs still
@@ -176,9 +176,9 @@ print(f"the claimed 55 per second at 58 ms are {55 * 0.058:.1f} samples at once"
 
 # %% [markdown]
 # The claimed 58 ms are right only if all 50 ms are overhead. If a sample is a single decoded token, reading takes 3.6
-# ms, and the claim is nearly right. If all 50 ms are reading and arithmetic, TP8 takes 14.25 ms, and it wins in latency
-# and in throughput. The claimed 55 samples per second follow from neither. They would need 3.2 samples in flight, but
-# one at a time gives 17 per second and eight together give 138.
+# ms, the rest is overhead, and 58 ms is nearly right. If all 50 ms are reading and arithmetic, TP8 takes 14.25 ms and
+# wins in latency and in throughput. The claimed 55 samples per second follow from none of the rows. At 58 ms, one
+# sample at a time gives 17 per second, and eight together give 138.
 #
 # Let o be the overhead, W the time to read the weights, c the time per request, and B the requests on n ranks. A step
 # of DP takes o + W + (B/n) c, and a step of TP takes o + (W + B c)/n + messages(B). The overhead and the terms with c
@@ -186,8 +186,8 @@ print(f"the claimed 55 per second at 58 ms are {55 * 0.058:.1f} samples at once"
 #
 # $$\text{TP is faster while}\quad \tfrac{n-1}{n}\, W > \text{messages}(B)$$
 #
-# Messages grow with B and W does not, so the order changes at one batch, for latency and throughput alike. We compute
-# this batch for four ranks with W = 320 ms, c = 16 ms and slow links.
+# Messages grow with B and W does not. The order therefore changes at a single batch size, which is the same for latency
+# and throughput. We compute it for four ranks with W = 320 ms, c = 16 ms and slow links.
 
 # %%
 from course_lib.bench import inference as bench
@@ -264,8 +264,8 @@ serving_plot(
 )
 
 # %% [markdown]
-# The lines cross just below 28 requests. TP's points are off its line because gloo itself needs time for every call,
-# which the column `+ calls` adds.
+# The lines cross between 24 and 28 requests. TP's points are off its line because gloo itself needs time for every call.
+# The column `+ calls` adds the time of a small call, measured by itself.
 #
 # ## A pipeline needs groups
 # A token needs all p stages one after the other. One group of requests therefore keeps one stage busy at a time. With
@@ -373,9 +373,10 @@ for rank, one in enumerate(shared):
 assert len({one["steps"] for one in shared}) == 1
 
 # %% [markdown]
-# Gathering the cache once sends as much as merging for 2,000 tokens, and then every rank must store all of it. The second
-# part of the output shows replicas that share experts. They have different amounts of work but take the same number of
-# steps, because an all-to-all waits for every rank. No replica may stop before the last has finished.
+# Gathering the cache once sends as much as merging for 2,000 tokens, and then every rank must store all of it.
+#
+# The second part of the output shows replicas that share experts. They have different amounts of work but take the same
+# number of steps, because an all-to-all waits for every rank. No replica may stop before the last has finished.
 #
 # ## Prefill and decode on separate GPUs
 # While a GPU computes the prefill of a new request, all running requests wait. Disaggregated serving (DistServe,
@@ -440,18 +441,22 @@ for name, speed in {
     )
 
 # %% [markdown]
-# On GPUs that do both, every running request would wait 360 ms, the time of 69 decode steps. With separate GPUs only
-# the new request waits, 7 to 215 ms longer than its prefill, and less if each layer is sent as soon as it is computed.
-# So the network decides. Disaggregation makes latency steady, but according to
-# [vLLM's documentation](https://docs.vllm.ai/en/latest/features/disagg_prefill/) it does not improve throughput. Both
-# groups of GPUs store all weights, and one group is idle when the mix of prompts and answers changes.
+# On GPUs that do both, every running request would wait 360 ms, the time of 69 decode steps. Chunks of a prefill spread
+# this wait over several steps. With separate GPUs only the new request waits, 7 to 215 ms longer than its prefill, and
+# less if each layer is sent as soon as it is computed. So the network decides.
+#
+# Disaggregation makes latency steady. It does not improve throughput, says
+# [vLLM's documentation](https://docs.vllm.ai/en/latest/features/disagg_prefill/). Both groups of GPUs store all
+# weights, and one group may be idle when the mix of prompts and answers changes.
 #
 # ## The axes in one table
-# **Claim 1: only if** the messages of a step take longer than (n-1)/n of the time to read the weights, as with large
-# batches. The factor depends on the batch. **Claim 2: only if one node cannot hold the model.**
+# **Claim 1: only if the messages of a step take longer than (n-1)/n of the time to read the weights.** This happens with
+# large batches, and how far DP is ahead depends on the batch too.
 #
-# The table shows our eight requests. Under DP each replica has its own slots, so all ranks together store four times
-# the cache.
+# **Claim 2: only if one node cannot hold the model.** Otherwise PP only adds transfers to every token.
+#
+# The table shows our eight requests. Under DP each replica has its own weights and slots, so the ranks together store
+# four times as much.
 
 # %%
 print(f"{'rank 0':14}{'weights':>12}{'cache':>11}{'sent by all':>13}{'steps or ticks':>16}")
