@@ -332,8 +332,8 @@ print(f"GPT-3 in bfloat16, TP8: {held:.1f} GB per rank, so one node of 80-GB GPU
 # %% [markdown]
 # TP across both nodes is the slowest, so the claim is right to keep TP inside a node. But a replica per node is faster
 # than PP by the formula, because no token crosses the slow link. PP is for models that one node cannot hold. GPT-3 is
-# not one of them. TP8 with PP64 on 512 GPUs would send each of its tokens over 63 stage boundaries, where 64 replicas
-# send nothing.
+# not one of them. On 512 GPUs, TP8 with PP64 would send each token over 63 stage boundaries, while 64 replicas of TP8
+# send nothing to each other.
 #
 # ## Long prompts and experts
 # Context parallelism computes a long prompt on all ranks with ring attention (lesson 09), and each rank stores its own
@@ -417,8 +417,9 @@ print(f"the same {len(tokens)} tokens; sent {sent:,} bytes: cache {cache:,} and 
 assert sent == cache + 8
 
 # %% [markdown]
-# How long does a real cache take? We take a prompt of 8,192 tokens for Llama 3 70B on eight H100 GPUs. The prefill does
-# two operations per weight and token, and we assume 40 % of the peak and leave out attention.
+# Rank 1 generated the same tokens from a cache that it did not compute. How long does a real cache take to send? We use
+# a prompt of 8,192 tokens for Llama 3 70B on eight H100 GPUs. The prefill does two operations per weight and token. We
+# assume 40 % of the peak and leave out attention.
 
 # %%
 GPUS, PROMPT, FLOPS, MEMORY = 8, 8192, 989e12, 3.35e12
@@ -445,15 +446,16 @@ for name, speed in {
 # this wait over several steps. With separate GPUs only the new request waits, 7 to 215 ms longer than its prefill, and
 # less if each layer is sent as soon as it is computed. So the network decides.
 #
-# Disaggregation makes latency steady. It does not improve throughput, says
-# [vLLM's documentation](https://docs.vllm.ai/en/latest/features/disagg_prefill/). Both groups of GPUs store all
-# weights, and one group may be idle when the mix of prompts and answers changes.
+# Disaggregation keeps the time per token steady. According to
+# [vLLM's documentation](https://docs.vllm.ai/en/latest/features/disagg_prefill/) it does not improve throughput. Both
+# groups of GPUs store all weights, and one group may be idle when the mix of prompts and answers changes.
 #
 # ## The axes in one table
 # **Claim 1: only if the messages of a step take longer than (n-1)/n of the time to read the weights.** This happens with
 # large batches, and how far DP is ahead depends on the batch too.
 #
-# **Claim 2: only if one node cannot hold the model.** Otherwise PP only adds transfers to every token.
+# **Claim 2: only if one node cannot hold the model.** Otherwise the
+# transfers of PP only make a token slower.
 #
 # The table shows our eight requests. Under DP each replica has its own weights and slots, so the ranks together store
 # four times as much.
