@@ -15,24 +15,67 @@
 # %% [markdown]
 # # 13 Inference: one token after the other
 #
-# *50 minutes to read and run, 60 to build.* Nothing is trained here. A model answers requests, and the next token
-# replaces the gradient: which messages it waits for, which keys and values are stored for it, and that all ranks
-# choose the same one. Every axis of the course returns with another price. You need lessons 03, 05 to 07 and 09; 10
-# for the part on experts.
+# *50 minutes to read and run, 60 to build.* A GPU that is busy in training mostly waits for its own memory when the
+# model answers requests. This lesson serves a model on one GPU and finds what limits it. You need lesson 01, and for
+# the last third 05 and 06.
 #
-# Vote first: write `"true"`, `"false"` or `"only if ..."`. The claims are settled at the end.
+# Vote first: write `"true"`, `"false"` or `"only if ..."`.
 #
-# 1. *If the model fits one GPU, eight replicas (DP8) have three times the throughput of one model sharded over eight
-#    GPUs (TP8).*
-# 2. *For serving, TP inside a node and PP across nodes minimizes latency.*
+# 1. *A decode step for 32 requests takes hardly longer than a step for one.*
+# 2. *An H100 computes three times as fast as an A100, so it decodes three times as fast.*
 
 # %%
 vote_1 = None
 vote_2 = None
 
 # %% [markdown]
-# ## The question
-# A request has a prompt of S tokens and asks for m new ones. Two kinds of work follow:
+# ## How fast can an H100 write?
+# Llama 3 8B does two operations per weight for each token. An H100 (SXM) does up to 989e12 of them per second.
+# How many tokens per second is that for one reader?
+
+# %%
+import torch
+
+from course_lib.model import build_model, tiny_config
+from course_lib.tp import formulas
+from course_lib.view.roofline import roofline
+
+GPUS = {"H100": (989e12, 3.35e12), "A100": (312e12, 2.039e12)}  # data sheets: FLOP/s, bytes/s
+PEAK, MEMORY = GPUS["H100"]
+LLAMA_8B = tiny_config(
+    layers=32, hidden=4096, heads=32, kv_heads=8, ffn=14336, max_seq_len=8192, vocab=128256,
+    dtype=torch.bfloat16,
+)  # fmt: skip
+PARAMETERS = formulas.parameters_per_rank(LLAMA_8B, 1)
+READ = PARAMETERS - LLAMA_8B.vocab * LLAMA_8B.hidden  # a token needs one row of the embedding
+
+print(f"{PARAMETERS:,} parameters, of which a token uses {READ:,}")
+print(f"by arithmetic: {PEAK / (2 * READ):,.0f} tokens per second")
+print(f"by memory:     {MEMORY / (2 * READ):,.0f} tokens per second")
+for name, (flops, memory) in GPUS.items():
+    print(f"{name}: both limits are equal at {flops / memory:.0f} rows")
+
+# %% [markdown]
+# The second number is the true limit. Every token reads all these weights from the GPU's memory, 2 bytes each, and one
+# row of activations uses a weight only once. More rows help, because they share what has been read. With R rows, a
+# product does R operations per byte of weights, and the H100 reaches the bend of its roofline at 295 rows:
+
+# %%
+roofline(
+    {
+        "decode: 1, 8 and 64 requests": {rows: rows * MEMORY for rows in (1, 8, 64)},
+        "prefill: a prompt of 1,024": {1024: PEAK},
+    },
+    GPUS,
+    title="Decode waits for memory, prefill for arithmetic",
+    x="rows, which are FLOPs per byte of bfloat16 weights",
+    note="Computed, not measured.",
+)
+
+# %% [markdown]
+# ## Prefill and decode
+# Decode is on the slope, and a long prompt is at the peak. Where do the rows come from? A request has a prompt of S
+# tokens and asks for m new ones:
 #
 # ```
 #  prefill   the whole prompt in one forward    S rows        gives token 1
@@ -40,20 +83,23 @@ vote_2 = None
 #            token 2                            1 row         gives token 3  ...
 # ```
 #
-# Decode is a chain: token 3 needs token 2. And one row uses every weight once, so a step reads the full model from
-# memory to do very little arithmetic. What can many ranks do about that?
+# In decode a request has one row per step, because token 3 needs token 2. More rows can only come from other requests.
 #
-# ## Predict
-# The model has 4 layers, hidden 64, 8 query heads, 4 heads of keys and values. It is trained for a moment, so that
-# tokens are more than noise. Elements have 8 bytes (float64), so that no rounding decides between two tokens. Fill in
-# what you can.
+# | symbol | meaning |
+# |---|---|
+# | S, m | prompt, new tokens |
+# | L, D, V | layers, hidden size, vocabulary |
+# | G, K, b | key-value heads, features per head, bytes per element |
+# | N, T | slots for requests, positions per slot |
+# | B, n | requests in a step, ranks |
+# | W, c | seconds to read the weights, one request's cache |
+#
+# The next cell trains a small model, in float64, so that no rounding decides between two tokens. It has 4 layers,
+# hidden size 64, 8 query heads and 4 key-value heads. What do you predict?
 
 # %%
-import torch
-
 from course_lib import inference
 from course_lib.data import batch, decode, encode
-from course_lib.model import build_model, tiny_config
 
 torch.set_num_threads(1)  # matrices so small: threads would wait for each other
 RANKS = 4
@@ -85,21 +131,19 @@ print(f"{len(REQUESTS)} requests, {sum(WANTED)} new tokens; loss {(total / count
 # %%
 predicted_rows = None  # rows through the model with a cache, as a share of those without
 predicted_cache = None  # bytes of keys and values for 4 requests of up to 128 positions
-predicted_dp = None  # bytes that data parallel replicas send
-predicted_calls = None  # collectives of one decode step under tensor parallelism
-predicted_busy = None  # share of the time that a stage of four works, one group of requests
-predicted_winner = None  # "dp4" or "tp4": more tokens a second with 8 requests at once
-predicted_winner_64 = None  # and with 64
+predicted_steps = None  # steps for all requests in 4 slots, if slots are refilled at once
 
 # %% [markdown]
 # ## The KV cache
-# Under a causal mask an earlier row never looks at a later one, so its keys and values do not change. Store them, and
-# a new token costs one row. First without; then `serve`, with a `Scheduler` that records which requests wait and
-# which slot each has:
+# Under a causal mask, an earlier row never looks at a later one, so its keys and values never change. If we store
+# them, a new token costs one row instead of the whole text. We answer eight requests without a cache, and then with
+# one. The `Scheduler` decides which of them take part in a step.
 
 # %%
 from course_lib.inference import Replica, Scheduler, serve
+from course_lib.inference.cache import LayerCache
 from course_lib.mesh import make_mesh
+from course_lib.view import show_source
 
 
 @torch.no_grad()
@@ -113,34 +157,26 @@ def recompute(request):
 
 REFERENCE = {request.number: recompute(request) for request in REQUESTS}
 replica = Replica(model, make_mesh(), slots=4)
-served = serve(replica, Scheduler(REQUESTS, slots=4))
-assert served.tokens == REFERENCE
+assert serve(replica, Scheduler(REQUESTS, slots=4)).tokens == REFERENCE
 
 without = sum(len(r.prompt) + i for r in REQUESTS for i in range(r.max_new_tokens))
 TOKENS, CHOSEN = inference.counts(REQUESTS)
 print(f"the same tokens: {without:,} rows without a cache, {TOKENS} with it;", end=" ")
-print(f"share {TOKENS / without:.2f}, your prediction {predicted_rows}")
-print(repr(PROMPTS[1] + decode(torch.tensor(REFERENCE[1]))))
-
-# %% [markdown]
-# A request's last token is never fed back: S + m - 1 rows. A cache layer replaces plain attention:
-
-# %%
-from course_lib.inference.cache import LayerCache
-from course_lib.view import show_source
-
+print(f"share {TOKENS / without:.2f}, your prediction {predicted_rows}\n")
 show_source(LayerCache.__call__)
 
 # %% [markdown]
-# Its bytes: keys and values, for each layer, slot (a request's place; N of them), position (T) and *key-value* head
-# (G). Grouped queries share heads, and this is why models have them:
+# The last token of a request is never fed back, so a request needs S + m - 1 rows. The code stores the new keys and
+# values, and each query sees all rows up to its own.
+#
+# ## How many requests fit
+# The cache stores a key and a value for each layer, slot, position and key-value head, which is 2 L N T G K b bytes.
+# Does ours agree, and what does Llama 3 70B need?
 
 # %%
-print(f"measured {replica.cache.nbytes:,}, formula", end=" ")
-print(
-    f"{inference.cache_bytes(CONFIG, 4, CONFIG.max_seq_len):,}; your prediction {predicted_cache}"
-)
-assert replica.cache.nbytes == inference.cache_bytes(CONFIG, 4, CONFIG.max_seq_len)
+measured, formula = replica.cache.nbytes, inference.cache_bytes(CONFIG, 4, CONFIG.max_seq_len)
+assert measured == formula
+print(f"measured {measured:,}, formula {formula:,}; your prediction {predicted_cache}")
 
 
 def llama_70b(kv_heads=8):
@@ -157,300 +193,62 @@ for kv_heads in (64, 8, 1):
     print(f"  {kv_heads:2} heads of keys and values: {size / 1e9:6.2f} GB")
 
 # %% [markdown]
-# The whole question of decode in one division: a step reads each weight once, 2 bytes, and does 2 operations with it
-# for every request in the batch. An H100 (SXM) does 989e12 bfloat16 operations and reads 3.35e12 bytes per second
-# (NVIDIA's data sheet). Below that many requests at once, arithmetic waits for memory:
-
-# %%
-print(f"reading and arithmetic take the same time at {989 / 3.35:.0f} requests at once")
-
-# %% [markdown]
-# So a decode step costs about W + B c: W to read the weights, whatever the batch, and a small c for each of B
-# requests, mostly to read its cache. Remember this formula; the ranks below are paced by it.
+# The real model shares 8 key-value heads among 64 query heads (grouped queries). The cache costs time as well, because
+# a decode step reads the cache of every request. As long as memory is the limit, a step takes
 #
-# ## Data parallelism: nothing is sent
-# One replica per rank; each serves every n-th request.
-
-# %%
-from course_lib import tp
-from course_lib.inference import ContextReplica, Stage, serve_pipeline
-from course_lib.launch import run
-from course_lib.trace import state_bytes
-
-
-def on_ranks(axes, slots=4, groups=1, sampling=None):
-    """Answer the requests on the mesh of ``axes``."""
-    mesh = make_mesh(**axes)
-    own = inference.cut(model, mesh) if mesh.pp.size > 1 else model
-    if mesh.tp.size > 1:
-        tp.parallelize(own, mesh.tp)
-    choose, mine = inference.chooser(own, sampling), inference.share(REQUESTS, mesh.dp)
-    if mesh.pp.size > 1:
-        server = Stage(own, mesh, slots, choose)
-        served = serve_pipeline(server, Scheduler(mine, slots, groups=groups))
-    else:
-        kind = ContextReplica if mesh.cp.size > 1 else Replica
-        server = kind(own, mesh, slots, choose)
-        served = serve(server, Scheduler(mine, slots))
-    return {
-        "tokens": served.tokens,
-        "steps": served.steps,
-        "cache": server.cache.nbytes,
-        "state": state_bytes(own).total,
-    }
-
-
-def together(result):
-    """The tokens of all ranks; who answered the same request must agree."""
-    found = {}
-    for one in result:
-        for number, tokens in one["tokens"].items():
-            assert found.setdefault(number, tokens) == tokens
-    return found
-
-
-runs = {"one process": run(on_ranks, {}, n=1), "dp on 4": run(on_ranks, {"dp": 4}, n=4)}
-result = runs["dp on 4"]
-assert together(result) == REFERENCE
-for rank, one in enumerate(result):
-    ledger = result.ledgers[rank]
-    print(
-        f"rank {rank}: requests {list(one['tokens'])}, {ledger.calls()} calls, {int(ledger.wire_bytes())} bytes"
-    )
-print(f"your prediction: {predicted_dp}")
-
-# %% [markdown]
-# No token comes sooner, and each rank holds all weights. (One note says that DP "does not exist" in inference,
-# another that it is the first choice. Both mean this: replicas that send nothing to each other.)
+# $$W + B\,c$$
 #
-# ## Tensor parallelism: two all-reduces per layer, and a choice
-# The layers are lesson 05's, forward only. The LM head is new. It is sharded by the vocabulary (lesson 06), so a rank
-# has the logits of V/n tokens. Gathering them would cost V elements per token. But the maximum of the ranks' maxima
-# is the maximum, so two numbers per rank are enough.
+# seconds. Here is Llama 3 8B on an H100 of 80 GB, without the time to launch kernels:
+
 
 # %%
-from course_lib import comm
+def cache_of(positions):
+    return inference.cache_bytes(LLAMA_8B, 1, positions)
 
 
-def choose_by_hand():
-    axis = make_mesh(tp=2).tp
-    logits = torch.tensor([[1.5, 4.0, 0.0], [2.0, 4.5, -1.0]])[axis.rank]
-    best, token = logits.max(0)
-    pair = torch.stack((best, token + 3.0 * axis.rank))
-    pairs = comm.all_gather(pair[None], axis)
-    return pair.tolist(), int(pairs[pairs[:, 0].argmax(), 1])
+def decode_step(requests, positions):
+    """Seconds: the longer of reading weights and caches, and of the products."""
+    reading = (2 * READ + requests * cache_of(positions)) / MEMORY
+    return max(reading, 2 * READ * requests / PEAK)
 
 
-for rank, (pair, token) in enumerate(run(choose_by_hand, n=2)):
-    print(f"rank {rank} offers (logit, token) {pair} and takes token {token}")
+print(f"{'positions':9}{'GB each':>9}{'fit':>6}{'requests':>10}{'ms per step':>13}{'tokens/s':>10}")
+for positions in (512, 8192):
+    fit = int((80e9 - 2 * PARAMETERS) // cache_of(positions))
+    for requests in (1, 32, fit):
+        seconds, each = decode_step(requests, positions), cache_of(positions) / 1e9
+        print(f"{positions:9,}{each:9.2f}{fit:6}{requests:10}", end="")
+        print(f"{1e3 * seconds:13.1f}{requests / seconds:10,.0f}")
 
 # %% [markdown]
-# The library's choice does the same for a batch; look at its last lines:
-
-# %%
-show_source(inference.choose)
-
-# %% [markdown]
-# Now the full model, every byte of every request:
-
-# %%
-from course_lib.ledger import wire
-
-print(
-    f"{'ranks':5}{'calls a step':>14}{'bytes a rank':>14}{'formula':>10}{'choice':>9}{'gathered':>10}{'cache':>9}"
-)
-for n in (2, 4):
-    result = runs[f"tp on {n}"] = run(on_ranks, {"tp": n}, n=n)
-    assert together(result) == REFERENCE
-    own, one = result.ledgers[0], result[0]
-    formula = inference.tp_wire_bytes(CONFIG, TOKENS, CHOSEN, n)
-    assert own.wire_bytes() == formula
-    assert one["cache"] == inference.cache_bytes(CONFIG, 4, CONFIG.max_seq_len, tp=n)
-    calls = own.calls() // one["steps"]
-    choice = int(inference.sampling_wire_bytes(CONFIG, CHOSEN, n))
-    gathered = int(wire("all_gather", CHOSEN * CONFIG.vocab // n * 8, n))
-    sent = f"{int(own.wire_bytes()):14,}{int(formula):10,}"
-    print(f"{n:5}{calls:14}{sent}{choice:9,}{gathered:10,}{one['cache']:9,}")
-assert calls == 2 * CONFIG.layers + 2
-print(f"2 a layer, one for the embedding, one for the choice; your prediction {predicted_calls}")
-
-# %% [markdown]
-# `gathered` is the cost of the choice if ranks sent all logits; real vocabularies are 500 times as large as ours. The
-# cache is sharded with the heads, down to one head per rank. Beyond that, ranks hold copies:
-
-# %%
-for n in (1, 4, 8, 16):
-    size = inference.cache_bytes(llama_70b(), 1, 8192, tp=n)
-    print(
-        f"Llama 3 70B, 8 heads, {n:2} ranks: {size / 1e9:.2f} GB a rank, {n * size / 1e9:.2f} in all"
-    )
-
-# %% [markdown]
-# A note gives TP's volume per sample as 192 × B × S × H × 2 bytes. That is the payload of a *prefill*, where S is the
-# prompt; for a decoded token S is 1. And "TP can be overlapped" was settled in lesson 05.
-#
-# ## Pipelines: groups take turns
-# A token needs all p stages one after the other, and the next token needs this one. One group of requests keeps one
-# stage of p busy. With g groups in flight, min(g, p) stages are busy: stage 1 works on group 1 while stage 0 works on
-# group 2, micro-batches of requests. In a *tick* each stage runs one group once.
-
-# %%
-from course_lib.mesh import Conditions
-from course_lib.view import timeline
-
-PACE = {"F": 0.03}  # seconds of a stage's step, whatever it holds
-
-
-def turns(groups):
-    mesh = make_mesh(pp=RANKS)
-    stage = Stage(inference.cut(model, mesh), mesh, 2 * groups)
-    requests = inference.make_requests([[72]] * 2 * groups, 5)
-    served = serve_pipeline(stage, Scheduler(requests, 2 * groups, groups=groups))
-    return {"ticks": served.steps, "tokens a second": served.throughput, "latency": served.latency}
-
-
-in_turn = {groups: run(turns, groups, n=RANKS, pace=PACE) for groups in (1, 2, 4, 6)}
-print(
-    f"{'groups':6}{'requests':>10}{'busy, formula':>15}{'ticks':>7}{'tokens/s':>10}{'ms a token':>12}"
-)
-for groups, result in in_turn.items():
-    one, busy = result[-1], float(inference.busy_share(groups, RANKS))
-    speed, latency = one["tokens a second"], 1e3 * one["latency"]
-    print(f"{groups:6}{2 * groups:10}{busy:15.2f}{one['ticks']:7}{speed:10.0f}{latency:12.0f}")
-print(f"your prediction for one group: {predicted_busy}")
-
-
-def turns_picture(groups, title):
-    return timeline(in_turn[groups].traces, title=title, conditions=Conditions(PACE))
-
-
-turns_picture(1, "One group of requests: one stage of four works at a time")
-
-# %%
-turns_picture(4, "Four groups in flight: every stage works, and a token comes no sooner")
-
-# %% [markdown]
-# The same run for a trace viewer: open `four_groups.json`, in your folder for temporary files, with
-# [ui.perfetto.dev](https://ui.perfetto.dev).
-
-# %%
-import tempfile
-from pathlib import Path
-
-from course_lib.view import perfetto
-
-path = Path(tempfile.gettempdir()) / "four_groups.json"
-perfetto(in_turn[4].traces, path, title="Four groups in flight")
-print(f"{path.name}: {path.stat().st_size / 1000:.0f} kB")
-
-# %% [markdown]
-# (A box without a number is the prefill of a request; numbers are groups.) Look at `ms a token`: it does not fall.
-# Four groups give more than three times the tokens because there are four times the requests (and a pipeline to fill
-# and drain); six are more than there are stages, and each waits longer. Splitting the *same* requests into more
-# groups gains little where a step takes W for any number of requests.
-#
-# The ranks send a hidden vector to each next stage, p-1 in all, and the token back to all earlier stages:
-
-# %%
-result = runs["pp on 4"] = run(on_ranks, {"pp": RANKS}, 4, 4, n=RANKS)
-assert together(result) == REFERENCE
-sent = sum(ledger.wire_bytes("pp") for ledger in result.ledgers)
-formula = inference.pp_wire_bytes(CONFIG, TOKENS, CHOSEN, RANKS)
-print(f"all ranks together {int(sent):,} bytes, formula {int(formula):,}")
-assert sent == formula
-
-# %% [markdown]
-# (A note says "each layer: 1 transfer" and counts 3 for 96 layers on 4 stages. The 3 is right: one for each stage
-# boundary.)
-#
-# ## Context parallelism: a long prompt
-# A prompt of 100,000 tokens is a prefill that one rank computes for a long time, and a cache that it may not hold.
-# All ranks read it, each its chunks, with ring attention (lesson 09), and each stores its own rows. In decode every
-# rank attends to its own rows, and the partial results are merged by their log-sum-exp:
-
-# %%
-from course_lib.inference import context
-
-show_source(context.join_parts)
-result = runs["cp on 4"] = run(on_ranks, {"cp": RANKS}, n=RANKS)
-assert together(result) == REFERENCE
-prefill = sum(inference.prefill_wire_bytes(CONFIG, len(r.prompt), RANKS) for r in REQUESTS)
-decoding = inference.decode_wire_bytes(CONFIG, CHOSEN - len(REQUESTS), RANKS)
-own = result.ledgers[0].wire_bytes("cp")
-assert own == prefill + decoding
-print(f"\na rank sent {int(own):,} bytes, formula {int(prefill):,} + {int(decoding):,};", end=" ")
-print(f"cache {result[0]['cache']:,}, one process {runs['one process'][0]['cache']:,}")
-per_token = float(inference.decode_wire_bytes(llama_70b(), 1, 8)) / 1e6
-moved = float(inference.moved_cache_wire_bytes(llama_70b(), 131072, 8)) / 1e6
-print(f"Llama 3 70B on 8 ranks: {per_token:.1f} MB a token; gathering 131,072 rows {moved:,.0f} MB")
-
-# %% [markdown]
-# The query is sent to the cache, not the cache to the query. Exercise 13-4 builds this.
-#
-# ## Expert parallelism: no rank may leave early
-# Replicas that share experts (lesson 10) must all take every step: an all-to-all waits for every rank, also for a
-# replica without requests.
-
-# %%
-from course_lib import ep
-
-
-def with_experts(n):
-    mesh = make_mesh(dp=n, ep=n)
-    sparse = ep.add_experts(model, experts=8, top_k=2, seed=1)
-    ep.parallelize(sparse, mesh.ep, mesh.dp_cp)
-    mine = inference.share(REQUESTS, mesh.dp)
-    served = serve(Replica(sparse, mesh, slots=2), Scheduler(mine, slots=2))
-    rows = inference.counts(mine)[0]
-    even = inference.even_ep_wire_bytes(CONFIG, rows, 2, n)
-    return {"tokens": served.tokens, "steps": served.steps, "even": int(even)}
-
-
-alone, shared = run(with_experts, 1, n=1), run(with_experts, RANKS, n=RANKS)
-assert together(shared) == together(alone)
-for rank, one in enumerate(shared):
-    sent = int(shared.ledgers[rank].wire_bytes("ep"))
-    print(
-        f"rank {rank}: {one['steps']} steps, sent {sent:,} bytes; by even routing {one['even']:,}"
-    )
-assert len({one["steps"] for one in shared}) == 1
-
-# %% [markdown]
-# ## Sampling: one draw for all ranks
-# Greedy decoding is a maximum. Sampling can also be written as a maximum: with logits z, temperature T and, for each
-# token, noise e from an exponential distribution, the argmax of z/T - log e is distributed as softmax(z/T). The noise
-# follows from (seed, request, position) alone, so every rank has the same, for any number of ranks and any batching:
-
-# %%
-show_source(inference.sampling.gumbel)
-SAMPLING = inference.Sampling(temperature=0.8, top_k=30, top_p=0.95, seed=2)
-drawn = {}
-for n in (1, 2, 4):
-    result = run(on_ranks, {"tp": n}, 4, 1, SAMPLING, n=n)
-    drawn[n] = together(result)
-    assert n == 1 or result.ledgers[0].wire_bytes() == inference.tp_wire_bytes(
-        CONFIG, TOKENS, CHOSEN, n, SAMPLING
-    )
-assert drawn[1] == drawn[2] == drawn[4]
-print()
-print("on 1, 2 and 4 ranks:", repr(PROMPTS[1] + decode(torch.tensor(drawn[4][1]))))
-
-# %% [markdown]
-# The lab below shows what happens if each rank draws for itself.
+# With short texts, 32 requests cost little more than one. With 8,192 positions per request, only 59 fit, and their
+# caches take longer to read than the weights. Memory is the limit in every row.
 #
 # ## Continuous batching
-# Requests end at different times. A static batch keeps their slots empty until the last request ends. Continuous
-# batching (Orca) starts the next request at once. The scheduler needs no model to show it: each column is a step,
-# each line a slot. A digit is the request that gets a token; a step with one digit alone is (mostly) a prefill.
+# Requests end at different times. A static batch leaves their slots empty until its last request has ended, while
+# continuous batching (Orca) gives a free slot to the next request at once. Here are both, on a rank whose steps are
+# padded by sleep to 20 ms and 1 ms per token:
 
 # %%
-from course_lib.bench import inference as bench
 from course_lib.inference import StaticScheduler
+from course_lib.launch import run
+
+PACE = {"F": 0.020, "token": 0.001}
+WAYS = {
+    "one at a time": (Scheduler, 1),
+    "static, 4 slots": (StaticScheduler, 4),
+    "continuous, 4 slots": (Scheduler, 4),
+}
 
 
-def chart(kind, slots=4):
-    requests = inference.make_requests([[0]] * len(bench.MIXED), bench.MIXED)
-    scheduler, lines = kind(requests, slots), [""] * slots
+def on_one_rank(kind, slots):
+    served = serve(replica := Replica(model, make_mesh(), slots), kind(REQUESTS, slots))
+    return served.tokens, served.steps, served.throughput, served.latency, replica.cache.nbytes
+
+
+def chart(kind, slots):
+    """A line for each slot and a column for each step: the request that gets a token."""
+    scheduler, lines = kind(REQUESTS, slots), [""] * slots
     while not scheduler.done:
         work = scheduler.next_work()
         taking = dict(zip(work.slots, work.requests, strict=True))
@@ -459,159 +257,84 @@ def chart(kind, slots=4):
     return lines
 
 
-for name, kind in (("static", StaticScheduler), ("continuous", Scheduler)):
-    lines = chart(kind)
-    steps, speed = run(bench.serve_mixed, kind, 4, n=1, pace={"F": 0.02, "token": 0.001})[0]
-    assert steps == len(lines[0])
-    print(f"{name}: {steps} steps, {speed:.0f} tokens a second on a paced rank")
-    print("\n".join(f"  slot {slot}  {line}" for slot, line in enumerate(lines)))
+rows_of = {}
+for name, (kind, slots) in WAYS.items():
+    tokens, steps, speed, latency, cache = run(on_one_rank, kind, slots, n=1, pace=PACE)[0]
+    assert tokens == REFERENCE
+    rows_of[name] = steps, speed, 1e3 * latency, cache
+    if slots > 1:
+        print(f"{name}: {steps} steps, {speed:.0f} tokens per second")
+        print("\n".join(f"  slot {slot}  {line}" for slot, line in enumerate(chart(kind, slots))))
+print(f"you predicted {predicted_steps} steps for the second")
 
 # %% [markdown]
-# Fewer steps for the same tokens. (Real servers split prefills into chunks, so that decodes can continue.)
+# Each column is a step, and a digit is the request that gets a token. The second chart is shorter.
+# Most columns with a single digit are prefills, and all other requests wait for them.
 #
-# ## DP8 against TP8
-# A note gives for GPT-J 6B on 8 GPUs: DP8 50 ms per sample and 160 samples per second, TP8 58 ms and 55. Look at 58:
-# it is the 50 ms of *one* GPU plus 8 ms of messages. Each TP rank reads an eighth of the weights and does an eighth
-# of the arithmetic, so the 50 must be divided:
+# ## Sampling: the noise belongs to the request
+# Sampling can be written as a maximum. With logits z, temperature τ and exponential noise e for each token, the argmax
+# of z/τ - log e is distributed as softmax(z/τ). The noise here depends on seed, request and position alone, so neither
+# the batch nor the number of ranks changes the text:
 
 # %%
-GPU, MESSAGES = 50, 8  # milliseconds, the note's
-cut = GPU / 8 + MESSAGES
-print(f"TP8: {GPU} / 8 + {MESSAGES} = {cut} ms a token, not {GPU + MESSAGES}")
-print(
-    f"the note's 55 a second times 58 ms: {55 * 0.058:.1f} requests at once, which fits neither 1 nor 8"
-)
-print(f"{'requests':8}{'DP8 a second':>14}{'TP8 a second':>14}   (W alone, messages fixed)")
-for requests in (1, 8):
-    print(f"{requests:8}{1e3 * requests / GPU:14.0f}{1e3 * requests / cut:14.0f}")
+show_source(inference.sampling.gumbel)
+SAMPLING = inference.Sampling(temperature=0.8, top_k=30, top_p=0.95, seed=2)
+
+
+def sampled(slots):
+    server = Replica(model, make_mesh(), slots, inference.chooser(model, SAMPLING))
+    return serve(server, Scheduler(REQUESTS, slots)).tokens
+
+
+drawn = sampled(slots=4)
+assert drawn == sampled(slots=1) == sampled(slots=8)
+print("\nin 1, 4 and 8 slots:", repr(PROMPTS[1] + decode(torch.tensor(drawn[1]))))
 
 # %% [markdown]
-# With the note's own numbers TP8 wins on *both* counts, as long as a step costs W. When do replicas win? With B
-# requests in all on n ranks, a step of DP takes W + (B/n) c, a step of TP (W + B c)/n + messages(B). The term with c
-# is the same, and cancels:
+# ## On many ranks
+# Where one GPU is too small or too slow, the axes of the course return without a backward pass. This is what they send
+# for a token, and [13b](13b_parallel_serving.ipynb) measures it:
 #
-# $$\text{TP is faster while}\quad \tfrac{n-1}{n}\, W > \text{messages}(B)$$
+# | axis | divides | sends |
+# |---|---|---|
+# | DP | requests | nothing |
+# | TP | weights, heads of the cache (at least one per rank) | 2L + 1 all-reduces of D elements, an all-gather of a pair |
+# | PP | layers | D elements per stage boundary, the token to earlier stages |
+# | CP | positions of the cache | L all-gathers of partial results |
 #
-# Messages grow with B, W does not. So there is one batch at which the order flips, for latency and throughput alike.
-# By formula, for four paced ranks with W = 320 ms, c = 16 ms and slow links:
+# **Choosing a token under TP.** The LM head is sharded by the vocabulary, so a rank has V/n logits. Each rank sends a
+# pair, its largest logit and the number of that token in the full vocabulary. All ranks take the best pair.
 
 # %%
-from course_lib.mesh import Link, Links
+from course_lib import comm
 
-INSIDE, BETWEEN = Link(alpha=0.001, beta=0.5e6), Link(alpha=0.004, beta=0.25e6)
-DP4, TP4 = bench.Layout(dp=4), bench.Layout(tp=4)
-SERVED = bench.config_for(2)
+LOGITS = torch.tensor([[0.5, 3.0], [3.5, -2.0]])  # of ranks 0 and 1: four tokens
 
 
-def by_formula(layout, size, per_node=RANKS):
-    """(tokens a second, seconds from token to token)."""
-    return bench.predicted(SERVED, layout, Links(INSIDE, BETWEEN, per_node), size)
+def choose_by_hand():
+    axis = make_mesh(tp=2).tp
+    best, token = LOGITS[axis.rank].max(0)
+    pair = torch.stack((best, token + 2.0 * axis.rank))
+    pairs = comm.all_gather(pair[None], axis)
+    return pair.tolist(), int(pairs[pairs[:, 0].argmax(), 1])
 
 
-crossing = next(size for size in range(4, 512, 4) if by_formula(DP4, size) > by_formula(TP4, size))
-print(f"DP4 is ahead from {crossing} requests")
-for size, said in ((8, predicted_winner), (64, predicted_winner_64)):
-    speed = {layout.name: by_formula(layout, size)[0] for layout in (DP4, TP4)}
-    shown = ", ".join(f"{name} {tokens:.0f} tokens a second" for name, tokens in speed.items())
-    print(f"{size:2} requests: {shown}; ahead is {max(speed, key=speed.get)}, you said {said}")
+for rank, (pair, token) in enumerate(run(choose_by_hand, n=2)):
+    print(f"rank {rank} offers (logit, token) {pair} and takes token {token}")
 
 # %% [markdown]
-# Now measured: compute times and links are emulated, messages and waiting are real. The formula does not include
-# gloo's own time per call, with several processes per core. So that is measured too, call after call, and `+ calls`
-# adds it for each of a token's calls.
-
-# %%
-from functools import partial
-from statistics import median
-from time import perf_counter
-
-from course_lib.launch import World
-from course_lib.view import serving_plot
-
-
-def small_call(n):
-    """Seconds of a small all-reduce between n ranks, without any link."""
-    axis, times = make_mesh(tp=n, dp=RANKS // n).tp, []
-    for _ in range(30):
-        start = perf_counter()
-        comm.all_reduce(torch.ones(8, SERVED.hidden), axis)
-        times.append(perf_counter() - start)
-    return median(times)
-
-
-def compare(layouts, batches, per_node=RANKS):
-    links = Links(INSIDE, BETWEEN, per_node)
-    with World(RANKS) as world:
-        own = {n: 1e3 * max(world.run(small_call, n)) for n in sorted({x.tp for x in layouts})}
-        measured = [
-            (layout, bench.compare(world, layout, links, size, tokens=2))
-            for layout in layouts
-            for size in batches
-        ]
-    for n, each in own.items():
-        if n > 1:
-            print(f"{n} ranks: {each:.1f} ms for a small all-reduce, without any link")
-    print(f"{'':48}{'ms from token to token':>29}")
-    print(f"{'layout':9}{'requests':>9}{'bytes a token':>15}{'calls':>7}", end="")
-    print(f"{'formula':>16}{'+ calls':>10}{'measured':>11}")
-    for layout, row in measured:
-        calls = 2 * SERVED.layers + 2 if layout.tp > 1 else 0
-        assert row["bytes_per_token"] == row["bytes_per_token_formula"]
-        print(f"{layout.name:9}{row['batch']:9}{row['bytes_per_token']:15,.0f}{calls:7}", end="")
-        formula = row["latency_ms_formula"]
-        print(f"{formula:16.0f}{formula + calls * own[layout.tp]:10.0f}{row['latency_ms']:11.0f}")
-    return measured
-
-
-one_node = compare((DP4, TP4), (8, 64))
-points = {"dp4": {}, "tp4": {}}
-for layout, row in one_node:
-    pair = row["tokens_per_second"], row["latency_ms"] / 1e3
-    points[layout.name][row["batch"]] = pair
-serving_plot(
-    points,
-    {layout.name: partial(by_formula, layout) for layout in (DP4, TP4)},
-    title="Few requests: cut the model. Many: copy it",
-    note="Arithmetic paced, links emulated, waiting measured.",
-)
-
-# %% [markdown]
-# Look where the lines cross. TP's points show less throughput than its line, and more latency, by the cost of its
-# calls here. A busy machine moves the points, but not the bytes, the calls and the crossing of the lines. (These
-# links are slow on purpose; with faster ones the crossing is at larger batches. TP has two more advantages: weights
-# stored once leave memory for more requests, and with fewer requests than replicas some replicas are idle.)
+# **Groups in a pipeline.** A token passes all p stages before the next token of its request can start, so one group of
+# requests keeps one stage busy. With g groups, a stage works in g of max(g, p) ticks, and a request gets one token in
+# that time.
 #
-# ## A model that one node cannot serve
-# The same ranks as two nodes of two, with a slower link between. TP across both; TP in a node and DP across; TP in a node and
-# PP across. This is the note's "TP8+DP4 against TP32", scaled.
-
-# %%
-two_nodes = compare((TP4, bench.Layout(dp=2, tp=2), bench.Layout(tp=2, pp=2)), (8,), per_node=2)
-
-# %% [markdown]
-# TP over the slow link loses by formula and by measurement. TP+PP stores each weight once and TP+DP twice, and by the
-# formula TP+PP is not faster: PP is for models that do not fit, not for latency. So the note's "TP=8, PP=64, DP=1" on
-# 512 GPUs needs another look:
-
-# %%
-from course_lib.tp import formulas
-
-gpt3 = tiny_config(
-    family="gpt", layers=96, hidden=12288, heads=96, kv_heads=96, ffn=49152, max_seq_len=2048,
-    vocab=50304, tied=True, dtype=torch.bfloat16,
-)  # fmt: skip
-held = 2 * formulas.parameters_per_rank(gpt3, 8) / 1e9
-print(
-    f"GPT-3 in bfloat16, TP8: {held:.1f} GB a rank: 8 GPUs of 80 GB hold it, 512 hold 64 replicas"
-)
-print(
-    f"PP64: {gpt3.layers} layers / 64 = {gpt3.layers / 64}: does not divide; a token crosses 63 boundaries"
-)
-
-# %% [markdown]
+# **Attention over a sharded cache.** Rank r computes attention over its own positions, o(r), and the logarithm of its
+# sum of exponentials, s(r). All ranks gather both. The result is
+#
+# $$\sum_r e^{\,s(r) - s}\; o(r), \qquad s = \log \sum_r e^{\,s(r)}$$
+#
 # ## The same in PyTorch
-# A raw greedy loop. The modules are those of the single-process model, with weights sharded in place; after o and
-# down a hook sums.
+# A greedy loop with `torch.distributed` alone. It shards the weights in place, and a hook adds the partial sums after
+# `o` and `down`. Without a cache it computes every row again for each token.
 
 # %%
 import torch.distributed as dist
@@ -651,24 +374,21 @@ def in_pytorch(request):
 
 for number in (1, 4):
     raw = run(in_pytorch, REQUESTS[number], n=RANKS, init=False)
-    assert all(tokens == runs["tp on 4"][0]["tokens"][number] for tokens in raw)
-    print(f"request {number}: {len(raw[0])} tokens on {RANKS} ranks, equal to ours")
+    assert all(tokens == REFERENCE[number] for tokens in raw)
+    print(f"request {number}: {len(raw[0])} tokens on {RANKS} ranks, equal to one process")
 
 # %% [markdown]
-# There is no cache, so it computes every row again. The bytes per row are the same, except for the embedding, which
-# is replicated here.
-#
 # ## Break it and diagnose
 # Four ranks of TP draw tokens. One run is correct (its cause is `"correct"`), four are faulty:
 #
-# - **own dice**: all logits are gathered, and each rank draws with its own random state
-# - **own noise**: a rank's noise follows from its own seed; then pairs, as always
+# - **own dice**: the ranks gather all logits, and each draws with its own random state
+# - **own noise**: each rank computes its noise from its own seed
 # - **local names**: tokens are numbered within the rank's shard of the vocabulary
 # - **lost rows**: one rank does not store the keys and values of decoded tokens
 #
-# For each, name the cause, the collective (`"all_gather"` if its content is wrong, else None) and the rank (a number,
-# or `"all"`; None if correct). "agree" is between ranks, "reference" against one process with the same seed; "choice"
-# are the bytes that a rank hands to the all-gather for one token. Another SEED draws other runs.
+# For each run, name the cause, the collective (`"all_gather"` if its content is wrong, else None) and the rank (a
+# number, or `"all"`; None if correct). "Agree" compares the ranks, "reference" compares with one process, and "choice"
+# counts the bytes that a rank hands to the all-gather per token.
 
 # %%
 SEED = 1
@@ -684,6 +404,7 @@ diagnosis = {  # such as ("own dice", "all_gather", "all"), or ("correct", None,
 # The runs of the lab. Run this cell folded; open it after your answer.
 from dataclasses import replace
 
+from course_lib import tp
 from course_lib.grading import Lab
 
 FAULTS = {
@@ -753,17 +474,11 @@ for lab_run in lab:
 # %% [markdown]
 # <details><summary>How to read it</summary>
 #
-# - **Ranks do not agree**: *own dice*. They attend to different pasts from then on; no error is raised, but the text
-#   is nonsense. (With a token that ends a request, some ranks would leave the loop and the others wait for ever.) The
-#   large `choice` shows that all logits were sent.
-# - **The largest token is below V/n**: *local names*. The comparison of the pairs is right, but the token number is
-#   wrong.
-# - **Rows differ**: *lost rows*, on the rank with the fewest. Ranks agree, because they make one choice together; a
-#   test of agreement does not find it.
-# - **All looks right, but the text differs from that of one process**: *own noise*. The distribution is right; but
-#   another number of ranks gives another text, and no two runs can be compared.
+# - **The ranks disagree**: *own dice*. The large `choice` shows that all logits were sent.
+# - **The largest token is below V/n**: *local names*.
+# - **Rows differ**: *lost rows*, on the rank with the fewest. All ranks choose together, so they still agree.
+# - **Nothing but the text differs from one process**: *own noise*. Its distribution is still right.
 #
-# `lab.reveal()` shows the causes.
 # </details>
 
 # %%
@@ -771,88 +486,57 @@ lab.grade(diagnosis)
 
 # %% [markdown]
 # ## When not to use it
-# - **DP**: the model does not fit; a token must come sooner than one GPU reads the weights; fewer requests than replicas.
-# - **TP**: across slow links; batches so large that its messages outweigh (n-1)/n of W; more ranks than key-value
-#   heads, where the cache is replicated.
-# - **PP**: for latency, ever; or with fewer groups of requests than stages.
-# - **CP**: short prompts. **EP**: few requests, so that most experts get none and all ranks wait.
-# - **A large batch**: when the cache fills the memory.
+# - **A large batch**, when a reader needs tokens quickly, because every request adds c.
+# - **Static batching**, unless all requests end together.
 #
-# ## The table that grows
-# Weights and cache of rank 0 for the eight requests above (under DP each replica has its own slots); bytes of all
-# ranks together; steps of the loop (ticks in a pipeline); lines of the library for that axis alone, without comm.
+# **Claim 1: only if the caches are small beside the weights.** At 8,192 positions, a step takes three times as long.
+#
+# **Claim 2: false.** Memory limits a decode step, and the H100 reads only 1.6 times as fast.
 
 # %%
-from course_lib.inference.context import ContextCache, ContextLayer
-from course_lib.inference.pipeline import Iterations
-from course_lib.inference.sampling import threshold
-from course_lib.view import code_lines
-
-CODE = {
-    "one process": (serve, Replica, Scheduler, inference.Cache, LayerCache),
-    "dp on 4": (inference.share,),
-    "tp on 4": (inference.chooser, inference.choose, threshold),
-    "pp on 4": (serve_pipeline, Stage, Iterations, inference.cut),
-    "cp on 4": (ContextReplica, ContextCache, ContextLayer, context.join_parts),
-}
-print(f"{'rank 0':14}{'weights':>12}{'cache':>10}{'sent by all':>13}{'steps':>7}{'code':>6}")
-for name, result in runs.items():
-    one, lines = result[0], code_lines(*CODE.get(name, ()))
-    sent = int(sum(ledger.wire_bytes() for ledger in result.ledgers))
-    counted = f"{lines:6}" if lines else ""
-    print(f"{name:14}{one['state']:12,}{one['cache']:10,}{sent:13,}{one['steps']:7}{counted}")
-
-# %% [markdown]
-# ## The claims settled
-# **Claim 1: only if the batch is large.** The note's 58 ms do not divide one GPU's 50 ms. Divided, TP8 is faster in
-# both while 7/8 of the time to read the weights exceeds the time of its messages; beyond that DP8 is.
-#
-# **Claim 2: false.** TP shortens a token's way, PP does not: a token passes every stage and p-1 P2P transfers. PP
-# across nodes is for models that one node cannot hold.
-
-# %%
-for size in (8, 64):
-    ratio = by_formula(TP4, size)[0] / by_formula(DP4, size)[0]
-    print(f"{size:2} requests: TP4 has {ratio:.2f} times DP4's throughput")
-for layout in (bench.Layout(dp=2, tp=2), bench.Layout(tp=2, pp=2)):
-    print(f"two nodes, {layout.name}: a token takes {1e3 * by_formula(layout, 8, 2)[1]:.0f} ms")
+for positions in (512, 8192):
+    ratio = decode_step(32, positions) / decode_step(1, positions)
+    print(f"{positions:5,} positions: 32 requests take {ratio:.2f} times as long as one")
+for at, what in enumerate(("arithmetic", "memory")):
+    print(f"H100 to A100, {what}: {GPUS['H100'][at] / GPUS['A100'][at]:.2f}")
 print(f"your votes: {vote_1}, {vote_2}")
 
 # %% [markdown]
-# ## Cheat-sheet
-# Llama 3 70B in bfloat16, a request of 8,192 positions; everything computed from the library's formulas.
+# **The table that grows.** Continuous batching has the highest throughput, but its tokens take longer because they wait
+# for prefills in between.
+
+# %%
+print(f"{'':20}{'steps':>6}{'tokens/s':>10}{'ms per token':>14}{'cache, bytes':>14}")
+for name, (steps, speed, latency, cache) in rows_of.items():
+    print(f"{name:20}{steps:6}{speed:10.0f}{latency:14.0f}{cache:14,}")
+
+# %% [markdown]
+# **Cheat-sheet.** Llama 3 70B in bfloat16, a request of 8,192 positions:
 
 
 # %%
 def cheat_sheet():
     config = llama_70b()
     print("a step takes W + B c; cache: 2 L N T G/tp K b; rows of a request: S + m - 1")
+    print("memory is the limit below FLOP/s / (bytes/s) rows (bfloat16)")
+    print("tp: 2L + 1 all-reduces of D and a pair; pp: g/max(g, p) busy; dp: nothing sent\n")
     print(
-        "dp: 0 bytes | tp: 2L + 1 all-reduces of D and a pair | pp: p-1 transfers, g/max(g, p) busy"
-    )
-    print("cp: L all-gathers of H (K + 1) a token | ep: all replicas take every step\n")
-    print(
-        f"{'tp':3}{'weights, GB':>13}{'cache, GB':>11}{'sent a token, MB':>18}{'requests in 80 GB':>19}"
+        f"{'tp':3}{'weights, GB':>13}{'cache, GB':>11}{'sent per token, MB':>20}{'requests in 80 GB':>19}"
     )
     for n in (2, 4, 8):
         held = 2 * formulas.parameters_per_rank(config, n)
         each = inference.cache_bytes(config, 1, 8192, tp=n)
         sent = float(inference.tp_wire_bytes(config, 1, 1, n)) / 1e6
         print(
-            f"{n:3}{held / 1e9:13.1f}{each / 1e9:11.2f}{sent:18.2f}{(80 * 10**9 - held) // each:19}"
+            f"{n:3}{held / 1e9:13.1f}{each / 1e9:11.2f}{sent:20.2f}{(80 * 10**9 - held) // each:19}"
         )
-    hops = float(inference.pp_wire_bytes(config, 1, 1, 8)) / 1e6
-    print(f"\npp 8: {hops:.2f} MB per token in all; prefill of 8,192 over cp 8:", end=" ")
-    print(f"{float(inference.prefill_wire_bytes(config, 8192, 8)) / 1e9:.2f} GB a rank")
 
 
 cheat_sheet()
 
 # %% [markdown]
-# ## Your turn
-# [Five exercises](../exercises/13_inference.ipynb), each on its own: a small server by hand (10 minutes), how many
-# requests fit (5); and on real ranks the same token on every rank (10), a sharded cache (20), and a greedy loop in
-# raw PyTorch (15).
+# ## Your turn, and five questions to leave with
+# [Five exercises](../exercises/13_inference.ipynb) take 60 minutes.
 
 # %% course={"role": "given"}
 import torch
@@ -879,6 +563,8 @@ from course_lib import comm
 #   TP8 step
 # - `8 requests`: tokens per second with 8 requests at once, [DP8, TP8]; a step takes as long as above. Type fractions
 #   as such
+#
+# [13b](../notebooks/13b_parallel_serving.ipynb) measures pipelines, DP and TP.
 
 # %% course={"ex": "13-1", "role": "answer"}
 # BEGIN SOLUTION
@@ -976,7 +662,7 @@ check("13-3", greedy)
 # ## 13-4 A sharded cache
 # One new token of each request attends to a cache with rows on all ranks, on some more than on others. Return
 # attention on *all* rows, on every rank: softmax(q·k / √K) v, with H heads of K features. The order of rows does not
-# matter, and nothing is masked.
+# matter, and nothing is masked. [13b](../notebooks/13b_parallel_serving.ipynb) serves with such a cache.
 #
 # The check looks at two and three ranks, at pairs of four ranks and at one, also with scores in the hundreds and far
 # below zero (exp of 100 does not fit float32, and exp of -110 is 0). No input may be overwritten and no rows of the
@@ -1041,49 +727,41 @@ from course_lib.grading import check
 check("13-5", generate)
 
 # %% [markdown]
-# ## Exit questions
-# Answer each before you unfold it.
+# **Exit questions.**
 #
-# **1.** Why does a batch of 30 decode in nearly the time of one request, and a prefill of 30 prompts not?
-#
-# <details><summary>Answer</summary>
-# A decode step reads all weights for one row per request: W, whatever the batch. A prefill has hundreds of rows per
-# request, and its time is arithmetic.
-# </details>
-#
-# **2.** A model has 8 key-value heads. What does TP16 do to its cache?
+# **1.** Why do 30 short requests decode in nearly the time of one, while 30 prefills take longer than one?
 #
 # <details><summary>Answer</summary>
-# Each rank holds one head, and each head is on two ranks. All ranks together hold twice the cache, and a rank holds
-# no less than under TP8.
+# A decode step has one row per request and waits for the weights. A prefill has hundreds, and its time is arithmetic.
 # </details>
 #
-# **3.** Two TP ranks draw from the same gathered logits, with their own generators. What happens?
+# **2.** Beside the weights, 60 GB are free. A request reserves 2 GB of cache and uses half of it. How many fit, and how
+# many if only used positions took memory?
 #
 # <details><summary>Answer</summary>
-# No error. They take different tokens, store different pasts, and sum partial results of different texts. Where a
-# token ends the request, one rank leaves and the other waits for ever.
+# 30 and 60. This is why vLLM allocates pages.
 # </details>
 #
-# **4.** Four stages, four groups, a stage's step 10 ms. How long from token to token, and what does a fifth group change?
+# **3.** Two TP ranks draw from the same gathered logits, each with its own generator. What happens?
 #
 # <details><summary>Answer</summary>
-# 40 ms, one group's token every 10 ms. A fifth: 50 ms from token to token, and still one group's token every 10 ms.
+# No error is raised, but the ranks add partial sums of different texts. If one rank draws the token that ends the
+# request, the other waits forever.
 # </details>
 #
-# **5.** Why may a data parallel replica stop when it is done, and an expert parallel one not?
+# **4.** Four stages, four groups, 10 ms per stage. How long is it from token to token, and with a fifth group?
 #
 # <details><summary>Answer</summary>
-# Replicas share nothing. With shared experts, the other replicas send tokens to this rank's experts in every
-# all-to-all.
+# 40 ms and 50 ms. In both cases one group gets a token every 10 ms.
 # </details>
 #
-# ## Sources and what next
-# - Pope et al. 2022, [arXiv:2211.05102](https://arxiv.org/abs/2211.05102): layouts for latency and for throughput, with costs.
-# - Yu et al. 2022, *Orca* (OSDI): continuous batching.
-# - Kwon et al. 2023, [arXiv:2309.06180](https://arxiv.org/abs/2309.06180): a cache in pages (vLLM).
-# - Ainslie et al. 2023, [arXiv:2305.13245](https://arxiv.org/abs/2305.13245): grouped queries.
-# - Yang et al. 2024, [arXiv:2411.01783](https://arxiv.org/abs/2411.01783): context parallelism for inference.
+# **5.** A new GPU has twice the arithmetic and the same memory bandwidth. What becomes faster?
 #
-# This is the last lesson. `course bench inference` runs the comparison longer; `course tour` has every technique of the course
-# beside its formula.
+# <details><summary>Answer</summary>
+# Prefill of long prompts. Decode does not, as long as memory is its limit.
+# </details>
+#
+# **Sources.** Next: [13b](13b_parallel_serving.ipynb).
+# - Yu et al. 2022, *Orca*, continuous batching: [OSDI](https://www.usenix.org/conference/osdi22/presentation/yu).
+# - Kwon et al. 2023, *vLLM*, a cache in pages: [arXiv:2309.06180](https://arxiv.org/abs/2309.06180).
+# - Ainslie et al. 2023, grouped queries: [arXiv:2305.13245](https://arxiv.org/abs/2305.13245).

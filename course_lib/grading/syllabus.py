@@ -30,8 +30,9 @@ NAMES = {
     "11": "Groups in anger",
     "12": "Five axes",
     "13": "Inference",
+    "13b": "Serving on many ranks",
 }
-ELECTIVE = {"06b", "08", "08b", "10"}
+ELECTIVE = {"08", "10"}  # and every deep dive, such as 06b
 MINUTES = re.compile(r"\*(\d+) minutes to read and run(?:, (\d+) to build)?")
 ROW = "{:4}{:24}{:>6}{:>7}{:>12}{:>13}{:>11}"  # 77 columns
 LAB = re.compile(r'\bLab\(\s*"(\d\d[a-z]?)"')
@@ -59,7 +60,7 @@ class LessonLine:
     @property
     def elective(self) -> bool:
         """Whether the core path goes on without it."""
-        return self.number in ELECTIVE
+        return self.number in ELECTIVE or not self.number.isdigit()
 
     @property
     def done(self) -> int:

@@ -380,31 +380,79 @@ def lesson_09_shows_rings(notebook):
 def lesson_13_shows_serving(notebook):
     text = outputs(notebook)
     for line in (
+        "8,030,261,248 parameters, of which a token uses 7,504,924,672",
+        "by arithmetic: 65,890 tokens per second",
+        "by memory:     223 tokens per second",
+        "H100: both limits are equal at 295 rows",
+        "the same tokens: 1,654 rows without a cache, 157 with it; share 0.09",
+        "measured 1,048,576, formula 1,048,576; your prediction None",
         "   8 heads of keys and values:   2.68 GB",
-        "reading and arithmetic take the same time at 295 requests at once",
-        "rank 3: requests [3, 7], 0 calls, 0 bytes",
-        "rank 0 offers (logit, token) [4.0, 1.0] and takes token 4",
-        "2 a layer, one for the embedding, one for the choice; your prediction None",
-        "TP8: 50 / 8 + 8 = 14.25 ms a token, not 58",
+        "    8,192     1.07    59        32         14.7     2,171",
+        "in 1, 4 and 8 slots: 'And God said, ",
+        "rank 0 offers (logit, token) [3.0, 1.0] and takes token 2",
+        "rank 1 offers (logit, token) [3.5, 2.0] and takes token 2",
+        "request 4: 20 tokens on 4 ranks, equal to one process",
+        "0 of 5 right",
+        "  512 positions: 32 requests take 1.14 times as long as one",
+        "8,192 positions: 32 requests take 3.07 times as long as one",
+        "H100 to A100, memory: 1.64",
+        "your votes: None, None",
+    ):
+        assert line in text
+    for way, steps, cache in (
+        ("one at a time", 100, "262,144"),
+        ("static, 4 slots", 50, "1,048,576"),
+        ("continuous, 4 slots", 34, "1,048,576"),
+    ):
+        assert re.search(rf"^{way} +{steps} +\d+ +\d+ +{cache}$", text, re.MULTILINE)
+        if steps < 100:
+            assert f"{way}: {steps} steps" in text
+    assert len(re.findall(r"^  slot \d  [.\d]{50}$", text, re.MULTILINE)) == 4
+    assert len(re.findall(r"^  slot \d  [.\d]{34}$", text, re.MULTILINE)) == 4
+    rows = re.findall(r"^[A-E] +(\d+) +(yes|no) +(yes|no) +(\d+)   \[", text, re.MULTILINE)
+    assert sorted(int(row[0]) for row in rows) == [16, 16, 16, 16, 512], "who gathers all logits"
+    assert [row[1] for row in rows].count("no") == 1, "whose ranks take different tokens"
+    assert [row[2] for row in rows].count("yes") == 1, "one is correct"
+    assert len(pictures(notebook)) == 1
+
+
+def lesson_13b_shows_many_ranks(notebook):
+    text = outputs(notebook)
+    for line in (
+        "dp, rank 3: requests [3, 7], 0 calls",
+        "2 per layer, one for the embedding, one for the choice; your prediction None",
+        "Llama 3 70B, tp 16: 0.34 GB of cache per rank, 5.37 in all",
+        "        50.0       0.0    50   14.25   DP8 160, TP8 561",
+        "         9.1      40.9    50   50.00   DP8 160, TP8 160",
+        "         3.6      46.4    50   54.84   DP8 160, TP8 146",
+        "         0.0      50.0    50   58.00   DP8 160, TP8 138",
+        "DP4 is ahead from 28 requests",
+        "GPT-3 in bfloat16, TP8: 43.7 GB per rank",
+        "merging sends 18.5 MB per token, gathering 131,072 rows 37,581 MB",
+        "sent 28,680 bytes: cache 28,672 and a token of 8",
+        "so a prefill takes as long as 69 decode steps of a small batch",
+        "  one link of 100 Gb/s       215 ms, 59.7% of the prefill",
+        "  eight links of 400 Gb/s      7 ms,  1.9% of the prefill",
         " 8 requests: TP4 has 1.57 times DP4's throughput",
         "64 requests: TP4 has 0.69 times DP4's throughput",
-        "PP64: 96 layers / 64 = 1.5: does not divide",
-        "equal to ours",
-        "0 of 5 right",
+        "two nodes, dp2+tp2: a token takes 229 ms",
+        "two nodes, tp2+pp2: a token takes 249 ms",
+        "your votes: None, None",
     ):
         assert line in text
     for n in (2, 4):
-        sent, formula = re.search(rf"^ +{n} +10 +([\d,]+) +([\d,]+) ", text, re.MULTILINE).groups()
+        sent, formula = re.search(rf"^{n} +10 +([\d,]+) +([\d,]+) ", text, re.MULTILINE).groups()
         assert sent == formula
     for groups, busy, ticks in ((1, "0.25", 24), (2, "0.50", 25), (4, "1.00", 27), (6, "1.00", 39)):
         assert re.search(rf"^ +{groups} +{2 * groups} +{busy} +{ticks} ", text, re.MULTILINE)
     for layout, calls in (("dp4", 0), ("tp4", 10), (r"dp2\+tp2", 10), (r"tp2\+pp2", 10)):
         assert re.search(rf"^{layout} +8 +[\d,]+ +{calls} +\d+ ", text, re.MULTILINE)
-    rows = re.findall(r"^[A-E] +(\d+) +(yes|no) +(yes|no) +(\d+)   \[", text, re.MULTILINE)
-    assert sorted(int(row[0]) for row in rows) == [16, 16, 16, 16, 512], "who gathers all logits"
-    assert [row[1] for row in rows].count("no") == 1, "whose ranks take different tokens"
-    assert [row[2] for row in rows].count("yes") == 1, "one is correct"
-    assert len(pictures(notebook)) == 3
+    steps = re.findall(
+        r"^experts, rank \d: (\d+) tokens for its requests, (\d+) steps$", text, re.M
+    )
+    assert len({tokens for tokens, _ in steps}) == 4
+    assert len({step for _, step in steps}) == 1, "all replicas take every step"
+    assert len(pictures(notebook)) == 2
 
 
 def lesson_11_shows_groups(notebook):
@@ -499,6 +547,7 @@ SHOWS = {  # what a lesson must show
     "notebooks/11_groups_in_anger": lesson_11_shows_groups,
     "notebooks/12_five_axes": lesson_12_shows_all_axes,
     "notebooks/13_inference": lesson_13_shows_serving,
+    "notebooks/13b_parallel_serving": lesson_13b_shows_many_ranks,
     "notebooks/10_expert_parallelism": lesson_10_shows_tokens_that_travel,
 }
 
