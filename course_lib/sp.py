@@ -12,7 +12,7 @@ leave     reduce-scatter over S     all-gather over S
 ========  ========================  ========================
 
 An all-reduce is a reduce-scatter and an all-gather, so sequence parallelism sends as many bytes as
-tensor parallelism. One sum is new. The gradient of a replicated parameter (norm, row bias,
+tensor parallelism if autograd saves the gathered inputs. One sum is new. The gradient of a replicated parameter (norm, row bias,
 positions) covers only this rank's rows, so it must be summed over the axis (:func:`sum_gradients`).
 
 Two variants. With :data:`REGION` autograd saves the gathered input of each region, all of it on

@@ -178,7 +178,7 @@ def _tensor_rows() -> list[Row]:
             _state(mine, mine, mine),
             Fraction(by_rows),
             _sent({"tp": n}, plans["TP + SP"]),
-            "8 gathers and scatters per layer, same bytes",
+            "8 gathers and scatters; TP's bytes",
             "no (in pieces, in part)",
             0.0,
             "always with TP",
