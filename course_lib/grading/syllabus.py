@@ -19,6 +19,7 @@ NAMES = {
     "02": "Collectives",
     "03": "Data parallelism",
     "04": "ZeRO",
+    "04b": "FSDP in practice",
     "05": "Tensor parallelism",
     "06": "Sequence parallelism",
     "07": "Pipelines I",
@@ -30,7 +31,7 @@ NAMES = {
     "12": "Five axes",
     "13": "Inference",
 }
-ELECTIVE = {"08", "08b", "10"}
+ELECTIVE = {"04b", "08", "08b", "10"}
 MINUTES = re.compile(r"\*(\d+) minutes to read and run(?:, (\d+) to build)?")
 LAB = re.compile(r'\bLab\(\s*"(\d\d[a-z]?)"')
 
