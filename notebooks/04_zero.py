@@ -15,9 +15,9 @@
 # %% [markdown]
 # # 04 ZeRO: no rank needs to store everything
 #
-# *50 minutes to read and run, 70 to build.* A model of 7.5 billion parameters needs 120 GB for training with AdamW. You
-# have 64 GPUs of 80 GB, and data parallelism still runs out of memory, because it stores all 120 GB on every GPU. ZeRO
-# splits them into shards, one per rank. You need lesson 03.
+# *50 minutes to read and run, 70 to build.* A model of 7.5 billion parameters needs 120 GB for training with AdamW, even
+# without its activations. You have 64 GPUs of 80 GB, and data parallelism still runs out of memory, because it stores
+# all 120 GB on every GPU. ZeRO splits this state into shards, one per rank. You need lesson 03.
 #
 # Vote first: write `"true"`, `"false"` or `"only if ..."`.
 #
@@ -164,8 +164,8 @@ for rank, seen in enumerate(run(two_halves, n=RANKS)):
     print(f"rank {rank}: {seen}")
 
 # %% [markdown]
-# The two halves return what the all-reduce returns, and they send as many bytes. So the optimizer step can take place
-# between them at no cost, and the second half then carries weights instead of gradients. This is stage 1.
+# The two halves return what the all-reduce returns, and they send the same number of bytes. So the optimizer step can
+# take place between them at no cost, and the second half then carries weights instead of gradients. This is stage 1.
 #
 # ## Stage 1: each rank updates its shard
 # Tensors have different sizes, but ranks need equal shards. So we concatenate the parameters into one *flat parameter*,
@@ -492,8 +492,8 @@ timeline(
 )
 
 # %% [markdown]
-# In stage 3 most messages run beside computation. Our stage 1 sends fewer bytes but waits longer, because it sends all
-# of them after backward. Megatron-LM's stage 1 can hide them behind backward and the next forward.
+# Prefetch hides a large part of stage 3's messages behind computation. Our stage 1 sends fewer bytes but waits longer,
+# because it sends all of them after backward. Megatron-LM's stage 1 can hide them behind backward and the next forward.
 #
 # ## The same in PyTorch
 # `fully_shard`, known as FSDP2, is stage 3 with one shard per tensor. It averages gradients over the ranks.
@@ -548,8 +548,8 @@ print(f"ours:                         {[one['state'] for one in runs['zero 3']]}
 # - **stale**: one rank gathers into a copy that its model never uses
 #
 # The table compares weights with those of one process after one step: a row per rank, a column per owner; `x` is wrong.
-# The norm is the one for clipping, relative to one process. Name for each run the cause, the collective in which it shows (`"reduce_scatter"`,
-# `"all_gather"`, or `"all_reduce"` for a norm), and the rank (a number, or `"all"`).
+# The norm is the one for clipping, relative to one process. Name for each run the cause, the collective in which it
+# shows (`"reduce_scatter"`, `"all_gather"`, or `"all_reduce"` for a norm), and the rank (a number, or `"all"`).
 
 # %%
 SEED = 4

@@ -221,9 +221,9 @@ assert found["keep for the step, M = 2"]["sent"] == dp.wire_bytes(WEIGHTS, RANKS
 # gradients of the whole model.
 #
 # ## Which precision to send
-# The shards stay in float32 and serve as master weights. A `MixedPrecisionPolicy` gathers them in `param_dtype` and
-# reduces gradients in `reduce_dtype`, by default the same type. Do not call `model.bfloat16()` before `fully_shard`,
-# because the shards would be bfloat16 too, and small updates would be lost.
+# The shards of a float32 model stay in float32 and serve as master weights. A `MixedPrecisionPolicy` gathers them in
+# `param_dtype` and reduces gradients in `reduce_dtype`, by default the same type. Do not call `model.bfloat16()` before
+# `fully_shard`, because the shards would be bfloat16 too, and small updates would be lost.
 
 # %%
 BF16, FP32 = torch.bfloat16, torch.float32
@@ -248,8 +248,9 @@ for name, width in zip(variants, (4, 2, 4), strict=True):
     print(f"{name:32}{found[name]['sent'] / plain:.2f} of DP with gradients of {width} bytes")
 
 # %% [markdown]
-# Llama 3 reduces in float32, which protects the sum over many ranks from rounding. This changes the factor 1.5 of lesson
-# 04: with two gathers of 2 bytes and one reduction of 4, stage 3 sends no more than a DP that reduces in float32.
+# The factor is 1.48 instead of 1.5 because the root is gathered once. Llama 3 reduces in float32, which protects the
+# sum over many ranks from rounding. The factor then drops to 1: with two gathers of 2 bytes and one reduction of 4,
+# stage 3 sends no more than a DP that reduces in float32.
 #
 # ## HSDP: shard inside a node, replicate across
 # A gather over thousands of ranks takes many steps and crosses slow links. Hybrid sharding (HSDP) shards inside each
