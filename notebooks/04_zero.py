@@ -48,9 +48,9 @@ vote_2 = None
 # | symbol | meaning |
 # |---|---|
 # | n, M | ranks; micro-batches in a step |
-# | `_F`, `_f` | ends the name of a full flat parameter, of a shard |
+# | `_F`, `_f` | suffix of a full flat tensor, and of its shard |
 #
-# You will train this model on four ranks. Its *root* is all that is outside the blocks. What do you predict?
+# You will train this model on four ranks. Its *root* is everything outside the blocks. What do you predict?
 
 # %%
 from course_lib.model import build_model, tiny_config
@@ -211,7 +211,7 @@ show_source(zero.Zero2._ready, zero.Zero2._send_next, zero.Zero2.accumulate)
 
 # %% [markdown]
 # This has a price. The next micro-batch cannot add its gradients to a bucket that was freed. So *every* micro-batch
-# reduce-scatters its gradients, and the sum grows in the shard.
+# reduce-scatters its gradients, and the sum accumulates in the shard.
 #
 # ## Stage 3: one block's weights at a time
 # A block needs its weights in its forward and in its backward. Stage 3 gathers them before each and frees them
@@ -438,11 +438,11 @@ print(f"the step itself: {compute:.1f} s")
 
 # %% [markdown]
 # In the first two rows the messages take longer than the step, or nearly as long. In the last row they take 0.4 s but
-# need 19 GB of memory, so this is the choice when the 19 GB fit. Our `compose` package does not offer it: with a
+# need 19 GB of memory, so choose it when the 19 GB fit. Our `compose` package does not offer it: with a
 # pipeline it accepts stage 1 at most, which stores the same 19 GB.
 #
 # ## Who waits
-# Next, a block takes 15 ms forward and 30 ms backward (padded by sleep), and the emulated link carries 100 MB/s.
+# In the next run a block takes 15 ms forward and 30 ms backward, padded by sleep, and an emulated link carries 100 MB/s.
 # *Exposed* is the time in which a rank waits for messages and computes nothing.
 
 # %% jupyter={"source_hidden": true}
@@ -492,8 +492,9 @@ timeline(
 )
 
 # %% [markdown]
-# Prefetch hides a large part of stage 3's messages behind computation. Our stage 1 sends fewer bytes but waits longer,
-# because it sends all of them after backward. Megatron-LM's stage 1 can hide them behind backward and the next forward.
+# While a block computes, the next one is gathered. Only the first gathers and the last reduce-scatters have nothing to
+# hide behind. Our stage 1 sends fewer bytes but waits longer, because it sends all of them after backward. Megatron-LM's
+# stage 1 can hide them behind backward and the next forward.
 #
 # ## The same in PyTorch
 # `fully_shard`, known as FSDP2, is stage 3 with one shard per tensor. It averages gradients over the ranks.
@@ -535,8 +536,7 @@ print(f"state stored by ranks, bytes: {[state for _, state in theirs]}")
 print(f"ours:                         {[one['state'] for one in runs['zero 3']]}")
 
 # %% [markdown]
-# What to wrap, precision and hybrid sharding are in the deep dive
-# [04b FSDP in practice](04b_fsdp_in_practice.ipynb).
+# The deep dive [04b FSDP in practice](04b_fsdp_in_practice.ipynb) covers wrapping, mixed precision and hybrid sharding.
 #
 # ## Break it and diagnose
 # One of the six runs below is correct (its cause is `"correct"`), and five are faulty:
@@ -548,7 +548,7 @@ print(f"ours:                         {[one['state'] for one in runs['zero 3']]}
 # - **stale**: one rank gathers into a copy that its model never uses
 #
 # The table compares weights with those of one process after one step: a row per rank, a column per owner; `x` is wrong.
-# The norm is the one for clipping, relative to one process. Name for each run the cause, the collective in which it
+# The norm is the one for clipping, relative to one process. For each run, name the cause, the collective in which it
 # shows (`"reduce_scatter"`, `"all_gather"`, or `"all_reduce"` for a norm), and the rank (a number, or `"all"`).
 
 # %%
@@ -685,7 +685,7 @@ for way, result in runs.items():
     print(f"{1e3 * exposed[way]:7.0f} ms")
 
 # %% [markdown]
-# **Cheat-sheet.** 2 + 2 + 12 bytes per parameter, all messages in bfloat16, every block gathered twice.
+# **Cheat-sheet.** A parameter takes 2 + 2 + 12 bytes, all messages are in bfloat16, and every block is gathered twice.
 
 
 # %%

@@ -15,9 +15,9 @@
 # %% [markdown]
 # # 04b FSDP in practice
 #
-# *Untimed.* FSDP is ZeRO-3 in PyTorch. Lesson 04 used it with four lines; in a real run you decide what to wrap, when to
-# free weights, in which precision to send, and across how many ranks to shard. Here each decision is measured with
-# PyTorch's own `fully_shard` on four gloo ranks. You need lesson 04.
+# *Untimed.* FSDP is ZeRO-3 in PyTorch. Lesson 04 used it with four lines. In a real run you decide what to wrap, when to
+# free weights, in which precision to send, and across how many ranks to shard. We measure each decision with PyTorch's
+# own `fully_shard` on four gloo ranks. You need lesson 04.
 #
 # There are two generations. The tutorials of PyTorch call FSDP1 deprecated, so new code uses FSDP2.
 #
