@@ -15,11 +15,11 @@
 # %% [markdown]
 # # 04 ZeRO: no rank needs to store everything
 #
-# *50 minutes to read and run, 70 to build.* In lesson 03 four ranks held four equal copies of weights, gradients and
-# AdamW's moments. Here each copy is split into four shards with one owner each: first the optimizer state, then the
-# gradients, then the weights. You count the bytes that each step saves and sends. You need lesson 03.
+# *50 minutes to read and run, 70 to build.* A model of 7.5 billion parameters needs 120 GB for training with AdamW, even
+# without its activations. You have 64 GPUs of 80 GB, and data parallelism still runs out of memory, because it stores
+# all 120 GB on every GPU. ZeRO splits this state into shards, one per rank. You need lesson 03.
 #
-# Vote first: write `"true"`, `"false"` or `"only if ..."`. The claims are settled at the end.
+# Vote first: write `"true"`, `"false"` or `"only if ..."`.
 #
 # 1. *ZeRO-2 sends as much as plain data parallelism.*
 # 2. *ZeRO-3 on n ranks divides a rank's memory by n.*
@@ -29,10 +29,10 @@ vote_1 = None
 vote_2 = None
 
 # %% [markdown]
-# ## The question
-# Training in mixed precision with AdamW stores 16 bytes per parameter: 2 of weights and 2 of gradients (bfloat16),
-# and 12 of optimizer state: a float32 master copy of the weight and two moments, 4 each. Data parallelism stores all
-# of it on every rank.
+# ## 16 bytes per parameter, on every rank
+# Mixed precision with AdamW stores 2 bytes per parameter for the bfloat16 weight, 2 for its gradient and 12 for the
+# optimizer: a float32 weight and two moments. Data parallelism (DP) replicates them all. Each stage of ZeRO shards one
+# part more:
 #
 # ```
 #               weights   gradients   optimizer
@@ -42,12 +42,15 @@ vote_2 = None
 #   stage 3     ##        ##          ############                                       ... and of the weights
 # ```
 #
-# A rank that owns a quarter of the optimizer's state can update a quarter of the weights. Which gradients does it
+# A rank that stores a quarter of the optimizer state can update a quarter of the weights. Which gradients does it
 # need, and which ranks need the updated weights?
-
-# %% [markdown]
-# ## Predict
-# The model that you will train on four ranks; its root is embedding, last norm and head. Fill in what you can.
+#
+# | symbol | meaning |
+# |---|---|
+# | n, M | ranks; micro-batches in a step |
+# | `_F`, `_f` | suffix of a full flat tensor, and of its shard |
+#
+# You will train this model on four ranks. Its *root* is everything outside the blocks. What do you predict?
 
 # %%
 from course_lib.model import build_model, tiny_config
@@ -61,15 +64,14 @@ BLOCK = sum(p.nbytes for p in model.blocks[0].parameters())
 print(f"{P:,} parameters of 4 bytes, in {CONFIG.layers} blocks of {BLOCK:,} bytes and a root")
 
 # %%
-predicted_gb = None  # GB a rank keeps in stage 1: 7.5 billion parameters, mixed precision, 64 ranks
+predicted_gb = None  # GB per rank in stage 1: 7.5 billion parameters, mixed precision, 64 ranks
 predicted_stage_1 = None  # bytes that a rank sends in stage 1, divided by those of DP
 predicted_stage_2_m4 = None  # the same of stage 2, when the step has 4 micro-batches
 predicted_stage_3 = None  # the same of stage 3, one micro-batch
-predicted_peak = None  # stage 3's fullest moment on 4 ranks, divided by DP's
+predicted_peak = None  # stage 3's peak memory on 4 ranks, divided by DP's
 
 # %% [markdown]
-# ## The paper's table
-# Table 1 of the ZeRO paper, computed anew. "GB" is 1e9 bytes.
+# We recompute table 1 of the ZeRO paper. 1 GB is 1e9 bytes.
 
 # %%
 from course_lib.trace import StateBytes
@@ -85,7 +87,7 @@ PRINTED = {  # n: stages 1, 2 and 3, as the paper prints them
 
 
 def mixed(stage, parameters, n):
-    """What a rank keeps: 2 + 2 + 12 bytes a parameter, each cut from its stage on."""
+    """Bytes that a rank stores: 2 + 2 + 12 per parameter, each sharded from its stage on."""
     return StateBytes(
         parameters=2 * parameters // (n if stage >= 3 else 1),
         gradients=2 * parameters // (n if stage >= 2 else 1),
@@ -93,7 +95,7 @@ def mixed(stage, parameters, n):
     )
 
 
-print("7.5 billion parameters, GB a rank\nranks   stage 1   stage 2   stage 3")
+print("7.5 billion parameters, GB per rank\nranks   stage 1   stage 2   stage 3")
 for n, printed in PRINTED.items():
     ours = [mixed(stage, 7_500_000_000, n).total / 1e9 for stage in (1, 2, 3)]
     print(f"{n:5}" + "".join(f"{gigabytes:10.2f}" for gigabytes in ours))
@@ -101,13 +103,39 @@ for n, printed in PRINTED.items():
 print(f"your prediction for stage 1 on 64: {predicted_gb}")
 
 # %% [markdown]
-# Stage 1 never goes below 4 bytes per parameter, however many ranks there are, and stage 2 never below 2; only stage
-# 3 has no floor. A study note gives plain data parallelism "~90 GB" here, with 60 for the optimizer: that is 8 bytes,
-# the moments alone. The float32 master weights make it 120.
-#
-# ## One all-reduce, cut in two
-# A reduce-scatter sums the ranks' tensors and leaves one shard of the sum on each rank. An all-gather gives every
-# rank all shards. One after the other they are an all-reduce, and the owner's step fits between them.
+# With more ranks, stage 1 approaches 4 bytes per parameter and stage 2 approaches 2, but stage 3 has no floor. Which
+# stage is the first to fit 70 billion parameters into 80 GB, and on how many ranks? Move the sliders.
+
+# %% jupyter={"source_hidden": true}
+from course_lib.view import memory_plot
+from course_lib.view.moved import picture_sliders
+
+
+def memory(ranks, billions):
+    states = {
+        "DP" if stage == 0 else f"stage {stage}": mixed(stage, billions * 10**9, ranks)
+        for stage in range(4)
+    }
+    fit = [name for name, state in states.items() if state.total <= 80e9]
+    note = f"In 80 GB fit: {', '.join(fit) or 'none'}; activations come on top."
+    title = f"{billions} billion parameters on {ranks} ranks, mixed precision with AdamW"
+    return memory_plot(states, title=title, note=note)
+
+
+memory(ranks=64, billions=7)
+
+# %%
+picture_sliders(
+    memory,
+    ranks=[64, 1, 2, 4, 8, 16, 32, 128, 256, 512, 1024],
+    billions=[7, 1, 13, 30, 70, 175, 405],
+)
+
+# %% [markdown]
+# ## An all-reduce has two halves
+# In lesson 03 an all-reduce gave every rank the sum of all gradients. A rank that updates a quarter of the weights
+# needs only a quarter of this sum. A reduce-scatter delivers exactly that: it adds the tensors of all ranks and leaves
+# one shard of the sum on each. An all-gather gives every rank all shards. We run these two, and then an all-reduce:
 
 # %%
 import torch
@@ -117,31 +145,31 @@ from course_lib.launch import run
 from course_lib.mesh import make_mesh
 
 
-def cut_in_two():
+def two_halves():
     mesh = make_mesh()
     gradient = torch.tensor([1.0, 2.0, 3.0, 4.0]) * 10**mesh.dp.rank
-    piece = comm.reduce_scatter(gradient, mesh.dp)
-    both = comm.all_gather(piece, mesh.dp)
+    shard = comm.reduce_scatter(gradient, mesh.dp)
+    gathered = comm.all_gather(shard, mesh.dp)
     halves = mesh.ledger.wire_bytes()
-    whole = comm.all_reduce(gradient, mesh.dp)
-    assert torch.equal(both, whole)
+    full = comm.all_reduce(gradient, mesh.dp)
+    assert torch.equal(gathered, full)
     return {
-        "own": piece.tolist(),
-        "gathered": both.tolist(),
+        "own": shard.tolist(),
+        "gathered": gathered.tolist(),
         "bytes": (int(halves), int(mesh.ledger.wire_bytes() - halves)),
     }
 
 
-for rank, seen in enumerate(run(cut_in_two, n=RANKS)):
+for rank, seen in enumerate(run(two_halves, n=RANKS)):
     print(f"rank {rank}: {seen}")
 
 # %% [markdown]
-# Look at `bytes`: reduce-scatter and all-gather together, then the all-reduce. Both are 2(n-1)/n S. So stage 1 sends
-# no more than DP: it gathers *weights* after the step, while DP gathers gradients before it.
+# The two halves return what the all-reduce returns, and they send the same number of bytes. So the optimizer step can
+# take place between them at no cost, and the second half then carries weights instead of gradients. This is stage 1.
 #
-# ## Who owns what
-# Parameters are concatenated into one flat parameter, padded to a multiple of n, and split into equal shards. A shard
-# may begin or end inside a tensor:
+# ## Stage 1: each rank updates its shard
+# Tensors have different sizes, but ranks need equal shards. So we concatenate the parameters into one *flat parameter*,
+# pad it to a multiple of n, and split it:
 
 
 # %%
@@ -151,8 +179,8 @@ def owners():
     names = {p: name for name, p in layer.named_parameters()}
     flat = zero.FlatParameter(list(layer.parameters()), mesh.dp, "all")
     own = [
-        f"{names[p]}[{begin}:{begin + len(run)}]"
-        for p, begin, run in flat.parameter_slices(flat.shard.detach())
+        f"{names[p]}[{begin}:{begin + len(values)}]"
+        for p, begin, values in flat.parameter_slices(flat.shard.detach())
     ]
     return f"{flat.elements} elements, padded to {len(flat.full_F)}; mine: {', '.join(own)}"
 
@@ -161,13 +189,10 @@ for rank, mine in enumerate(run(owners, n=RANKS)):
     print(f"rank {rank}: {mine}")
 
 # %% [markdown]
-# Rank 3 owns two elements and one of padding. This works because AdamW treats every element alike: an optimizer that
-# needs the norm of a full matrix (LAMB, Adafactor) cannot be sharded this way.
+# A shard may begin or end inside a tensor. AdamW still computes the right update, because it treats every element
+# alike. An optimizer that needs the norm of a full matrix, such as LAMB, cannot use these shards.
 #
-# ## Stage 1: build it
-# `step` runs the optimizer on the rank's own shards, and `refresh` gathers the others. In the source, names end in
-# `_F` for a full flat parameter and in `_f` for a shard. In float32 a shard *is* a view of the parameters' memory; in
-# bfloat16 it is the float32 master copy, which no other rank stores.
+# In the code, `finish` reduce-scatters gradients, and `refresh` gathers weights after the optimizer step:
 
 # %%
 from course_lib.view import show_source
@@ -177,42 +202,41 @@ print()
 show_source(zero.FlatParameter.start_gather, zero.FlatParameter.start_reduce)
 
 # %% [markdown]
-# ## Stage 2: gradients leave at once
-# Stage 1 accumulates full gradients and scatters them once per step. Stage 2 scatters a bucket as soon as backward
-# has filled it, and frees it: a rank never holds all gradients. Autograd calls `_ready` when a gradient is computed.
+# ## Stage 2: gradients are sent during backward
+# Stage 1 stores all gradients until backward ends. Stage 2 reduce-scatters a bucket as soon as backward has filled it,
+# and then frees it. Autograd calls `_ready` when a gradient is computed:
 
 # %%
 show_source(zero.Zero2._ready, zero.Zero2._send_next, zero.Zero2.accumulate)
 
 # %% [markdown]
-# The price: nothing can be added to a freed gradient. So *every* micro-batch scatters its gradients, and the sum
-# grows in the shard. (FSDP2's `set_requires_gradient_sync(False)` keeps full gradients instead: DP's bytes again,
-# without the memory that stage 2 saves.)
+# This has a price. The next micro-batch cannot add its gradients to a bucket that was freed. So *every* micro-batch
+# reduce-scatters its gradients, and the sum accumulates in the shard.
 #
-# ## Stage 3: weights come and go
-# The weights of a block are needed twice: in its forward and in its backward. Stage 3 gathers them before each, and
-# frees them after. Between the two a parameter has a shape and no memory.
+# ## Stage 3: one block's weights at a time
+# A block needs its weights in its forward and in its backward. Stage 3 gathers them before each and frees them
+# afterwards. While one block computes, the gather of the next one already runs (*prefetch*).
 #
-# | event | noticed by | what happens |
-# |---|---|---|
-# | forward of a block begins | forward pre-hook | its weights are there; the gather of the *next* block starts (prefetch) |
-# | forward ends | forward hook | freed, if `reshard_after_forward` says so (as in FSDP2) |
-# | backward begins | hook on the outputs | gathered again; the gather of the block *before* starts |
-# | backward ends | its inputs' gradient | freed; its reduce-scatter starts |
+# | event | what happens |
+# |---|---|
+# | forward of a block begins | wait for its weights; start to gather the next block |
+# | forward ends | free the weights, if `reshard_after_forward` says so |
+# | backward begins | gather again; start to gather the block before |
+# | backward ends | free the weights; start to reduce-scatter the gradients |
 
 # %%
-show_source(zero.Zero3._before_forward, zero.Zero3._before_backward, zero.Zero3._after_backward)
+show_source(zero.Zero3._before_backward, zero.Zero3._after_backward)
 
 # %% [markdown]
-# `reshard_after_forward`, as in FSDP2, says which blocks are freed between forward and backward. By default these are
-# all but the root (embedding, last norm, head) and the last block, which backward needs again at once. A block that
-# stays gathered saves one of two gathers.
+# By default, our `Zero3` frees all units after forward except the root and the last block, because backward needs these
+# two first. A unit that stays gathered saves one of its two gathers.
 #
-# ## Measure: the same losses, other bytes
-# Four steps in each of the four ways. Losses and weights must be equal; bytes sent and state stored must match the
-# formulas. Here everything is float32: 4 bytes of weights, 4 of gradients, 8 of moments.
+# ## The same losses, different bytes
+# We train four steps in each of the four ways. Losses and weights must be equal. Here everything is float32: 4 bytes
+# for a weight, 4 for its gradient and 8 for the moments.
 
-# %%
+# %% jupyter={"source_hidden": true}
+# Train for four steps; measure what a rank sends and stores.
 from course_lib.data import batch
 from course_lib.trace import PeakLiveBytes, SavedActivations, state_bytes
 
@@ -265,7 +289,11 @@ def train(way):
         optimizer.zero_grad()
         state = state_of(model, optimizer)
         mesh.ledger.clear()  # the ledger keeps the last step alone
-        with PeakLiveBytes(buffers) as live, SavedActivations(model, buffers) as saved:
+        with (
+            mesh.kernel_bytes() as kernel,
+            PeakLiveBytes(buffers) as live,
+            SavedActivations(model, buffers) as saved,
+        ):
             total = dp.train_step(model.loss_sum, [rows(step, mesh)], sync, optimizer)
         losses.append(total.item())
         meters.append((live.peak, list(live.timeline)))
@@ -275,6 +303,7 @@ def train(way):
     return {
         "losses": losses,
         "sent": sent,
+        "kernel": None if kernel.by_axis is None else kernel.by_axis.get("dp", 0),
         "weights": weights_of(model, optimizer),
         "state": state_of(model, optimizer),
         "activations": saved.peak,
@@ -284,12 +313,12 @@ def train(way):
     }
 
 
+# %%
 STAGE = {"zero 1": 1, "zero 2": 2, "zero 3": 3}
 WAYS = ["dp", *STAGE]
 runs = {way: run(train, way, n=RANKS) for way in WAYS}
 
 
-# %%
 def sent_formula(way, micro_batches=1):
     if way == "dp":
         return dp.wire_bytes(4 * P, RANKS)
@@ -306,28 +335,28 @@ def state_formula(way):
     return zero.state_bytes(STAGE[way], runs[way][0]["elements"], RANKS)
 
 
-print(f"{'':8}{'last loss':>10}{'bytes sent':>12}{'formula':>12}{'of DP':>7}", end="")
-print(f"{'state kept':>13}{'formula':>12}")
+print(f"{'':8}{'last loss':>10}{'sent: formula':>15}{'kernel':>12}{'of DP':>7}", end="")
+print(f"{'state':>13}{'formula':>12}")
 base = runs["dp"]
 for way, result in runs.items():
-    sent, state = result[0]["sent"], result[0]["state"]
-    print(f"{way:8}{result[0]['losses'][-1]:10.4f}{int(sent):12,}", end="")
-    print(f"{int(sent_formula(way)):12,}{float(sent / sent_formula('dp')):7.2f}", end="")
-    print(f"{state:13,}{state_formula(way):12,}")
-    assert sent == sent_formula(way)
-    assert 0 <= state - state_formula(way) < 1000
-    for rank, one in enumerate(result):
-        assert torch.allclose(one["weights"], base[0]["weights"], atol=1e-4), rank
-        assert max(abs(a - b) for a, b in zip(one["losses"], base[0]["losses"], strict=True)) < 1e-5
+    one, sent = result[0], sent_formula(way)
+    kernel = "no count" if one["kernel"] is None else f"{one['kernel']:,}"
+    print(f"{way:8}{one['losses'][-1]:10.4f}{int(sent):15,}{kernel:>12}", end="")
+    print(f"{float(sent / sent_formula('dp')):7.2f}{one['state']:13,}{state_formula(way):12,}")
+    assert one["sent"] == sent
+    assert one["kernel"] is None or sent <= one["kernel"] <= 1.02 * sent
+    assert 0 <= one["state"] - state_formula(way) < 1000
+    for rank, other in enumerate(result):
+        assert torch.allclose(other["weights"], base[0]["weights"], atol=1e-4), rank
+        assert (
+            max(abs(a - b) for a, b in zip(other["losses"], base[0]["losses"], strict=True)) < 1e-5
+        )
 print(f"\nyour predictions: stage 1 {predicted_stage_1}, stage 3 {predicted_stage_3}")
 
 # %% [markdown]
-# Equal losses. State is some bytes above the formula: AdamW stores one counter of 4 bytes for each tensor or flat
-# parameter, and stage 3 one element for each flat parameter that is freed. Stage 3 sends less than 1.5 times DP's
-# bytes here, because the root and the last block stay gathered.
-#
-# Stage 1 and stage 2 store the same state *between* steps. The memory that stage 2 saves is visible only during a
-# step:
+# Three halves of an all-reduce instead of two would be 1.5 times the bytes of DP. Stage 3 sends 1.40 times as much,
+# because the root and the last block are gathered only once. Stages 1 and 2 store the same state between steps and
+# differ only during a step:
 
 # %%
 from course_lib.view import live_plot
@@ -341,33 +370,24 @@ picture = live_plot(
 picture
 
 # %% [markdown]
-# Each line begins at the stored state. In backward DP climbs by a full set of gradients, and by the buckets in
-# flight. Stage 1 climbs by one set too, from half the height. Stage 2 climbs less: only shards stay. Stage 3 starts
-# at a quarter, and its teeth are blocks that are gathered and freed.
+# Each line begins at the stored state. During backward, DP climbs by a full set of gradients and by the buckets that it
+# sends. Stage 1 climbs by one set, from half the height, and stage 2 climbs less, because it frees its buckets. The
+# small peaks of stage 3 are blocks that are gathered and freed.
 
 # %%
-print(
-    f"{'':8}{'peak':>12}{'of DP':>7}{'explained':>12}   state + activations + gradients, gathered"
-)
 for way in WAYS:
     one = runs[way][0]
-    line = f"{way:8}{one['peak']:12,}{one['peak'] / base[0]['peak']:7.2f}"
+    print(f"{way:8}peak {one['peak']:12,} bytes,{one['peak'] / base[0]['peak']:5.2f} of DP")
     if way in STAGE:
         moving = zero.peak_bytes(STAGE[way], one["elements"], RANKS)
-        line += f"{one['state'] + one['activations'] + moving:12,}"
         assert moving <= one["peak"] - one["state"] <= 1.25 * (moving + one["activations"])
-    print(line)
 print(f"your prediction for stage 3: {predicted_peak}")
 
 # %% [markdown]
-# "Explained" counts all activations at the fullest moment. Activations are largest when backward begins, gradients
-# when it ends. So the figure is a little too large, or too small by the one gradient that autograd holds at that
-# moment.
+# The peak of stage 3 is more than a quarter of DP's, because activations are not sharded and some blocks are gathered.
 #
-# The peak is not a quarter: activations are not sharded, and a few blocks are gathered at that moment.
-#
-# ## The price of stage 2: micro-batches
-# DP and stage 1 communicate once per step. Stages 2 and 3 communicate in every micro-batch.
+# ## Micro-batches, and what Llama 3 does
+# DP and stage 1 communicate once per step, stages 2 and 3 in every micro-batch:
 
 
 # %%
@@ -378,9 +398,9 @@ def bytes_sent(counts):
         model = build_model(CONFIG, seed=0)
         sync, optimizer = make(way, model, mesh.dp)
         for count in counts:
-            cut = list(zip(*(part.chunk(count) for part in rows(0, mesh)), strict=True))
+            split = list(zip(*(part.chunk(count) for part in rows(0, mesh)), strict=True))
             mesh.ledger.clear()
-            dp.train_step(model.loss_sum, cut, sync, optimizer)
+            dp.train_step(model.loss_sum, split, sync, optimizer)
             sent[way, count] = mesh.ledger.wire_bytes()
     return sent
 
@@ -394,14 +414,39 @@ for count in (1, 2, 4):
 print(f"your prediction for stage 2 with 4: {predicted_stage_2_m4}")
 
 # %% [markdown]
-# With P parameters of b bytes and M micro-batches, stage 2 sends (M+1)(n-1)/n Pb, stage 3 up to 3M(n-1)/n Pb. That is
-# why ZeRO-2 and a pipeline (lesson 07) do not mix well: a pipeline needs many micro-batches.
-#
-# ## Who waits
-# The step below is *paced*, as in lesson 03: a block takes 15 ms forward and 30 ms backward, and the link carries 100 MB/s.
-# Exposed is the time in which ranks wait with nothing to compute.
+# Stage 2 sends (M+1)/2 times the bytes of DP, and stage 3 up to 3M/2 times. A pipeline (lesson 07) needs many
+# micro-batches, hence a common claim: *ZeRO-2 and ZeRO-3 never go with a pipeline.* That is not true. Llama 3 combined
+# a pipeline with sharded optimizer state, gradients and weights, but did not reshard the weights after forward.
+# torchtitan does the same by default, and PyTorch's pipelines reduce gradients only after the last micro-batch. What
+# would each choice cost Llama 3 405B?
 
 # %%
+weights = 405e9 / (8 * 16)  # per rank: tp = 8, pp = 16
+gathered, gradients = 2 * weights / 1e9, 4 * weights / 1e9  # GB: bfloat16, summed in float32
+dp_ranks, micro_batches, link = 128, 2048 // 128, 50  # micro-batches of one sequence; GB/s
+choices = {  # gathers, reduce-scatters per step, GB stored besides the shards
+    "reshard after forward": (2 * micro_batches, micro_batches, 0),
+    "keep until the backward": (micro_batches, micro_batches, gathered),
+    "keep for the step": (1, 1, gathered + gradients),
+}
+print(f"{'weights and gradients':25}{'GB sent':>8}{'seconds':>9}{'GB stored':>11}")
+for choice, (gathers, reduces, stored) in choices.items():
+    sent_gb = (dp_ranks - 1) / dp_ranks * (gathers * gathered + reduces * gradients)
+    print(f"{choice:25}{sent_gb:8.0f}{sent_gb / link:9.1f}{stored:11.1f}")
+compute = 6 * 405e9 * 2**24 / (16_384 * 400e12)  # FLOPs of 16 M tokens at 400 TFLOP/s per GPU
+print(f"the step itself: {compute:.1f} s")
+
+# %% [markdown]
+# In the first two rows the messages take longer than the step, or nearly as long. In the last row they take 0.4 s but
+# need 19 GB of memory, so choose it when the 19 GB fit. Our `compose` package does not offer it: with a
+# pipeline it accepts stage 1 at most, which stores the same 19 GB.
+#
+# ## Who waits
+# In the next run a block takes 15 ms forward and 30 ms backward, padded by sleep, and an emulated link carries 100 MB/s.
+# *Exposed* is the time in which a rank waits for messages and computes nothing.
+
+# %% jupyter={"source_hidden": true}
+# Measure a step of each way with padded compute and emulated links.
 from course_lib.mesh import Conditions, Link, Links
 from course_lib.trace.blocks import MeasuredBlocks
 from course_lib.view import timeline
@@ -427,17 +472,15 @@ def without_prefetch():
     one_step("zero 3", prefetch=False)
 
 
-slow = {"pace": PACE, "links": NETWORK}
-paced = {way: run(one_step, way, n=RANKS, **slow) for way in WAYS}
-paced["no prefetch"] = run(without_prefetch, n=RANKS, **slow)
-
-
 def exposed_by(traces):
-    """Seconds a rank, without the two control messages of a step (token count and loss)."""
+    """Seconds per rank, without the two control messages of a step (token count and loss)."""
     spans, _ = read(traces)
     return summarize([span for span in spans if span.label != "control"]).exposed
 
 
+slow = {"pace": PACE, "links": NETWORK}
+paced = {way: run(one_step, way, n=RANKS, **slow) for way in WAYS}
+paced["no prefetch"] = run(without_prefetch, n=RANKS, **slow)
 exposed = {way: exposed_by(result.traces) for way, result in paced.items()}
 print("exposed:", ", ".join(f"{way} {1e3 * seconds:.0f} ms" for way, seconds in exposed.items()))
 
@@ -449,159 +492,64 @@ timeline(
 )
 
 # %% [markdown]
-# For a closer look open `zero3.json`, which is in your folder for temporary files, in
-# [ui.perfetto.dev](https://ui.perfetto.dev).
-
-# %%
-import tempfile
-from pathlib import Path
-
-from course_lib.view import perfetto
-
-path = Path(tempfile.gettempdir()) / "zero3.json"
-perfetto(paced["zero 3"].traces, path, title="ZeRO-3")
-print(f"{path.name}: {path.stat().st_size / 1000:.0f} kB")
-
-# %% [markdown]
-# Look at the lower line of a rank: gathers under the forward, gathers and reduce-scatters in turn under the backward.
-# Stage 1 sends less and waits longer: all of its messages come after backward. (They need not: Megatron-LM's
-# distributed optimizer hides its reduce-scatters in backward and its gathers in the next forward.) Bytes are one
-# price; the moment when they are sent is another.
+# While a block computes, the next one is gathered. Only the first gathers and the last reduce-scatters have nothing to
+# hide behind. Our stage 1 sends fewer bytes but waits longer, because it sends all of them after backward. Megatron-LM's
+# stage 1 can hide them behind backward and the next forward.
 #
-# ## A checkpoint that forgets the ranks
-# Every rank saves its shards; the file contains full tensors by name. So a run of stage 3 on four ranks can continue
-# as stage 1 on two, or in one process.
-
-# %%
-import tempfile
-
-from course_lib import checkpoint
-
-
-def two_steps(way, path, saves):
-    mesh = make_mesh()
-    model = build_model(CONFIG, seed=0 if saves else 1)
-    sync, optimizer = make(way, model, mesh.dp)
-    if not saves:
-        checkpoint.load(path, model, optimizer, mesh)
-    losses = []
-    for step in range(4):
-        if saves and step == 2:
-            checkpoint.save(path, model, optimizer, mesh)
-        if saves or step >= 2:
-            total = dp.train_step(model.loss_sum, [rows(step, mesh)], sync, optimizer)
-            losses.append(total.item())
-    return losses[-2:]
-
-
-with tempfile.TemporaryDirectory() as folder:
-    path = f"{folder}/after_two_steps"
-    went_on = run(two_steps, "zero 3", path, True, n=4)[0]
-    print("stage 3, 4 ranks, never stopped:", *(f"{loss:.5f}" for loss in went_on))
-    for way, n in (("zero 1", 2), ("dp", 1)):
-        again = run(two_steps, way, path, False, n=n)[0]
-        print(f"loaded as {way} on {n}:".ljust(32), *(f"{loss:.5f}" for loss in again))
-        assert max(abs(a - b) for a, b in zip(again, went_on, strict=True)) < 1e-4
-
-# %% [markdown]
-# ## Move it
-# The picture of one case; below it the same with sliders (in Jupyter). Which stage is the first to fit 80 GB with 70 billion
-# parameters, and on how many ranks?
-
-# %%
-from course_lib.view import memory_plot
-
-
-def memory(ranks, billions):
-    states = {
-        "DP" if stage == 0 else f"stage {stage}": mixed(stage, billions * 10**9, ranks)
-        for stage in range(4)
-    }
-    fit = [name for name, state in states.items() if state.total <= 80e9]
-    note = f"In 80 GB fit: {', '.join(fit) or 'none'}; activations come on top."
-    title = f"{billions} billion parameters on {ranks} ranks, mixed precision with AdamW"
-    return memory_plot(states, title=title, note=note)
-
-
-memory(ranks=64, billions=7)
-
-# %%
-from course_lib.view.moved import picture_sliders
-
-picture_sliders(
-    memory,
-    ranks=[64, 1, 2, 4, 8, 16, 32, 128, 256, 512, 1024],
-    billions=[7, 1, 13, 30, 70, 175, 405],
-)
-
-# %% [markdown]
 # ## The same in PyTorch
-# `ZeroRedundancyOptimizer` is stage 1 with full tensors instead of equal shards. It broadcasts each tensor from its
-# owner, after DDP's all-reduce of all gradients, and so sends half more bytes. `fully_shard` (FSDP2) is stage 3, with
-# one shard of each *tensor*, split along its first dim. Both average gradients over the ranks, so the loss is the
-# plain mean.
+# `fully_shard`, known as FSDP2, is stage 3 with one shard per tensor. It averages gradients over the ranks.
 
 # %%
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.optim import ZeroRedundancyOptimizer
-from torch.nn.parallel import DistributedDataParallel as DDP
 
 
-def in_pytorch(way):
+def in_pytorch():
     dist.init_process_group("gloo")
     rank, n = dist.get_rank(), dist.get_world_size()
     model = build_model(CONFIG, seed=0)
-    if way == "zero 1":
-        net = DDP(model)
-        optimizer = ZeroRedundancyOptimizer(net.parameters(), torch.optim.AdamW, lr=3e-3)
-    else:
-        devices = init_device_mesh("cpu", (n,))
-        for block in model.blocks:
-            fully_shard(block, mesh=devices, reshard_after_forward=block is not model.blocks[-1])
-        net = fully_shard(model, mesh=devices)
-        optimizer = adam(net.parameters())
-    share = {"dp_rank": rank, "dp_size": n}
+    devices = init_device_mesh("cpu", (n,))
+    for block in model.blocks:
+        fully_shard(block, mesh=devices, reshard_after_forward=block is not model.blocks[-1])
+    fully_shard(model, mesh=devices)
+    optimizer = adam(model.parameters())
     for step in range(STEPS):
+        share = {"dp_rank": rank, "dp_size": n}
         tokens, targets = batch(step, seed=0, batch_size=BATCH, seq_len=SEQ, **share)
         optimizer.zero_grad()
-        F.cross_entropy(net(tokens).flatten(0, 1), targets.flatten()).backward()
+        F.cross_entropy(model(tokens).flatten(0, 1), targets.flatten()).backward()
         optimizer.step()
     optimizer.zero_grad()
-    inner = optimizer.optim if way == "zero 1" else optimizer
-    state = state_bytes(net, inner).total
-    whole = [p.full_tensor() if way == "zero 3" else p for p in model.parameters()]
-    weights = torch.cat([p.detach().flatten() for p in whole])
+    state = state_bytes(model, optimizer).total
+    weights = torch.cat([p.full_tensor().detach().flatten() for p in model.parameters()])
     dist.destroy_process_group()
     return weights, state
 
 
-for way in ("zero 1", "zero 3"):
-    theirs = run(in_pytorch, way, n=RANKS, init=False)
-    apart = max((weights - runs[way][0]["weights"]).abs().max().item() for weights, _ in theirs)
-    assert apart < 1e-4
-    kept = [state for _, state in theirs]
-    print(f"{way}: weights differ from ours by {apart:.1e}; state kept by ranks, bytes: {kept}")
-    print(f"        ours: {[one['state'] for one in runs[way]]}")
+theirs = run(in_pytorch, n=RANKS, init=False)
+apart = max((weights - runs["zero 3"][0]["weights"]).abs().max().item() for weights, _ in theirs)
+assert apart < 1e-4
+print(f"weights differ from ours by {apart:.1e}")
+print(f"state stored by ranks, bytes: {[state for _, state in theirs]}")
+print(f"ours:                         {[one['state'] for one in runs['zero 3']]}")
 
 # %% [markdown]
-# Full tensors cannot be divided evenly: look at the ranks of torch's stage 1.
+# The deep dive [04b FSDP in practice](04b_fsdp_in_practice.ipynb) covers wrapping, mixed precision and hybrid sharding.
 #
 # ## Break it and diagnose
-# Of the six runs below one is correct (its cause is `"correct"`) and five are faulty.
+# One of the six runs below is correct (its cause is `"correct"`), and five are faulty:
 #
-# - **twice**: gradients are divided by the number of ranks once more after they arrived
-# - **double**: the norm for clipping is taken of full gradients, and its square summed over the ranks once more
+# - **twice**: gradients are divided by the number of ranks once more
+# - **double**: the norm for clipping is taken of full gradients, and its square is summed over the ranks once more
 # - **shifted**: one rank puts the padding in front, so that its gradient is one element off
 # - **late**: every rank gathers *before* its optimizer steps
-# - **stale**: one rank gathers into a copy that its model never sees
+# - **stale**: one rank gathers into a copy that its model never uses
 #
-# The table shows the ledger and, after one step, where weights differ from those of one process: a line for each rank
-# that computes, a column for each owner. `.` is right, `x` is wrong. The norm is what clipping uses; one process has
-# 1. Name for each run the cause, the collective in which it shows (`"reduce_scatter"`, `"all_gather"`, or for a norm
-# `"all_reduce"`), and the rank (a number, or `"all"`). Another SEED draws other runs.
+# The table compares weights with those of one process after one step: a row per rank, a column per owner; `x` is wrong.
+# The norm is the one for clipping, relative to one process. For each run, name the cause, the collective in which it
+# shows (`"reduce_scatter"`, `"all_gather"`, or `"all_reduce"` for a norm), and the rank (a number, or `"all"`).
 
 # %%
 SEED = 4
@@ -703,113 +651,72 @@ for lab_run in lab:
 # %% [markdown]
 # <details><summary>How to read it</summary>
 #
-# The loss falls in all six runs, and the bytes are equal: neither helps.
-#
-# - **A column is wrong** (all ranks agree, one owner is off): that owner made a wrong step, from a wrong shard of the
-#   gradient. Look at its reduce-scatter: *shifted*.
-# - **A row is wrong but for its own column**: that rank's model never received the gathered weights: *stale*.
-# - **Only the diagonal is right**: no rank has the others' new weights, because they were gathered too early: *late*.
-# - **Everything is wrong, all ranks agree**: look at the norm. 1/n of the right one: *twice*. √n times: *double*, and
-#   clipping makes every step too short.
-#
-# Owner by reader is the picture to draw when a sharded run goes wrong.
+# - **A column is wrong.** All ranks agree, so one owner made a wrong step from a wrong gradient: *shifted*.
+# - **A row is wrong except for its own column.** This rank's model never received the gathered weights: *stale*.
+# - **Only the diagonal is right.** No rank has the new weights of the others: *late*.
+# - **Everything is wrong, and all ranks agree.** A norm of 1/n is *twice*, and one of √n is *double*.
 # </details>
 
 # %%
 lab.grade(diagnosis)
 
 # %% [markdown]
-# Look again at the runs that are wrong; `lab.reveal()` shows the causes.
-#
 # ## When not to use it
-# - **The model fits.** Stage 1 sends no extra bytes and is worth having; stages 2 and 3 save memory that you do not
-#   need.
-# - **With a pipeline, stages 2 and 3.** They send again for every micro-batch. Use stage 1 with a pipeline.
-# - **A slow link and few tokens.** Stage 3 sends 1.5 times the bytes, and ranks wait for weights, unlike gradients: a
-#   block of h hidden units needs 12h² of them for every micro-batch, however few tokens it has.
-# - **Activations fill the memory.** ZeRO does not shard them: recomputation and lessons 05, 06 and 09 reduce them.
-# - **Optimizers that need full matrices.** They need another partition: full tensors, each with one owner.
+# - **The model fits.** Stage 1 sends no extra bytes, but stages 2 and 3 save memory that you do not need.
+# - **A slow link and few tokens.** A gather of stage 3 takes as long for one token as for a million.
+# - **Activations fill the memory.** ZeRO does not shard them; lessons 05, 06 and 09 do.
 #
-# ## The table that grows
-# State, peak and bytes are from the steps above, exposed from the paced step. Code is the lines of the library behind
-# each way, without comm.
-
-# %%
-from course_lib.view import code_lines
-from course_lib.zero.flat import OneReduceScatter, ShardedFlatParameter
-from course_lib.zero.stage3 import make_units
-
-shared = (dp.global_tokens, dp.train_step)
-sharded = (*shared, zero.FlatParameter, OneReduceScatter, zero.Sharded)
-code = {
-    "dp": code_lines(dp.Overlapped, dp.Bucketed, dp.GradientSync, *shared),
-    "zero 1": code_lines(zero.Zero1, *sharded),
-    "zero 2": code_lines(zero.Zero2, zero.Zero1, *sharded),
-    "zero 3": code_lines(zero.Zero3, zero.Unit, ShardedFlatParameter, make_units, *sharded),
-}
-heads = f"{'state':>12}{'activations':>13}{'peak':>12}{'bytes sent':>12}{'exposed':>10}{'code':>6}"
-print(f"{'a rank':8}{heads}")
-for way, result in runs.items():
-    one, sent = result[0], int(result[0]["sent"])
-    print(f"{way:8}{one['state']:12,}{one['activations']:13,}{one['peak']:12,}{sent:12,}", end="")
-    print(f"{1e3 * exposed[way]:7.0f} ms{code[way]:6}")
-
-# %% [markdown]
-# ## The claims settled
-# **Claim 1: only if a step has one micro-batch.** A study note says that stage 2's bytes are those of DDP. With M
-# micro-batches they are (M+1)/2 times as many, because freed gradients cannot wait for the next micro-batch.
+# **Claim 1: only if a step has one micro-batch.** With M of them, stage 2 sends (M+1)/2 times as much.
 #
-# **Claim 2: false.** It divides the state by n. Activations, the gathered blocks and the gradients in flight are not
-# divided. The same note's "90/N GB" is 120/N, and only between steps.
+# **Claim 2: false.** Only the state between steps is divided by n. Activations and gathered blocks are not.
 
 # %%
 print(f"your votes: 1 {vote_1}; 2 {vote_2}")
 
 # %% [markdown]
-# ## Cheat-sheet
-# P parameters, b = 2 bytes each, n ranks, M micro-batches; everything below is computed from the library's formulas.
+# **The table that grows.** Exposed time is from the padded step.
+
+# %%
+heads = f"{'state':>12}{'activations':>13}{'peak':>12}{'bytes sent':>12}{'exposed':>10}"
+print(f"{'per rank':8}{heads}")
+for way, result in runs.items():
+    one, sent = result[0], int(result[0]["sent"])
+    print(f"{way:8}{one['state']:12,}{one['activations']:13,}{one['peak']:12,}{sent:12,}", end="")
+    print(f"{1e3 * exposed[way]:7.0f} ms")
+
+# %% [markdown]
+# **Cheat-sheet.** A parameter takes 2 + 2 + 12 bytes, all messages are in bfloat16, and every block is gathered twice.
 
 
 # %%
-def cheat_sheet(billions, n, micro_batches):
-    bf16 = {"dtype": torch.bfloat16}
-    elements = [billions * 10**9]
-    print(f"{billions} billion parameters, bfloat16, {n} ranks, {micro_batches} micro-batch(es)")
-    print("gradients are reduced in float32, as ZeRO does it here, DP's too; GB\n")
-    print(f"{'':9}{'state':>11}{'sent per step':>15}{'of DP':>7}   sharded        sent")
-    words = {
-        0: ("nothing", "gradients: all-reduce, once"),
-        1: ("optimizer", "gradients: reduce-scatter, once; weights: all-gather, once"),
-        2: ("+ gradients", "the reduce-scatter in every micro-batch"),
-        3: ("+ weights", "gather, gather, reduce-scatter in every micro-batch"),
+def cheat_sheet(billions, n):
+    parameters, counts = billions * 10**9, (1, 8)
+    sent_words = {
+        0: "gradients: all-reduce, once",
+        1: "gradients: reduce-scatter, once; weights: all-gather, once",
+        2: "the reduce-scatter in every micro-batch",
+        3: "gather, gather, reduce-scatter in every micro-batch",
     }
-    plain = dp.wire_bytes(4 * elements[0], n)
-    for stage, (what, messages) in words.items():
-        sent, state = plain, 14 * elements[0]
-        if stage:
-            state = zero.state_bytes(stage, elements, n, **bf16)
-            sent = zero.wire_bytes(stage, elements, n, micro_batches=micro_batches, **bf16)
-        name = f"stage {stage}" if stage else "DP"
-        print(
-            f"{name:9}{state / 1e9:11.1f}{float(sent) / 1e9:15.1f}{float(sent / plain):7.2f}",
-            end="",
+    plain = dp.wire_bytes(2 * parameters, n)
+    print(f"{billions} billion parameters on {n} ranks; GB stored, and GB sent for M = 1 and M = 8")
+    print(f"{'':9}{'stored':>8}{'M = 1':>9}{'of DP':>7}{'M = 8':>9}{'of DP':>7}")
+    for stage, words in sent_words.items():
+        line = (
+            f"{f'stage {stage}' if stage else 'DP':9}{mixed(stage, parameters, n).total / 1e9:8.2f}"
         )
-        print(f"   {what:13}  {messages}")
+        for count in counts:
+            sent = plain
+            if stage:  # the formula is for 4 bytes per element; here each element has 2
+                sent = zero.wire_bytes(stage, [parameters], n, micro_batches=count) / 2
+            line += f"{float(sent) / 1e9:9.1f}{float(sent / plain):7.2f}"
+        print(f"{line}   {words}")
 
 
-cheat_sheet(billions=7, n=64, micro_batches=1)
-print()
-cheat_sheet(billions=7, n=64, micro_batches=8)
-
-# %% [markdown]
-# State here is weights and optimizer; gradients are temporary. Stage 1 is even cheaper than DP in this precision: it
-# sends sums in float32 and gathers weights in bfloat16. A DP that sums in bfloat16, as in lesson 01's table, sends
-# half of this, 27.6 GB, and less than stage 1.
+cheat_sheet(billions=7, n=64)
 
 # %% [markdown]
-# ## Your turn
-# [Five exercises](../exercises/04_zero.ipynb), each on its own: a table by hand (10 minutes), the bounds of a shard
-# (5); and on real ranks a step of stage 1 (10), buckets sent during backward (25), and stage 3 in raw PyTorch (20).
+# ## Your turn, and five questions to leave with
+# [Five exercises](../exercises/04_zero.ipynb) take 70 minutes.
 
 # %% course={"role": "given"}
 import torch
@@ -1076,53 +983,39 @@ from course_lib.grading import check
 check("04-5", sharded_pass)
 
 # %% [markdown]
-# ## Exit questions
-# Answer each before you unfold it.
+# **Exit questions.** Answer, then unfold.
 #
 # **1.** 13 billion parameters, mixed precision with AdamW, 16 ranks of 40 GB. Which stage is the first whose state fits?
 #
 # <details><summary>Answer</summary>
-# DP 208 GB; stage 1 52 + 9.75 = 61.75; stage 2 26 + 11.4 = 37.4: it fits, with 2.6 GB for activations, which is not enough
-# for training. Stage 3: 13 GB.
+# Stage 1 stores 61.75 GB and stage 2 37.4 GB. Stage 2 fits, but leaves only 2.6 GB for activations.
 # </details>
 #
 # **2.** Why does stage 1 send no more than data parallelism?
 #
 # <details><summary>Answer</summary>
-# An all-reduce is a reduce-scatter and an all-gather. Stage 1 does both, with the step between them: the second half
-# sends weights instead of gradients.
+# Both make a reduce-scatter and an all-gather; stage 1 has the optimizer step between them.
 # </details>
 #
 # **3.** Where does the 1.5 of stage 3 come from, and when is it less, or more?
 #
 # <details><summary>Answer</summary>
-# Three halves of an all-reduce instead of two: gather, gather, reduce-scatter. It is less with blocks that stay
-# gathered, and M times as much with M micro-batches. With gradients in float32 but weights in bfloat16, two of the
-# three halves send half the bytes.
+# Gather, gather and reduce-scatter are three halves of an all-reduce. It is less when blocks stay gathered, and M times
+# as much with M micro-batches.
 # </details>
 #
 # **4.** Losses are right with one micro-batch, and wrong with four, in stage 2 alone. What do you look at?
 #
 # <details><summary>Answer</summary>
-# The shard's gradient: was it replaced instead of added to? And `p.grad` after a send: a gradient that is not freed
-# is sent again.
+# Was the shard's gradient replaced instead of added to? Was `p.grad` not freed, and so sent again?
 # </details>
 #
-# **5.** One rank's checkpoint of stage 3 is lost. What is lost, and what would have been lost in stage 1?
+# **5.** One rank's checkpoint is lost. What is lost in stage 3, and what in stage 1?
 #
 # <details><summary>Answer</summary>
-# In stage 3 one n-th of everything: no other rank has those weights. In stage 1 one n-th of the moments (and of the
-# master weights); the weights that the model computes with are replicated on every rank.
+# In stage 3, 1/n of everything. In stage 1, 1/n of the optimizer state; every rank has the weights.
 # </details>
 #
-# ## Sources and what next
-# - Rajbhandari et al. 2019, *ZeRO*, [arXiv:1910.02054](https://arxiv.org/abs/1910.02054): table 1 and sections 5 and 7.
-# - Zhao et al. 2023, *PyTorch FSDP*, [arXiv:2304.11277](https://arxiv.org/abs/2304.11277): prefetch, and which units
-#   stay gathered.
-# - Megatron Core, [distributed
-#   optimizer](https://docs.nvidia.com/megatron-core/developer-guide/latest/distrib_optimizer.html): stage 1 in production.
-# - [FSDP2's design notes](https://github.com/pytorch/torchtitan/blob/main/docs/fsdp.md): why one shard for each tensor.
-# - The library: `course_lib/zero`, whose formulas are in `formulas.py`.
-#
-# Next: a gathered block must fit, and ranks must wait for it. Lesson 05 (tensor parallelism) never gathers it: every
-# rank computes with its shard.
+# **Sources.** Next: lesson 05 never gathers a weight.
+# - Rajbhandari et al. 2019, *ZeRO*: [arXiv:1910.02054](https://arxiv.org/abs/1910.02054), table 1.
+# - Llama 3: [arXiv:2407.21783](https://arxiv.org/abs/2407.21783), section 3.3.2 and table 4.

@@ -19,6 +19,7 @@ NAMES = {
     "02": "Collectives",
     "03": "Data parallelism",
     "04": "ZeRO",
+    "04b": "FSDP in practice",
     "05": "Tensor parallelism",
     "06": "Sequence parallelism",
     "06b": "Vocabulary, seeds, heads",
