@@ -166,14 +166,24 @@ def lesson_02_shows_collectives(notebook):
 def lesson_03_shows_one_gradient(notebook):
     text = outputs(notebook)
     assert "{'own': 0.5, 'sum': 15.0}" in text
-    for way, calls in (("naive", 39), ("bucketed", 3), ("overlapped", 3)):
-        assert re.search(rf"^{way} +{calls} +1,379,712 +1,379,712 ", text, re.MULTILINE)
+    for way, calls, kernel in (
+        ("naive", 39, r"1,4\d\d,\d{3}"),
+        ("bucketed", 3, r"1,38\d,\d{3}"),
+        ("overlapped", 3, r"1,38\d,\d{3}"),
+    ):
+        line = rf"^{way} +{calls} +1,379,712 +({kernel}|no count) "
+        assert re.search(line, text, re.MULTILINE)
     for line in (
-        "put every backward but the last of a step into `with sync.accumulate():`",
-        "calls of each rank: [0, 0, 0, 0]",
+        "bucket 0 is full after 12 of 39 gradients",
+        "128 ranks against 64: 1.008; you predicted None",
+        "2 micro-batches            3     1,379,712          1,519,884",
+        "2, sent each time          6     2,759,424",
+        "mean of means: off by 29%; your vote: None",
+        "rows that rank 0 reads first, in epochs 0 and 1: [12, 19, 6, 3] [5, 7, 31, 28]",
+        "without set_epoch: [12, 19, 6, 3] [12, 19, 6, 3]",
         "0 of 6 right",
         "deadline: 3 of 4 ranks had not returned after 5 s.",
-        "data parallel 612.5, tensor parallel 1,082.3",
+        "     64              27.6     1.10",
     ):
         assert line in text
     assert re.search(r"^[A-F] +\S+ +\S+ +0 ", text, re.MULTILINE)  # no sync: nothing is sent
@@ -181,7 +191,8 @@ def lesson_03_shows_one_gradient(notebook):
     assert re.search(r"^rank \d had returned$", text, re.MULTILINE)
     # Calls of different sizes: gloo ends the rank that receives too much, or leaves it waiting.
     assert re.search(r"signal 6 \(SIGABRT\), at: cell |lost its connection|not returned", text)
-    assert len(pictures(notebook)) >= 2
+    assert 'def finish(self) -> None:\n    """Send the buckets' not in text  # 03-4's answer
+    assert len(pictures(notebook)) == 2
 
 
 def lesson_04_shows_shards(notebook):
