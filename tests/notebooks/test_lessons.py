@@ -388,18 +388,25 @@ def lesson_11_shows_groups(notebook):
     text = outputs(notebook)
     for line in (
         "between two ranks a bucket takes 51 ms, a small call 11 ms",
-        "tp pp dp pp dp dp",
         "ranks 0, 1, 2 and 3 wait for each other for ever:",
         "right is [2.0, 200.0]; your prediction: None",
         "returned [[101.0, 101.0], [101.0, 101.0]]",
         "the ranks do not make the same groups:",
-        "rank 63's pp group: the note [63, 71, 79, 87]; right [39, 47, 55, 63]",
+        "rank 63's pp group: these lines [63, 71, 79, 87]; right [39, 47, 55, 63]",
         "{'tp': 8, 'pp': 16, 'dp': 32}, 56; your prediction: None",
         "0 of 5 right",
     ):
         assert line in text
     assert text.count("returned [[2.0, 2.0], [2.0, 2.0], [2.0, 2.0], [2.0, 2.0]]") == 1
-    assert len(pictures(notebook)) == 5
+    for way, formula, calls in (
+        ("links apart", 379, 12),
+        ("one link, at once", 442, 12),
+        ("one link, held and split", 406, 16),
+    ):
+        row = rf"^{way} +{formula} ms +\d+ ms +\d+ ms +{calls} +112,000$"
+        assert re.search(row, text, re.MULTILINE)
+    assert "def stuck(" not in text  # the answer of 11-3
+    assert len(pictures(notebook)) == 3
 
 
 def lesson_12_shows_all_axes(notebook):
