@@ -589,7 +589,7 @@ lab.grade(diagnosis)
 #   accuracy (Goyal et al.).
 # - **With few tokens per rank and a slow link.** Backward is then too short to hide the bytes.
 #
-# **Claim 1: only if** each rank divides by the tokens of all ranks, or all ranks have equally many.
+# **Claim 1: only if** each rank divides by the tokens of all ranks, or all counts are equal.
 #
 # **Claim 2: false.** The last bucket is full only when backward ends. On a GPU, a collective also takes processors and
 # memory bandwidth from the backward that hides it.

@@ -77,7 +77,7 @@ predicted_sums = None  # two ranks sum 1 + 1 and 100 + 100, their groups made in
 
 # %% [markdown]
 # ## One group is one queue
-# We start the all-reduce of a bucket and then make two small calls. First all calls use one group. Then the bucket gets a
+# We start the all-reduce of a bucket and then make two small calls. First, all calls use one group. Then the bucket gets a
 # second group of the *same* two ranks. In the third run, these two groups share one link.
 
 # %%
@@ -416,7 +416,7 @@ for rank, (sums, groups) in enumerate(theirs):
 #
 # For each run enter the cause, the axis and the faulty rank (of two, the lower one), or None if correct. The axis is
 # `"norms"` for groups made in the wrong order, and else the axis of the call that came too early, in place of another, or
-# not at all. One run leaves two suspects, and CHECKED = True shows the right one.
+# not at all. One run leaves two suspects, and CHECKED = True shows which is faulty.
 
 # %%
 SEED = 11
