@@ -100,7 +100,11 @@ def changed(path: Path, tmp_path: Path, old: str, new: str) -> list[str]:
     [
         (" to read and run, ", " to read; ", "no banner with minutes to read and to build"),
         ("*45 minutes", "*75 minutes", "more than 60 minutes to read and run"),
-        ("# ## The question\n", "# ## The question\n# " + 1000 * "too long ", "of at most 2500"),
+        (
+            "# ## Four copies, one sum\n",
+            "# ## Four copies, one sum\n# " + 1000 * "too long ",
+            "of at most 2500",
+        ),
         ("vote_2 = None", "", "fewer than two claims to vote on"),
         ("# **Claim 2", "# Claim 2", "a claim is not settled"),
         ("# **5.**", "# **5.**\n# " + ANSWER, "not five exit questions"),
@@ -108,7 +112,7 @@ def changed(path: Path, tmp_path: Path, old: str, new: str) -> list[str]:
         ("# ## When not to", "# ## When", "not a word on when not to use it"),
         ('Lab("03"', 'Lab("04"', "its lab is not the library's"),
         ("lab.grade(diagnosis)", "", "its lab is not graded"),
-        ("# ## Cheat-sheet", "# ## Formulas", "no cheat-sheet"),
+        ("# **Cheat-sheet", "# **Formulas", "no cheat-sheet"),
     ],
 )
 def test_what_a_lesson_lacks_is_said(tmp_path, old, new, words):

@@ -171,14 +171,24 @@ def lesson_02_shows_collectives(notebook):
 def lesson_03_shows_one_gradient(notebook):
     text = outputs(notebook)
     assert "{'own': 0.5, 'sum': 15.0}" in text
-    for way, calls in (("naive", 39), ("bucketed", 3), ("overlapped", 3)):
-        assert re.search(rf"^{way} +{calls} +1,379,712 +1,379,712 ", text, re.MULTILINE)
+    for way, calls, kernel in (
+        ("naive", 39, r"1,4\d\d,\d{3}"),
+        ("bucketed", 3, r"1,38\d,\d{3}"),
+        ("overlapped", 3, r"1,38\d,\d{3}"),
+    ):
+        line = rf"^{way} +{calls} +1,379,712 +({kernel}|no count) "
+        assert re.search(line, text, re.MULTILINE)
     for line in (
-        "put every backward but the last of a step into `with sync.accumulate():`",
-        "calls of each rank: [0, 0, 0, 0]",
+        "bucket 0 is full after 12 of 39 gradients",
+        "128 ranks against 64: 1.008; you predicted None",
+        "2 micro-batches            3     1,379,712          1,519,884",
+        "2, sent each time          6     2,759,424",
+        "mean of means: off by 29%; your vote: None",
+        "rows that rank 0 reads first, in epochs 0 and 1: [12, 19, 6, 3] [5, 7, 31, 28]",
+        "without set_epoch: [12, 19, 6, 3] [12, 19, 6, 3]",
         "0 of 6 right",
         "deadline: 3 of 4 ranks had not returned after 5 s.",
-        "data parallel 612.5, tensor parallel 1,082.3",
+        "     64              27.6     1.10",
     ):
         assert line in text
     assert re.search(r"^[A-F] +\S+ +\S+ +0 ", text, re.MULTILINE)  # no sync: nothing is sent
@@ -186,7 +196,8 @@ def lesson_03_shows_one_gradient(notebook):
     assert re.search(r"^rank \d had returned$", text, re.MULTILINE)
     # Calls of different sizes: gloo ends the rank that receives too much, or leaves it waiting.
     assert re.search(r"signal 6 \(SIGABRT\), at: cell |lost its connection|not returned", text)
-    assert len(pictures(notebook)) >= 2
+    assert 'def finish(self) -> None:\n    """Send the buckets' not in text  # 03-4's answer
+    assert len(pictures(notebook)) == 2
 
 
 def lesson_04_shows_shards(notebook):
@@ -482,18 +493,25 @@ def lesson_11_shows_groups(notebook):
     text = outputs(notebook)
     for line in (
         "between two ranks a bucket takes 51 ms, a small call 11 ms",
-        "tp pp dp pp dp dp",
         "ranks 0, 1, 2 and 3 wait for each other for ever:",
         "right is [2.0, 200.0]; your prediction: None",
         "returned [[101.0, 101.0], [101.0, 101.0]]",
         "the ranks do not make the same groups:",
-        "rank 63's pp group: the note [63, 71, 79, 87]; right [39, 47, 55, 63]",
+        "rank 63's pp group: these lines [63, 71, 79, 87]; right [39, 47, 55, 63]",
         "{'tp': 8, 'pp': 16, 'dp': 32}, 56; your prediction: None",
         "0 of 5 right",
     ):
         assert line in text
     assert text.count("returned [[2.0, 2.0], [2.0, 2.0], [2.0, 2.0], [2.0, 2.0]]") == 1
-    assert len(pictures(notebook)) == 5
+    for way, formula, calls in (
+        ("links apart", 379, 12),
+        ("one link, at once", 442, 12),
+        ("one link, held and split", 406, 16),
+    ):
+        row = rf"^{way} +{formula} ms +\d+ ms +\d+ ms +{calls} +112,000$"
+        assert re.search(row, text, re.MULTILINE)
+    assert "def stuck(" not in text  # the answer of 11-3
+    assert len(pictures(notebook)) == 3
 
 
 def lesson_12_shows_all_axes(notebook):
