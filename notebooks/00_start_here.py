@@ -399,7 +399,8 @@ print(f"your vote: {vote_2}")
 #
 # ## Sources and what next
 # - Patarasuk and Yuan 2009, *Bandwidth optimal all-reduce algorithms for clusters of workstations*, Journal of
-#   Parallel and Distributed Computing 69(2): where 2(n-1)/n comes from, and why no algorithm sends less.
+#   Parallel and Distributed Computing 69(2): where 2(n-1)/n comes from, and why ranks that do the additions
+#   themselves cannot send less on average. If a switch does the additions, they send less (lesson 02).
 # - Narayanan et al. 2021, *Efficient Large-Scale Language Model Training*,
 #   [arXiv:2104.04473](https://arxiv.org/abs/2104.04473): which axis to put where, section 3.
 # - [torch.distributed](https://docs.pytorch.org/docs/stable/distributed.html): the calls of the raw cell above.

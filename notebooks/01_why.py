@@ -15,11 +15,12 @@
 # %% [markdown]
 # # 01 Why: memory, compute and network
 #
-# *45 minutes to read and run, 60 to build.* No single GPU trains the large models of today. Which of its limits is
-# hit first, and by how much? You count bytes, operations and messages of models from 7 to 405 billion parameters,
-# from shapes alone, and check every formula on a small model that runs here. You need lesson 00.
+# *45 minutes to read and run, 60 to build.* You get one H100 and the task to train Llama 3 70B. The GPU has 80 GB of
+# memory, and the weights alone take 141 GB. Suppose that they did fit: would training be possible then? And would
+# 16,384 GPUs be 16,384 times as fast? We answer with formulas, and check them on a small model that runs here. You need
+# lesson 00.
 #
-# Vote first: write `"true"`, `"false"` or `"only if ..."`. The claims are settled at the end.
+# Vote first: write `"true"`, `"false"` or `"only if ..."`.
 #
 # 1. *A model can be trained on a GPU if its weights fit into the GPU's memory.*
 # 2. *n GPUs train n times as fast as one.*
@@ -29,113 +30,59 @@ vote_1 = None
 vote_2 = None
 
 # %% [markdown]
-# ## The question
-# A step of training needs three things of a machine, and each has its own limit:
+# ## One GPU and 70 billion parameters
+# Three resources limit a training step:
 #
-# ```
-#                     asks for                            is limited by
-#   memory    bytes   weights, gradients, optimizer,      80 GB per GPU
-#                     what backward needs
-#   compute   FLOPs   about 6 for each parameter          989 TFLOP/s per GPU at best
-#                     and token
-#   network   bytes   whatever one GPU has and            450 GB/s inside a node,
-#                     another one needs                   50 GB/s between nodes
-# ```
+# | resource | what a step uses it for | on an H100 |
+# |---|---|---|
+# | memory | weights, gradients, optimizer, activations | 80 GB |
+# | compute | about 6 operations (FLOPs) per parameter and token | 989 TFLOP/s in bfloat16 |
+# | network | results that other GPUs need | 450 GB/s inside a node, 50 GB/s between nodes |
 #
-# (The figures are an H100's: bfloat16, without sparsity.) One GPU has no network, and two limits. More GPUs move the
-# first two limits and add the third. Every technique of this course is a choice of what to partition and what to send
-# instead.
-
-# %% [markdown]
-# ## Predict
-# Fill in what you can.
+# More GPUs raise the first two limits and add the third. So every technique in this course answers two questions: what
+# do we split over the GPUs, and what must they then send to each other?
+#
+# | symbol | meaning |
+# |---|---|
+# | P, T | parameters of the model; tokens that it is trained on |
+# | n, t | GPUs (ranks); tokens that one GPU computes in a step |
+# | L, h | layers; hidden size |
+# | G, K | heads of keys and values; elements per head |
+# | F, S | inner features of the MLP; tokens in a sequence |
+#
+# Fill in what you expect:
 
 # %%
-predicted_gb_7b = None  # GB that training 7B keeps between steps: weights, gradients, AdamW
-predicted_gpus_405b = None  # GPUs of 80 GB that hold the same of 405B, evenly cut, nothing else
+predicted_gb_7b = None  # GB that training 7B stores between steps: weights, gradients, AdamW
+predicted_gpus_405b = None  # GPUs of 80 GB that hold the same of 405B, divided evenly, nothing else
 predicted_days_70b = None  # days of 70B on 15 trillion tokens on one GPU, at 40 % of its peak
-predicted_speedup = None  # four ranks below: how many times as fast as one
 predicted_cache_gb = None  # GB of keys and values of one sequence of 8,192 tokens, 70B
+predicted_speedup = None  # four ranks on a slow link: how many times as fast as one
 
 # %% [markdown]
-# ## Three limits, live
-# A step of 240 ms of computing is divided over n ranks. Then they sum a gradient of 4 MB, over a link that is slowed
-# down to 100 MB/s, with 1 ms per message. The computing is *paced*: ranks sleep as long as it would take. How long
-# does the step take?
+# ## Memory between steps: 16 bytes per parameter
+# Mixed precision with AdamW stores each weight and its gradient in bfloat16, with 2 bytes each. The optimizer adds a
+# master copy of the weight and two moments in float32, with 4 bytes each. That makes 16 bytes per parameter. To check
+# it, the folded cell trains a small model for one step and counts bytes, with gradients in bfloat16, in float32, and in
+# both.
 
-# %%
-import time
-
+# %% jupyter={"source_hidden": true}
+# Train a small model in mixed precision for one step and count the bytes of its state.
 import torch
-
-from course_lib import comm
-from course_lib.comm.alpha_beta import ring_seconds
-from course_lib.launch import run
-from course_lib.mesh import Link, Links, make_mesh
-
-LINK = Link(alpha=0.001, beta=100e6)
-NETWORK = Links(inside=LINK, between=LINK)
-GRADIENT, COMPUTE = 4_000_000, 0.240  # bytes, seconds
-
-
-def one_step():
-    mesh = make_mesh()
-    gradient = torch.ones(GRADIENT // 4)
-    comm.barrier(mesh.dp)
-    start = time.perf_counter()
-    with mesh.compute("F"):
-        pass  # paced: a third of the computing
-    with mesh.compute("B"):
-        pass
-    comm.all_reduce(gradient, mesh.dp)
-    return time.perf_counter() - start
-
-
-def paced(n):
-    pace = {"F": COMPUTE / 3 / n, "B": COMPUTE * 2 / 3 / n}
-    return max(run(one_step, n=n, pace=pace, links=NETWORK))
-
-
-print(f"{'ranks':5}{'computing':>12}{'sending':>10}{'formula':>10}{'measured':>10}{'speed-up':>10}")
-alone = paced(1)
-for n in (1, 2, 4):
-    sending = ring_seconds(GRADIENT, n, LINK)
-    took = alone if n == 1 else paced(n)
-    times = [COMPUTE / n, sending, COMPUTE / n + sending, took]
-    print(
-        f"{n:5}"
-        + "".join(f"{1e3 * t:{w}.0f} ms" for t, w in zip(times, (9, 7, 7, 7), strict=True)),
-        end="",
-    )
-    print(f"{alone / took:10.2f}")
-print(f"your prediction for four ranks: {predicted_speedup}")
-
-# %% [markdown]
-# Computing shrinks with n. Sending does not. The sum is a *ring all-reduce*: shards go round the ranks, first to be
-# added up, then to be copied (lesson 02 builds it). So a rank sends 2(n-1)/n times the gradient, more with every rank
-# that joins. The speed-up has a ceiling, here 3: 240 ms over the 80 ms that twice the gradient takes on this link;
-# the 1 ms per message lowers it.
-#
-# ## Memory: what stays between steps
-# Training in mixed precision with AdamW stores 16 bytes per parameter: the weight in bfloat16 (2), its gradient (2),
-# and in float32 a master copy of the weight and two moments (4 each). Count them on a model that is small enough to
-# look at.
-
-# %%
+import torch.nn.functional as F
 from torch import nn
 
 from course_lib.data import batch
 from course_lib.model import build_model, parameter_count, tiny_config
-from course_lib.recompute import saved_by_block, saved_by_stage, saved_outside_blocks
+from course_lib.recompute import saved_by_stage
 from course_lib.trace import SavedActivations, state_bytes
-from course_lib.view import show_source
 
 BATCH, SEQ = 4, 64
 SMALL = tiny_config(hidden=128, ffn=384, max_seq_len=SEQ, dtype=torch.bfloat16)
 
 
 def mixed_step():
-    """One step; what is kept, by name, each when it is kept."""
+    """One step: the state by precision of the gradients, saved activations, number of tensors."""
     model = build_model(SMALL)
     masters = [nn.Parameter(p.detach().float()) for p in model.parameters()]
     optimizer = torch.optim.AdamW(masters)
@@ -159,372 +106,318 @@ def mixed_step():
 kept, activations, tensors = mixed_step()
 P = parameter_count(SMALL)
 print(f"{P:,} parameters in {tensors} tensors\n")
-print(f"{'':24}{'weights':>9}{'gradients':>11}{'optimizer':>11}{'bytes a parameter':>19}")
+print(f"{'':24}{'weights':>9}{'gradients':>11}{'optimizer':>11}{'bytes per parameter':>21}")
 for name, state in kept.items():
     line = f"{state.parameters:9,}{state.gradients:11,}{state.optimizer:11,}"
-    print(f"{name:24}{line}{state.total / P:19.3f}")
+    print(f"{name:24}{line}{state.total / P:21.3f}")
 each = [2 + 2 + 4 + 12, 2 + 4 + 12, 2 + 2 + 12]
 for state, size in zip(kept.values(), each, strict=True):
-    assert state.total == size * P + 4 * tensors  # AdamW counts its steps, 4 bytes a tensor
+    assert state.total == size * P + 4 * tensors  # AdamW counts its steps: 4 bytes per tensor
 
 # %% [markdown]
-# To the byte: 16, 18 or 20, depending on the precision of the gradients. All three figures are in the literature, and
-# none is a mistake (ZeRO has 16, Megatron-LM 18 and 20), so ask which one is meant. (Plain float32 training stores 4
-# + 4 + 8: 16 as well.)
+# You will meet all three figures: the ZeRO paper counts 16, and Megatron-LM's documentation has 18 and 20. So ask how
+# the gradients are stored. Here they are in bfloat16.
 #
-# ## The models
-# The count of parameters is a sum over shapes, and so is all that follows. Five published models:
-
+# ## The same in PyTorch: a block without memory
+# The number of parameters is a sum over shapes. PyTorch's *meta* device creates tensors that have a shape but no
+# memory, so we can build a block of Llama 3 405B on a laptop:
 
 # %%
 from dataclasses import dataclass
 
-from course_lib.model import ModelConfig, block_parameter_count, counting
-
-BF16 = {"dtype": torch.bfloat16}
+from course_lib.model import ModelConfig, block_parameter_count
 
 
 @dataclass(frozen=True)
 class Published:
-    """A model as its paper has it: shapes, tokens that it was trained on, parameters."""
+    """A model as its paper describes it: shapes, tokens that it was trained on, parameters."""
 
     config: ModelConfig
     tokens: float
     parameters: int
 
 
-def llama(layers, hidden, heads, kv_heads, ffn, context, vocab):
-    return ModelConfig("llama", layers, hidden, heads, kv_heads, ffn, context, vocab, **BF16)
+def llama(*shapes):
+    return ModelConfig("llama", *shapes, dtype=torch.bfloat16)
 
 
-GPT_3 = ModelConfig("gpt", 96, 12288, 96, 96, 4 * 12288, 2048, 50257, tied=True, **BF16)
-MODELS = {
+GPT_3 = ModelConfig(
+    "gpt", 96, 12288, 96, 96, 4 * 12288, 2048, 50257, tied=True, dtype=torch.bfloat16
+)
+MODELS = {  # layers, hidden, query heads, heads of keys and values, ffn, context, vocabulary
     "7B": Published(llama(32, 4096, 32, 32, 11008, 4096, 32000), 2e12, 6_738_415_616),
     "13B": Published(llama(40, 5120, 40, 40, 13824, 4096, 32000), 2e12, 13_015_864_320),
     "70B": Published(llama(80, 8192, 64, 8, 28672, 8192, 128256), 15e12, 70_553_706_496),
     "175B": Published(GPT_3, 300e9, 174_604_259_328),
     "405B": Published(llama(126, 16384, 128, 8, 53248, 8192, 128256), 15.6e12, 405_853_388_800),
 }
-show_source(counting._block)
-print()
-print(f"{'':6}{'layers':>7}{'hidden':>8}{'a block':>16}{'in all':>18}{'12 L h^2':>10}")
-for name, model in MODELS.items():
-    c, size = model.config, parameter_count(model.config)
-    rough = 12 * c.layers * c.hidden**2 / size
-    print(f"{name:6}{c.layers:7}{c.hidden:8,}{block_parameter_count(c):16,}{size:18,}{rough:10.2f}")
-    assert size == model.parameters
+
+big = MODELS["405B"].config
+kv_features = big.kv_heads * big.head_dim
+with torch.device("meta"):
+    block = nn.ModuleDict(
+        {
+            "q": nn.Linear(big.hidden, big.hidden, bias=False),
+            "k": nn.Linear(big.hidden, kv_features, bias=False),
+            "v": nn.Linear(big.hidden, kv_features, bias=False),
+            "o": nn.Linear(big.hidden, big.hidden, bias=False),
+            "gate": nn.Linear(big.hidden, big.ffn, bias=False),
+            "up": nn.Linear(big.hidden, big.ffn, bias=False),
+            "down": nn.Linear(big.ffn, big.hidden, bias=False),
+            "attn_norm": nn.RMSNorm(big.hidden),
+            "ffn_norm": nn.RMSNorm(big.hidden),
+        }
+    ).to(torch.bfloat16)
+size = sum(p.numel() for p in block.parameters())
+print(f"a block of 405B: {size:,} parameters, {2 * size / 1e9:.2f} GB of weights")
+assert size == block_parameter_count(big)
 
 # %% [markdown]
-# 7B and 13B are Llama 2, 70B and 405B Llama 3, 175B is GPT-3. The rule of thumb 12 L h² (L layers, h hidden) is
-# within a tenth. It counts GPT's block; in Llama 3, fewer heads of keys and values and a wider MLP nearly cancel.
-#
-# ## Memory: what a GPU would have to hold
-# GB is 1e9 bytes, GiB is 2^30. Papers use both and call both GB. They are 7 % apart, which is the difference between a model
-# that fits and one that does not.
+# A model has L such blocks, an embedding, a last norm and an LM head. The table lists Llama 2 (7B and 13B), Llama 3
+# (70B and 405B) and GPT-3 (175B). Its last column divides the state evenly over GPUs of 80 GB.
 
 # %%
 GPU = 80e9  # bytes
-print(f"{'GB':6}{'weights':>9}{'gradients':>11}{'optimizer':>11}{'state':>9}", end="")
-print(f"{'state, GiB':>13}{'GPUs of 80 GB':>16}")
+print(f"{'':6}{'layers':>7}{'hidden':>8}{'parameters':>17}", end="")
+print(f"{'weights, GB':>13}{'state, GB':>11}{'state, GiB':>12}{'GPUs':>6}")
 for name, model in MODELS.items():
-    size = model.parameters
-    parts = [2 * size, 2 * size, 12 * size]
-    state = sum(parts)
-    line = "".join(f"{part / 1e9:{w},.0f}" for part, w in zip(parts, (9, 11, 11), strict=True))
-    print(f"{name:6}{line}{state / 1e9:9,.0f}{state / 2**30:13,.0f}{-(-state // int(GPU)):16}")
+    c, size = model.config, parameter_count(model.config)
+    assert size == model.parameters
+    print(f"{name:6}{c.layers:7}{c.hidden:8,}{size:17,}", end="")
+    print(f"{2 * size / 1e9:13,.0f}{16 * size / 1e9:11,.0f}{16 * size / 2**30:12,.0f}", end="")
+    print(f"{-(-16 * size // int(GPU)):6}")
 print(f"\nyour predictions: 7B {predicted_gb_7b} GB, 405B {predicted_gpus_405b} GPUs")
 
 # %% [markdown]
-# No model from 7B on can be trained on one such GPU this way, although the weights of 7B and 13B fit easily. A study
-# note's planner asks `model_size < gpu_memory`, but weights are an eighth of the state that must fit. Another note
-# has "~90 GB" for 7.5B: it counts the two moments and forgets the master copy.
+# The weights of 7B and 13B fit into 80 GB easily, but their states do not, because the weights are only an eighth of
+# the state. Watch the unit: a GiB is 2^30 bytes, 7 % more than a GB, and papers often write GB for both.
 #
-# ### Who may share it
-# The ZeRO paper's table for 7.5B, computed anew: each of n ranks stores all of it, or 1/n of the optimizer state
-# (stage 1), of the gradients too (stage 2), or of everything (stage 3). Lesson 04 builds it.
+# ## Memory inside a step: saved activations
+# Forward saves the inputs of matrices, norms and nonlinearities, because backward needs them. These *saved activations*
+# grow with the number of tokens. In eager PyTorch on a CPU, a llama block in bfloat16 saves for each token:
+#
+# | saved tensors | bytes |
+# |---|---|
+# | inputs and normalized inputs of two norms, in float32 | 16 h |
+# | outputs of these norms | 4 h |
+# | queries, and output of attention | 4 h |
+# | keys and values | 4 G K |
+# | gate, SiLU(gate), up, and their product | 8 F |
+#
+# Small terms come on top, such as a statistic per norm or head, and the log-probabilities of the loss. A *fused* SwiGLU
+# kernel computes SiLU(gate) again in backward instead of saving it, which leaves 6 F. The folded cell measures both
+# variants on the small model.
 
-# %%
-PRINTED = {  # ranks: stages 1, 2, 3 in GB, as table 1 of arXiv:1910.02054 prints them
-    1: (120, 120, 120),
-    4: (52.5, 41.3, 30),
-    16: (35.6, 21.6, 7.5),
-    64: (31.4, 16.6, 1.88),
-    256: (30.4, 15.4, 0.47),
-    1024: (30.1, 15.1, 0.12),
-}
-print("7.5 billion parameters, GB a rank\nranks   stage 1   stage 2   stage 3")
-for n, printed in PRINTED.items():
-    ours = [7.5 * (4 + 12 / n), 7.5 * (2 + 14 / n), 7.5 * 16 / n]
-    print(f"{n:5}" + "".join(f"{gigabytes:10.2f}" for gigabytes in ours))
-    assert all(abs(a - b) < 0.06 for a, b in zip(ours, printed, strict=True))
+
+# %% jupyter={"source_hidden": true}
+# Measure the saved activations of the small model, with SwiGLU in eager operations and fused.
+class FusedSwiGLU(torch.autograd.Function):
+    """silu(gate) * up, which saves gate and up alone."""
+
+    @staticmethod
+    def forward(ctx, gate, up):
+        ctx.save_for_backward(gate, up)
+        return F.silu(gate) * up
+
+    @staticmethod
+    def backward(ctx, gradient):
+        gate, up = ctx.saved_tensors
+        sigmoid = torch.sigmoid(gate)
+        silu = gate * sigmoid
+        return gradient * up * (sigmoid + silu * (1 - sigmoid)), gradient * silu
+
+
+def fused_forward(mlp):
+    return lambda x: mlp.down(FusedSwiGLU.apply(mlp.gate(x), mlp.up(x)))
+
+
+def measured_when_fused():
+    model = build_model(SMALL)
+    for block in model.blocks:
+        block.ffn.forward = fused_forward(block.ffn)
+    tokens, targets = batch(0, seed=0, batch_size=BATCH, seq_len=SEQ)
+    with SavedActivations(model, tokens, targets) as saved:
+        model.loss_sum(tokens, targets)
+    return saved.peak
+
+
+def saved_when_fused(config, sequences, seq_len):
+    """Bytes by formula: one tensor of F elements of 2 bytes less per token and block."""
+    less = 2 * config.layers * sequences * seq_len * config.ffn
+    return saved_by_stage(config, sequences, seq_len) - less
+
+
+eager, fused = saved_by_stage(SMALL, BATCH, SEQ), saved_when_fused(SMALL, BATCH, SEQ)
+print(f"small model, {BATCH} sequences of {SEQ} tokens; bytes saved for backward")
+print(f"eager SwiGLU: measured {activations:,} bytes, formula {eager:,}")
+print(f"fused SwiGLU: measured {measured_when_fused():,} bytes, formula {fused:,}")
+assert (activations, measured_when_fused()) == (eager, fused)
 
 # %% [markdown]
-# ## Memory: what backward needs
-# Between forward and backward a model stores *saved activations*: the inputs of its matrices, norms and functions.
-# They grow with tokens, not with parameters. The library's formula is a sum over the operations of a block; D hidden
-# features, F in the MLP, H heads, G of keys and values with K elements each, S positions. The small model checks it:
+# The formula is exact, so we may use it for the large models, with one sequence as long as in their training. The *KV
+# cache* is memory for serving. To generate text, a model stores keys and values of all past tokens, 2 L G K elements
+# per token.
 
 # %%
-from course_lib import recompute
+from course_lib.inference import cache_bytes
 
-show_source(recompute.saved_by_block)
-formula = saved_by_stage(SMALL, BATCH, SEQ)
-print(
-    f"\nsmall model, {BATCH} sequences of {SEQ}: measured {activations:,} bytes, formula {formula:,}"
-)
-assert activations == formula
-
-# %% [markdown]
-# The same formula on the large ones, for a single sequence as long as the model was trained on. *Full recomputation*
-# saves only the input of each block and runs its forward twice (lesson 06).
-
-# %%
-from course_lib.inference import Cache, cache_bytes
-
-print(
-    f"one sequence, GB{'tokens':>10}{'activations':>13}{'recomputed':>12}{'KV cache':>10}{'MB a token':>12}"
-)
+print(f"{'one sequence, GB':18}{'tokens':>7}{'eager':>9}{'fused SwiGLU':>14}{'KV cache':>10}")
 for name, model in MODELS.items():
-    c = model.config
-    tokens = c.max_seq_len
-    whole = saved_by_stage(c, 1, tokens)
-    outside = saved_outside_blocks(c, 1, tokens)
-    inputs = 2 * c.layers * tokens * c.hidden + outside.total
-    inputs += saved_by_block(c, 1, tokens).total
-    cache = cache_bytes(c, 1, tokens)
-    print(
-        f"{name:16}{tokens:10,}{whole / 1e9:13.1f}{inputs / 1e9:12.1f}{cache / 1e9:10.2f}{whole / tokens / 1e6:12.1f}"
-    )
-
-small_cache = Cache(build_model(SMALL), 3)
-assert small_cache.nbytes == cache_bytes(SMALL, 3, SEQ)
-print(f"\nKV cache of the small model, 3 requests: {small_cache.nbytes:,} bytes, as by formula")
-print(f"your prediction for 70B: {predicted_cache_gb} GB")
+    c, tokens = model.config, model.config.max_seq_len
+    whole, fused = saved_by_stage(c, 1, tokens), saved_when_fused(c, 1, tokens)
+    with_fused = f"{fused / 1e9:.1f}" if c.family == "llama" else "-"
+    print(f"{name:18}{tokens:7,}{whole / 1e9:9.1f}{with_fused:>14}", end="")
+    print(f"{cache_bytes(c, 1, tokens) / 1e9:10.2f}")
+c = MODELS["70B"].config
+gpt_block = 34 * c.max_seq_len * c.hidden * c.layers
+print(f"\n34 s b h L with the sizes of 70B: {gpt_block / 1e9:.0f} GB")
+print(f"your prediction of the cache of 70B: {predicted_cache_gb} GB")
 
 # %% [markdown]
-# Look at 405B: the activations of one sequence need more memory than a GPU has, and no partition of the *state*
-# helps. That is why there are lessons 05 to 09. (Recomputed: the inputs of all blocks, embedding and loss, and one
-# block in full while its backward runs.)
+# The activations of one sequence of 70B need more memory than a GPU has. Dividing the *state* does not help, so we must
+# recompute activations or split them, too (lessons 05 to 09).
 #
-# The last column but one is the KV cache of serving: in each of L layers and G heads a key and a value of K elements,
-# 2 L G K per token. Llama 3 has 8 heads of keys and values instead of 64 or 128, which is why its cache is small.
+# The well-known formula 34sbh gives 183 GB for 70B, where our table has 287.6 and 250.0. It describes a different
+# block: a GPT block with GELU, an MLP of 4 h features, dropout masks, and norms that save their inputs in 2 bytes.
 #
-# ## Compute: six operations
-# A matrix of p parameters multiplies a token with p multiplications and p additions: 2p FLOPs. Backward does it twice, for
-# the input's gradient and for the weights'. So a token costs 6 FLOPs for each parameter that is multiplied. PyTorch can
-# count:
+# ## Compute: six operations per parameter and token
+# A matrix of p parameters processes a token with p multiplications and p additions, so 2p FLOPs. Backward takes twice
+# as many, for the gradients of the input and of the weights. So each parameter of a matrix costs 6 FLOPs per token, and
+# an embedding, which is only looked up, costs none. PyTorch's counter agrees:
 
 # %%
 from torch.utils.flop_counter import FlopCounterMode
 
-
-def counted(config):
-    """FLOPs of matrix products in forward and backward, counted by PyTorch."""
-    model = build_model(config)
-    tokens, targets = batch(0, seed=0, batch_size=BATCH, seq_len=SEQ)
-    with FlopCounterMode(display=False) as counter:
-        model.loss_sum(tokens, targets)[0].backward()
-    by_op = {str(op): flops for op, flops in counter.get_flop_counts()["Global"].items()}
-    return by_op, sum(flops for op, flops in by_op.items() if op.endswith((".mm", ".addmm")))
-
-
-def multiplied(config):
-    """Parameters of all matrices: no embedding table, no norms."""
-    norms = (2 * config.layers + 1) * config.hidden
-    return parameter_count(config) - config.vocab * config.hidden - norms
-
-
-by_op, products = counted(SMALL)
-print(by_op)
-print(f"products {products:,}; 6 x {multiplied(SMALL):,} x {BATCH * SEQ} tokens = ", end="")
-print(f"{6 * multiplied(SMALL) * BATCH * SEQ:,}")
-assert products == 6 * multiplied(SMALL) * BATCH * SEQ
+model = build_model(SMALL)
+tokens, targets = batch(0, seed=0, batch_size=BATCH, seq_len=SEQ)
+with FlopCounterMode(display=False) as counter:
+    model.loss_sum(tokens, targets)[0].backward()
+by_op = {str(op): flops for op, flops in counter.get_flop_counts()["Global"].items()}
+norms = (2 * SMALL.layers + 1) * SMALL.hidden
+multiplied = parameter_count(SMALL) - SMALL.vocab * SMALL.hidden - norms
+formula = 6 * multiplied * BATCH * SEQ
+print(f"counted {by_op['aten.mm']:,}; 6 x {multiplied:,} x {BATCH * SEQ} tokens = {formula:,}")
+assert by_op["aten.mm"] == formula
 
 # %% [markdown]
-# On the CPU the counter has no formula for the core of attention. By hand: every token meets S others in two products
-# of h elements: 4 S h forward, twice that backward, 12 L S h in L layers, or half of that if what causality hides is
-# not computed. Papers use both. Beside 6 P (P parameters) it is small until sequences are long.
-#
-# Two papers print the FLOPs of their runs. The rule 6 P T, for T tokens, gives them:
+# The scores of attention add 12 L S h FLOPs per token, of which a causal kernel skips half. They are small beside 6 P
+# until sequences are long, so the common rule for a full run is 6 P T. Two papers print the FLOPs of their runs:
 
 # %%
 PEAK, MFU = 989e12, 0.40
 for name, printed in (("175B", 3.14e23), ("405B", 3.8e25)):
-    model = MODELS[name]
-    ours = 6 * model.parameters * model.tokens
+    ours = 6 * MODELS[name].parameters * MODELS[name].tokens
     print(f"{name}: 6 P T = {ours:.3g}, the paper prints {printed:.3g}")
     assert abs(ours / printed - 1) < 0.01
 
-print(
-    f"\n{'':6}{'tokens':>10}{'FLOPs':>10}{'attention':>11}{'days, 1 GPU':>13}{'years':>8}{'days, 16,384':>14}"
-)
+print(f"\n{'':6}{'tokens':>9}{'6 P T':>9}{'attention':>11}", end="")
+print(f"{'days, 1 GPU':>13}{'years':>7}{'days, 16,384 GPUs':>19}")
 for name, model in MODELS.items():
     c = model.config
     flops = 6 * model.parameters * model.tokens
     attention = 12 * c.layers * c.max_seq_len * c.hidden / (6 * model.parameters)
     days = flops / (PEAK * MFU) / 86400
-    print(f"{name:6}{model.tokens:10.1e}{flops:10.1e}{attention:11.0%}", end="")
-    print(f"{days:13,.0f}{days / 365:8,.0f}{days / 16384:14.1f}")
+    print(f"{name:6}{model.tokens:9.1e}{flops:9.1e}{attention:11.0%}", end="")
+    print(f"{days:13,.0f}{days / 365:7,.0f}{days / 16384:19.1f}")
 print(f"\nyour prediction for 70B: {predicted_days_70b} days")
 
 # %% [markdown]
-# *MFU*, model FLOPs utilization, is 6 P T per second as a fraction of the peak (attention counts, recomputation does
-# not; where recomputation counts, the fraction is called HFU). The Llama 3 paper reports 38 to 43 % on 8,192 to
-# 16,384 GPUs, hence the 40 % above. On one GPU training would take years: compute forces the thousands of GPUs, and
-# memory forces the partitions.
+# One GPU would train 70B for 509 years, even if it had the memory. So memory forces us to split the model, and compute
+# forces us to use thousands of GPUs.
 #
-# ## Your machine's roof
-# Why not 100 %? A product must also bring its matrices from memory. With few rows each byte read is used few times.
-# FLOPs for each byte moved is a product's *arithmetic intensity*: left of the bend (the *ridge point*) memory is the
-# limit, right of it arithmetic. Measured here: the slope from a large copy, the ceiling from the fastest product, the
-# points from products of ever more rows.
+# The days count 6 P T alone and assume 40 % *model FLOPs utilization* (MFU): the FLOPs that the model needs, as a
+# fraction of the FLOPs that the GPUs could do in the same time. The Llama 3 paper reports 38 to 43 %. A figure that
+# includes recomputation is called HFU.
+#
+# ## Network: the third limit
+# Now we divide 240 ms of computing over n ranks, and a ring all-reduce adds up their gradients of 4 MB. In a ring
+# (lesson 02) each rank sends 2(n-1)/n times the gradients, in 2(n-1) messages. Computing is padded by sleep, and the
+# all-reduce is delayed to the time of a ring at 100 MB/s with 1 ms per message.
 
 # %%
-import torch.nn.functional as F
+import time
 
-from course_lib.view.roofline import roofline
+from course_lib import comm
+from course_lib.comm.alpha_beta import ring_seconds
+from course_lib.launch import run
+from course_lib.mesh import Link, Links, make_mesh
 
-
-def seconds_of(work, repeats=5):
-    """The best of some runs: others only make it longer."""
-    times = []
-    for _ in range(repeats):
-        start = time.perf_counter()
-        work()
-        times.append(time.perf_counter() - start)
-    return min(times)
+LINK = Link(alpha=0.001, beta=100e6)
+NETWORK = Links(inside=LINK, between=LINK)
+GRADIENT, COMPUTE = 4_000_000, 0.240  # bytes, seconds
 
 
-SIDE = 4096
-weights = torch.randn(SIDE, SIDE)  # 67 MB: more than most caches hold
-source, target = torch.randn(16_000_000), torch.empty(16_000_000)
-bandwidth = 2 * source.nbytes / seconds_of(lambda: target.copy_(source))
+def one_step():
+    mesh = make_mesh()
+    gradient = torch.ones(GRADIENT // 4)
+    comm.barrier(mesh.dp)
+    start = time.perf_counter()
+    for half in ("F", "B"):
+        with mesh.compute(half):
+            pass  # paced
+    comm.all_reduce(gradient, mesh.dp)
+    return time.perf_counter() - start
 
-points = {}
-for rows in (1, 2, 4, 8, 16, 32, 64, 128, 256, 512):
-    x = torch.randn(rows, SIDE)
-    flops = 2 * rows * SIDE * SIDE
-    moved = 4 * (SIDE * SIDE + 2 * rows * SIDE)
-    points[flops / moved] = flops / seconds_of(lambda x=x: F.linear(x, weights))
-peak = max(points.values())
-print(f"peak {peak / 1e9:,.0f} GFLOP/s, memory {bandwidth / 1e9:.1f} GB/s: ", end="")
-print(f"the bend is at {peak / bandwidth:.0f} FLOPs a byte")
 
-# %%
-roofline(
-    {"products of 1 to 512 rows": points},
-    {"this machine's roof": (peak, bandwidth)},
-    title="Few rows wait for memory, many rows for arithmetic",
-)
+def paced(n):
+    pace = {"F": COMPUTE / 3 / n, "B": COMPUTE * 2 / 3 / n}
+    return max(run(one_step, n=n, pace=pace, links=NETWORK))
+
+
+print(f"{'ranks, ms':9}{'computing':>11}{'sending':>9}{'sum':>6}{'measured':>10}{'speed-up':>10}")
+took = {n: paced(n) for n in (1, 2, 4)}
+for n, seconds in took.items():
+    sending = ring_seconds(GRADIENT, n, LINK)
+    print(f"{n:9}{1e3 * COMPUTE / n:11.0f}{1e3 * sending:9.0f}", end="")
+    print(f"{1e3 * (COMPUTE / n + sending):6.0f}{1e3 * seconds:10.0f}{took[1] / seconds:10.2f}")
+print(f"your prediction for four ranks: {predicted_speedup}")
 
 # %% [markdown]
-# A roof is a bound, and kernels for a few rows do not reach it. (A point a little above the slope: a product mostly
-# reads, the copy also writes.) Serving, token by token, has one row per request: it is on the left. Training has
-# thousands of rows: it is on the right.
+# Computing becomes shorter with n, but sending does not. Many ranks need at least 80 ms to send almost twice the
+# gradients, so no number of ranks reaches a speed-up of 240 / 80 = 3.
 #
-# ## Network: the same picture, a lower roof
-# A link is a slower memory: alpha + S/beta seconds for S bytes (lesson 02 measures both). Take data parallelism: each GPU has
-# the whole model, computes 6 P t FLOPs for its t tokens and sends 2(n-1)/n times its P gradients of 2 bytes. FLOPs for each
-# byte sent are 1.5 t n/(n-1), and P has cancelled: *how many tokens a GPU has* decides, not how large the model is.
+# When does sending take as long as computing? In data parallelism each GPU has the whole model and t tokens of its own.
+# It computes 6 P t FLOPs and sends 2(n-1)/n · 2 P bytes of gradients. P cancels, so the tokens per GPU decide, not the
+# size of the model.
+#
+# For such comparisons this course uses peak FLOP/s and the line rate in one direction. Real rates are lower. Of an
+# H100's 450 GB/s, NCCL's ring reaches [about 370](https://github.com/NVIDIA/nccl-tests/issues/212). If the switch does
+# the sums, an all-reduce is as fast as a ring at 480 GB/s would be (lesson 02). Do not compare the line rate with 40 %
+# of the peak, because MFU already contains the time in which GPUs wait for the network.
 
 # %%
-ROOFS = {  # bytes a second and GPU, one direction
-    "inside a node": 450e9,  # NVLink: 900 GB/s is both directions together
-    "between nodes": 50e9,  # one port of 400 Gb/s: bits
+from course_lib.view.roofline import roofline
+
+ROOFS = {  # bytes per second and GPU, in one direction
+    "inside a node": 450e9,  # NVLink's 900 GB/s are both directions together
+    "between nodes": 50e9,  # one port of 400 Gb/s: these are bits
 }
 
 
-def least_tokens(bandwidth, n, flops=PEAK * MFU, width=2):
-    """Tokens a GPU needs in a step to compute as long as it sends."""
-    return (n - 1) / n * width * flops / (3 * bandwidth)
+def least_tokens(beta, n, flops=PEAK, width=2):
+    """Tokens per GPU and step for which computing and sending gradients take equally long."""
+    return (n - 1) / n * width * flops / (3 * beta)
 
 
 for n, (name, beta) in zip((8, 64), ROOFS.items(), strict=True):
-    print(f"{n} GPUs {name}: {least_tokens(beta, n):,.0f} tokens a GPU and step, of any model")
-
-# %%
+    print(f"{n} GPUs {name}: {least_tokens(beta, n):,.0f} tokens per GPU and step, of any model")
 roofline(
     {},
-    {name: (PEAK * MFU, beta) for name, beta in ROOFS.items()},
+    {name: (PEAK, beta) for name, beta in ROOFS.items()},
     title="Data parallelism: left of the bend the network is the limit",
-    x="FLOPs for each byte sent (1.5 times the tokens of a GPU)",
+    x="FLOPs per byte sent (1.5 times the tokens per GPU)",
 )
 
 # %% [markdown]
-# Left of the bend more GPUs do not help, and the batch cannot grow for ever. Llama 3 has 16 million tokens per step
-# and 16,384 GPUs: 1,024 tokens for each, left of the bend between nodes. But where several GPUs share *one* replica
-# (a copy of the model), each GPU sends only its shard of the gradients, and the tokens of the replica count: with 128
-# replicas they are 131,072, far on the right.
+# Left of its bend, a GPU computes only as fast as it can send. Llama 3 405B has 16.8 million tokens per step on 16,384
+# GPUs, 1,024 per GPU, which is far left of the bend between nodes. But 128 GPUs share one copy of the model. Each sends
+# only a 128th of the gradients, while the group computes 131,072 tokens.
 #
-# The bend is where sending takes as long as *all* computing. Only backward can hide gradients, 4 of the 6 FLOPs,
-# which needs 1.5 times the tokens. (Where eight GPUs of a node are eight replicas, a sum in two levels, lesson 02,
-# sends an eighth over each port.)
-#
-# Watch units: 400 Gb/s are 50 GB/s. "900 GB/s" counts both directions. A formula in *elements* (many papers) needs a
-# factor of 2 in bfloat16.
-#
-# ## The table that the course fills in
-# Eight GPUs, 70B, eight sequences of 8,192 tokens per step, one technique at a time, all from the library's formulas:
-# data (DP), tensor (TP), sequence (SP), pipeline (PP), context (CP) and expert parallelism (EP). Each lesson adds its
-# measured row.
+# ## All three at once
+# The bars show the state on one GPU, and on each of n GPUs that share it evenly, with the activations of one sequence.
+# Move the sliders. On how many GPUs does the state of 70B fit, and how long does training take?
 
-# %%
-from course_lib import compose, sp
-from course_lib.compose import Plan
-
-N, SEQUENCES = 8, 8
-WAYS = {  # (sizes of axes, plan, lesson, what is cut)
-    "DP": ({"dp": N}, Plan(), "03", "sequences"),
-    "ZeRO-1": ({"dp": N}, Plan(zero=1), "04", "sequences, optimizer"),
-    "ZeRO-2": ({"dp": N}, Plan(zero=2), "04", "sequences, optimizer, gradients"),
-    "ZeRO-3": ({"dp": N}, Plan(zero=3), "04", "sequences, optimizer, gradients, weights"),
-    "TP": ({"tp": N}, Plan(), "05", "matrices"),
-    "TP + SP": ({"tp": N}, Plan(region=sp.REGION), "06", "matrices, positions outside"),
-    "PP": ({"pp": N}, Plan(micro_batches=SEQUENCES), "07", "layers"),
-    "CP": ({"cp": N}, Plan(), "09", "positions"),
-}
-
-
-def held(config, sizes, plan):
-    """Parameters of the fullest rank before ZeRO."""
-    by_stage = {}
-    for part in compose.part_sizes(config, sizes, plan):
-        by_stage[part.stage] = by_stage.get(part.stage, 0) + sum(part.elements)
-    return max(by_stage.values())
-
-
-def table(name):
-    config = MODELS[name].config
-    print(f"{name} on {N} GPUs, GB a rank; sent: average over ranks, one step")
-    print(f"{'':9}{'weights':>8}{'gradients':>11}{'optimizer':>11}{'sent':>8}  lesson  cuts")
-    for way, (sizes, plan, lesson, cuts) in WAYS.items():
-        own = held(config, sizes, plan)
-        parts = [
-            size * own / (N if plan.zero >= stage else 1)
-            for size, stage in ((2, 3), (2, 2), (12, 1))
-        ]
-        replicas = sizes.get("dp", 1)
-        moved = compose.wire_bytes(config, sizes, plan, SEQUENCES // replicas, config.max_seq_len)
-        sent = float(sum(moved.values())) / N
-        row = "".join(f"{part / 1e9:{w}.1f}" for part, w in zip(parts, (8, 11, 11), strict=True))
-        print(f"{way:9}{row}{sent / 1e9:8.1f}  {lesson:6}  {cuts}")
-    print(f"{'EP':9}{'':38}  10      experts: lesson 10 gives the model some")
-
-
-table("70B")
-
-# %% [markdown]
-# Two families: DP and CP partition the *data*, replicate the state and send gradients (CP sends keys and values too).
-# TP and PP partition the *model* and its state, and send activations. ZeRO is the third: it partitions data and
-# state, and sends weights. Bytes are not the only price: lessons 03 to 08 ask which messages can hide behind
-# computing, and which ranks wait. (Bytes are for all eight sequences. ZeRO sends its sums of gradients in float32
-# here, hence its larger figures.)
-#
-# ## Move it
-# The static picture first; below it the same with sliders (in Jupyter). Find the smallest number of GPUs on which the
-# evenly partitioned state of 70B fits, and see how long it would train there.
-
-# %%
+# %% jupyter={"source_hidden": true}
 from course_lib.trace import StateBytes
 from course_lib.view import memory_plot
 
@@ -536,16 +429,17 @@ def limits(model, gpus):
     share = StateBytes(*(-(-part // gpus) for part in (2 * size, 2 * size, 12 * size)))
     kept = saved_by_stage(config, 1, config.max_seq_len)
     days = 6 * size * MODELS[model].tokens / (gpus * PEAK * MFU) / 86400
-    whole, cut = share.total + kept <= GPU, share.total <= GPU
-    says = "all fits" if whole else f"the state {'fits' if cut else 'does not fit'}"
-    says += "" if whole else ", the activations do not" if cut else ""
-    wants = least_tokens(ROOFS["inside a node" if gpus <= 8 else "between nodes"], gpus)
+    whole, split = share.total + kept <= GPU, share.total <= GPU
+    says = "all fits" if whole else f"the state {'fits' if split else 'does not fit'}"
+    says += ", the activations do not" if split and not whole else ""
+    tokens = least_tokens(ROOFS["inside a node" if gpus <= 8 else "between nodes"], gpus)
     return memory_plot(
         {"whole state": one, f"1 of {gpus}": share},
         activations={f"1 of {gpus}": kept},
         title=f"{model} on {gpus:,} GPUs of 80 GB: {says}",
-        note=f"State cut evenly, one sequence of {config.max_seq_len:,} tokens. {days:,.0f} days at "
-        f"40 % of the peak. Sending gradients takes as long as computing at {wants:,.0f} tokens a GPU.",
+        note=f"State divided evenly, one sequence of {config.max_seq_len:,} tokens. {days:,.0f} days "
+        f"at 40 % of the peak. Sending gradients takes as long as computing at {tokens:,.0f} tokens "
+        "per GPU.",
     )
 
 
@@ -561,44 +455,16 @@ picture_sliders(
 )
 
 # %% [markdown]
-# ## The same in PyTorch
-# PyTorch's *meta* device has shapes and no memory. So a block of 405B can be built and counted here, in raw modules:
-
-# %%
-big = MODELS["405B"].config
-kv = big.kv_heads * big.head_dim
-with torch.device("meta"):
-    block = nn.ModuleDict(
-        {
-            "q": nn.Linear(big.hidden, big.hidden, bias=False),
-            "k": nn.Linear(big.hidden, kv, bias=False),
-            "v": nn.Linear(big.hidden, kv, bias=False),
-            "o": nn.Linear(big.hidden, big.hidden, bias=False),
-            "gate": nn.Linear(big.hidden, big.ffn, bias=False),
-            "up": nn.Linear(big.hidden, big.ffn, bias=False),
-            "down": nn.Linear(big.ffn, big.hidden, bias=False),
-            "attn_norm": nn.RMSNorm(big.hidden),
-            "ffn_norm": nn.RMSNorm(big.hidden),
-        }
-    ).to(torch.bfloat16)
-size = sum(p.numel() for p in block.parameters())
-print(
-    f"a block of 405B: {size:,} parameters, {sum(p.nbytes for p in block.parameters()) / 1e9:.2f} GB"
-)
-assert size == block_parameter_count(big)
-
-# %% [markdown]
 # ## Break it and diagnose
-# A job that fitted yesterday runs out of memory today. Five jobs on four ranks follow. One is correct (its cause is
-# `"correct"`), and in each of the others *one rank* stores too much:
+# A job that fitted into memory yesterday runs out of it today. Of these five jobs on four ranks, one is correct
+# (`"correct"`). In each of the others, *one rank* stores too much:
 #
-# - **graph**: it keeps the validation losses, and with each the graph behind it
-# - **copy**: it keeps a second copy of the weights, "the best so far"
-# - **gradients**: it does not free the gradients after the step
-# - **moments**: its AdamW has a third moment (`amsgrad`)
+# - **graph**: a list of validation losses, each with the graph behind it
+# - **copy**: a second copy of the weights, "the best so far"
+# - **gradients**: the gradients, after the step
+# - **moments**: a third moment in AdamW (`amsgrad`)
 #
-# The table shows bytes alive on each rank after each of three steps, by kind. Name for each job the cause and the
-# rank. Another SEED draws other jobs.
+# The table shows the bytes alive on each rank. Name the cause and the rank of each job. Another SEED draws other jobs.
 
 # %%
 SEED = 1
@@ -655,7 +521,7 @@ def job(lab_run):
     return seen
 
 
-print("bytes after step 3, by kind; what is alive besides, after each of three steps")
+print("bytes after step 3, by kind; other: everything else alive, after each of three steps")
 print(f"{'':3}{'rank':5}{'weights':>10}{'gradients':>11}{'optimizer':>11}{'other, by step':>36}")
 for lab_run in lab:
     for rank, seen in enumerate(run(job, lab_run, n=4)):
@@ -668,82 +534,71 @@ for lab_run in lab:
 # <details><summary>How to read it</summary>
 #
 # - **gradients** appear in their own column only.
-# - **moments**: the optimizer's column is half as large again: three elements per parameter instead of two.
+# - **moments**: the optimizer's column is larger by half.
 # - **copy**: *other* is as large as the weights and stays constant.
 # - **graph**: *other* grows with every step. `.item()` or `torch.no_grad()` repairs it.
-#
-# Memory that grows ends any job; constant memory decides whether the job starts. Print both by rank, because the
-# fullest rank ends the job for all.
 # </details>
 
 # %%
 lab.grade(diagnosis)
 
 # %% [markdown]
-# ## When not to
-# - **It fits and you can wait.** One GPU has no network and no bubbles, and bugs are found there.
-# - **A smaller state is enough.** Fine-tuning with frozen weights (adapters) stores 2 bytes for most parameters
-#   instead of 16.
-# - **Recompute first.** It costs a third more computing and no message.
-# - **Too few tokens for more GPUs.** Left of the bend they wait for one another.
+# ## When not to parallelize, and both claims
+# - **The model fits and you can wait.** One GPU never waits for another.
+# - **Recomputation is enough.** It costs a third more computing, but no message.
+# - **The state can be smaller.** Fine-tuning with adapters stores 2 bytes instead of 16 for each frozen parameter.
 #
-# ## The claims settled
-# **Claim 1: false.** Weights are 2 of 16 bytes, and activations come on top. For *serving* it is true only if the cache fits
-# too.
+# **Claim 1: false.** The weights are 2 of 16 bytes, and the activations come on top.
 #
-# **Claim 2: only if what they send hides behind what they compute.** Above, a fixed step over more ranks came nearer
-# to a ceiling. With tokens per GPU kept above the bend it is nearly true, as long as the batch may grow.
+# **Claim 2: only if each GPU keeps enough tokens.** If the batch grows with n, the messages can hide behind the
+# computing, and the speed-up can stay close to n. A step of fixed size approaches a ceiling.
 
 # %%
 print(f"your votes: 1 {vote_1}; 2 {vote_2}")
 
 # %% [markdown]
-# ## The table that grows
-# From here on every lesson ends with its row. The first is one process; its state and activations are those of the small
-# model above.
+# **The table that grows.** Most lessons add rows to this table. The first is our small model on one process.
 
 # %%
 state = kept["gradients in bfloat16"]
-print(f"{'a rank, one step':18}{'state':>11}{'activations':>13}{'bytes sent':>12}")
+print(f"{'per rank and step':18}{'state':>11}{'activations':>13}{'bytes sent':>12}")
 print(f"{'one process':18}{state.total:11,}{activations:13,}{0:12,}")
 
 # %% [markdown]
-# ## Cheat-sheet
-# Everything computed from the library's formulas.
+# **Cheat-sheet.** Activations are those of the eager block.
 
 
 # %%
 def cheat_sheet(name, gpus):
     model = MODELS[name]
     c, size = model.config, model.parameters
-    flops = 6 * size * model.tokens
-    print(
-        f"{name}: L {c.layers}, h {c.hidden:,}, {size:,} parameters; {gpus:,} GPUs of 80 GB, 989 TFLOP/s"
-    )
-    print(
-        f"  state        16 P                  {16 * size / 1e9:12,.0f} GB = {16 * size / 2**30:,.0f} GiB"
-    )
-    print(
-        f"  activations  by shapes, 1 sequence {saved_by_stage(c, 1, c.max_seq_len) / 1e9:12,.1f} GB"
-    )
-    print(f"  KV cache     2 L G K b a token     {cache_bytes(c, 1, 1) / 1e3:12,.0f} kB")
-    print(f"  compute      6 P T                 {flops:12.2g} FLOPs")
-    print(f"  time         6 P T / (n peak MFU)  {flops / (gpus * PEAK * MFU) / 86400:12,.1f} days")
-    print(
-        f"  DP sends     2(n-1)/n P b          {4 * size * (gpus - 1) / gpus / 1e9:12,.0f} GB a step and GPU"
-    )
+    days = 6 * size * model.tokens / (gpus * PEAK * MFU) / 86400
     beta = ROOFS["inside a node" if gpus <= 8 else "between nodes"]
-    print(f"  breaks even  (n-1)/n b F / 3 beta  {least_tokens(beta, gpus):12,.0f} tokens a GPU")
+    sent = 2 * (gpus - 1) / gpus * 2 * size
+    activations = saved_by_stage(c, 1, c.max_seq_len)
+    print(f"{name}: L {c.layers}, h {c.hidden:,}, P {size:,}; n = {gpus:,} GPUs, peak 989 TFLOP/s")
+    for what, formula, value in (
+        ("state", "16 P", f"{16 * size / 1e9:,.0f} GB = {16 * size / 2**30:,.0f} GiB"),
+        ("activations", "1 sequence", f"{activations / 1e9:,.1f} GB"),
+        ("KV cache", "4 L G K", f"{cache_bytes(c, 1, 1) / 1e3:,.0f} kB per token"),
+        ("compute", "6 P T", f"{6 * size * model.tokens:.2g} FLOPs"),
+        ("time", "6 P T / (n peak MFU)", f"{days:,.1f} days"),
+        ("DP sends", "2(n-1)/n 2 P", f"{sent / 1e9:,.0f} GB per GPU and step"),
+        (
+            "equal at",
+            "(n-1)/n 2 peak / (3 link)",
+            f"{least_tokens(beta, gpus):,.0f} tokens per GPU",
+        ),
+    ):
+        print(f"  {what:13}{formula:27}{value}")
 
 
 for name, gpus in (("7B", 8), ("70B", 256), ("405B", 16384)):
     cheat_sheet(name, gpus)
 
 # %% [markdown]
-# ## Your turn
-# [Five exercises](../exercises/01_why.ipynb), each on its own: a model counted by hand (10 minutes), the tokens that
-# a link needs (5), parameters from shapes (10); and on real ranks a step whose limit you find by measuring (20), and
-# the fullest rank in raw PyTorch (15).
+# ## Your turn, and five questions to leave with
+# [Five exercises](../exercises/01_why.ipynb) take 60 minutes.
 
 # %% course={"role": "given"}
 import torch
@@ -944,55 +799,43 @@ from course_lib.grading import check
 check("01-5", fullest)
 
 # %% [markdown]
-# ## Exit questions
-# Answer each before you unfold it.
+# **Exit questions.** Answer, then unfold.
 #
 # **1.** A colleague needs 18 bytes per parameter, a paper 16, a blog 20. Which one is wrong?
 #
 # <details><summary>Answer</summary>
-# Possibly none: gradients in float32 give 18, in both precisions at once 20, in bfloat16 alone 16.
+# Possibly none. Gradients take 2 bytes in bfloat16, 4 in float32, and 6 in both.
 # </details>
 #
-# **2.** 70B fits on 16 GPUs of 80 GB when its state is partitioned evenly. Why is it not trained on 16?
+# **2.** The state of 70B fits on 16 GPUs. Why not train it on 16?
 #
 # <details><summary>Answer</summary>
-# 1,129 of 1,280 GB are state. The remaining 9 GB per GPU must hold activations and all temporarily gathered tensors.
-# And 15 trillion tokens would take some 32 years at 40 % of the peak.
+# Only 9 GB per GPU remain for everything else, and training would take some 32 years.
 # </details>
 #
-# **3.** The parameters double. What happens to the number of tokens that a GPU needs to hide its gradients?
+# **3.** The model becomes twice as large. Does a GPU need more tokens to reach the bend?
 #
 # <details><summary>Answer</summary>
-# Nothing: FLOPs and bytes both double. A faster GPU on the same link needs more tokens.
+# No, because FLOPs and bytes both double.
 # </details>
 #
-# **4.** A study note gives the gradients of 175B on 25 GB/s as 350 / 25 = 14 s. What is missing?
+# **4.** 350 GB of gradients take 14 s on a link of 25 GB/s. What does this estimate of an all-reduce miss?
 #
 # <details><summary>Answer</summary>
-# The algorithm: a ring sends 2(n-1)/n times the bytes, almost 28 s. And the question how much of it hides.
+# On many GPUs a ring sends almost twice the gradients, so it takes almost 28 s.
 # </details>
 #
-# **5.** The sequence is made four times as long. Which of weights, optimizer, activations, KV cache and FLOPs per
-# token grow?
+# **5.** The sequence becomes four times as long. Which of state, activations, KV cache and FLOPs per token grow?
 #
 # <details><summary>Answer</summary>
-# Weights and optimizer do not. Activations and cache of a sequence grow four times; of the FLOPs per token only those
-# of attention grow.
+# Activations and cache become four times as large. Of the FLOPs per token, only those of the scores grow.
 # </details>
 #
-# ## Sources and what next
-# - Rajbhandari et al. 2019, *ZeRO*, [arXiv:1910.02054](https://arxiv.org/abs/1910.02054): section 3, where memory goes.
-# - Korthikanti et al. 2022, [arXiv:2205.05198](https://arxiv.org/abs/2205.05198): activations by formula.
-# - Narayanan et al. 2021, [arXiv:2104.04473](https://arxiv.org/abs/2104.04473): FLOPs, and days on many GPUs.
-# - Chowdhery et al. 2022, *PaLM*, [arXiv:2204.02311](https://arxiv.org/abs/2204.02311): MFU, and HFU beside it; Kaplan et al.
-#   2020, [arXiv:2001.08361](https://arxiv.org/abs/2001.08361): 6 P T; Williams et al. 2009,
-#   [doi:10.1145/1498765.1498785](https://doi.org/10.1145/1498765.1498785): the roofline.
-# - 18 and 20 bytes: Megatron-LM, [distributed
-#   optimizer](https://docs.nvidia.com/megatron-core/developer-guide/latest/distrib_optimizer.html). The GPU: NVIDIA,
-#   [H100](https://www.nvidia.com/en-us/data-center/h100/), whose 1,979 TFLOP/s count sparsity: half is dense.
-# - Shapes: Llama [arXiv:2302.13971](https://arxiv.org/abs/2302.13971) and Llama 2
-#   [arXiv:2307.09288](https://arxiv.org/abs/2307.09288); GPT-3 [arXiv:2005.14165](https://arxiv.org/abs/2005.14165), tables 2.1
-#   and D.1; Llama 3 [arXiv:2407.21783](https://arxiv.org/abs/2407.21783), tables 3 and 4.
-# - The library: `course_lib/model/counting.py`, `course_lib/recompute.py`, `course_lib/trace/memory.py`.
-#
-# Next: what is partitioned must be sent. Lesson 02 builds the messages.
+# **Sources.** Next: lesson 02.
+# - [16 bytes](https://arxiv.org/abs/1910.02054), [18 and
+#   20](https://docs.nvidia.com/megatron-core/developer-guide/latest/distrib_optimizer.html),
+#   [34sbh](https://arxiv.org/abs/2205.05198), [6 P T](https://arxiv.org/abs/2001.08361),
+#   [MFU](https://arxiv.org/abs/2204.02311), [H100](https://www.nvidia.com/en-us/data-center/h100/) (989 is dense).
+# - Shapes and tokens: [Llama 2](https://arxiv.org/abs/2307.09288), table 1 (2 trillion tokens);
+#   [GPT-3](https://arxiv.org/abs/2005.14165), tables 2.1 and D.1; [Llama 3](https://arxiv.org/abs/2407.21783), tables 3
+#   and 4.

@@ -15,56 +15,22 @@
 # %% [markdown]
 # # 02 Collectives from send and receive: ring, tree, alpha-beta
 #
-# *50 minutes to read and run, 60 to build.* A **collective** is a call that all ranks of a group make together; every
-# technique of this course is ordinary arithmetic with a few of them in between. You will build the most used one,
-# all-reduce, in two ways from plain messages, and predict from two numbers which way is faster when. You need lesson
-# 00 (`run`, ranks, the ledger).
+# *50 minutes to read and run, 60 to build.* In a ring of ranks, each sends a tensor to the next rank and then
+# receives one from the previous rank. This program of two lines looks harmless, but it hangs forever. We repair it and
+# build an all-reduce in two ways. Then two numbers predict which way is faster. You need lesson 00.
 #
-# Vote first. Write `"true"`, `"false"` or `"only if ..."`; `None` means no vote.
+# Vote first: write `"true"`, `"false"` or `"only if ..."`.
 #
 # 1. *A ring all-reduce takes the same time however many ranks take part.*
-# 2. *Eight GPUs all-reduce 620 GB over NVLink with 600 GB/s in about a second.* (From a study note for interviews.)
+# 2. *Eight A100 GPUs all-reduce 620 GB over NVLink with 600 GB/s in about a second.*
 
 # %%
 vote_1 = None
 vote_2 = None
 
 # %% [markdown]
-# ## The question
-# Each of four ranks holds a vector, and every rank needs the sum of all four. Ranks can only send messages to one
-# another. Two plans:
-#
-# ```
-#   ring: quarters, every rank sends in every turn       tree: the whole vector, in pairs
-#
-#         rank 0 -----> rank 1                           round 1    0 <--- 1    2 <--- 3     add
-#           ^              |                             round 2    0 <-------- 2            add
-#           |              v                             round 3    0 --------> 2            copy
-#         rank 3 <----- rank 2                           round 4    0 ---> 1    2 ---> 3     copy
-#
-#         6 turns: 3 that add, 3 that copy
-# ```
-#
-# How much does a rank send in each plan, how many messages must wait for one another, and which plan is faster?
-
-# %% [markdown]
-# ## Predict
-# The vector has 1,000,000 bytes. "That link" is a slow one, on which a laptop shows clearly what happens: a message
-# costs 20 ms, and then its bytes are sent at 12.5 MB/s.
-
-# %%
-predicted_ring_bytes = None  # what a rank sends in the ring
-predicted_tree_bytes = None  # what rank 0 sends in the tree
-predicted_ring_ms = None  # the ring on that link
-predicted_tree_ms = None  # the tree on that link
-predicted_crossing = None  # from how many bytes on the ring is the faster one there
-predicted_alpha = None  # what a short message costs between two ranks of this machine, microseconds
-
-# %% [markdown]
-# ## One message, live
-# `mesh.world` is the axis of all ranks. `send` takes a tensor and a rank. `recv` takes a tensor *like* the one that
-# will arrive, because a message is bytes only, without shape or dtype. Here rank 1 is busy for 100 ms before it asks
-# for its message. What does rank 0 do meanwhile?
+# ## Four ranks that wait forever
+# Here are the two lines in raw PyTorch, on a ring of four ranks. `run` gives up after three seconds:
 
 # %%
 import random
@@ -72,50 +38,17 @@ import time
 from statistics import median
 
 import torch
+import torch.distributed as dist
 
 from course_lib import comm, ledger
 from course_lib.launch import RankError, run
 from course_lib.mesh import Conditions, Link, Links, make_mesh
-from course_lib.view import code_lines, fit_plot, show_source, timeline
+from course_lib.view import fit_plot, show_source, timeline
 
 RANKS = 4
 
 
-def one_message():
-    mesh = make_mesh()
-    comm.barrier(mesh.world)  # fresh ranks do not start in the same moment
-    start = time.perf_counter()
-    if mesh.rank == 0:
-        comm.send(torch.tensor([3.0]), mesh.world, to=1)
-    else:
-        time.sleep(0.1)
-        print("got", comm.recv(torch.empty(1), mesh.world, source=0))
-    return time.perf_counter() - start
-
-
-stood = run(one_message, n=2)
-print(f"rank 0 was back from send after {1e3 * stood[0]:.0f} ms")
-
-# %% [markdown]
-# It waits. This send **blocks** until the other side has asked, even for four bytes. (NCCL, the library that PyTorch
-# uses on GPUs, may return earlier. Rely on neither.)
-
-# %% [markdown]
-# ## All send first
-# The study notes have every rank do this with its neighbors:
-#
-# ```python
-# dist.send(pp_tensor, dst=next_pp_rank, group=pp_group)
-# dist.recv(pp_tensor, src=prev_pp_rank, group=pp_group)
-# ```
-#
-# Here it is on a ring of four, in raw PyTorch.
-
-# %%
-import torch.distributed as dist
-
-
-def as_noted():
+def all_send_first():
     rank, n = dist.get_rank(), dist.get_world_size()
     x = torch.full((2,), float(rank))
     dist.send(x, dst=(rank + 1) % n)
@@ -123,31 +56,19 @@ def as_noted():
 
 
 try:
-    run(as_noted, n=RANKS, timeout=3)
+    run(all_send_first, n=RANKS, timeout=3)
 except RankError as error:
     print(error)
 
 # %% [markdown]
-# Read in the report *which rank waits where*. Every send waits for a receive, and every receive comes after a send.
-# (On a line the last rank sends nothing. It receives at once and the others follow, one by one: no hang, but never
-# two messages at a time.)
-#
-# These two lines have more faults. `recv` overwrites the tensor that was sent. `dst` and `src` are ranks of the
-# world, even when a group is given. And for a send that does not block, the note writes `dist.send(...,
-# async_op=True)`:
+# All four ranks are in `send`. On gloo, the library that PyTorch uses between CPUs, a send blocks until the other side
+# receives, even for a few bytes. So no rank ever reaches its `recv`. NCCL may return earlier on GPUs, but do not rely
+# on it. The repair is to post both messages first and to wait afterwards, as `exchange` does:
 
 # %%
-import inspect
-
-print("send knows async_op:", "async_op" in inspect.signature(dist.send).parameters)
 show_source(comm.exchange)
 
-# %% [markdown]
-# (The right call is `isend`.) `exchange` is the repair: it posts the send *and* the receive, then waits for both.
-# Another repair: even ranks send first, odd ranks receive first.
 
-
-# %%
 def pass_on():
     axis = make_mesh().world
     return comm.exchange(torch.tensor(axis.rank), axis, axis.next, axis.previous).item()
@@ -156,10 +77,13 @@ def pass_on():
 run(pass_on, n=RANKS)
 
 # %% [markdown]
-# ## Six collectives, and who ends with what
-# Broadcast copies, reduce adds, gather joins, scatter splits; *all* means that every rank gets the result. Each rank
-# holds four numbers, its pieces. The digit names the piece, its place names the rank: 30 is the third piece of rank
-# 1, and 1111 is the first piece summed over all four ranks. (To all-gather a rank brings its first piece only.)
+# Each rank has received the number of the previous one.
+#
+# ## Six collectives
+# A **collective** is a call that all ranks of a group make together. Broadcast copies, reduce adds, gather joins and
+# scatter splits; *all* means that every rank gets the result. Each rank begins with four numbers. For example, 30 is
+# the third number of rank 1, and 1111 is the sum of all first numbers. For `all_gather`, a rank contributes only its
+# first.
 
 
 # %%
@@ -189,22 +113,54 @@ for one in ends:
 print("\nreduce_scatter, then all_gather, is all_reduce")
 
 # %% [markdown]
-# All-to-all is a transposition: rank r ends with piece r of every rank. The last line is worth remembering: an
-# all-reduce is a reduce-scatter and an all-gather. Lessons 04 (ZeRO) and 06 (sequence parallelism) use them apart.
+# All-to-all is a transposition: rank r ends with number r of every rank. Lessons 04 and 06 use the two halves of an
+# all-reduce separately.
+#
+# ## Two plans for an all-reduce
+# How can we build an all-reduce from messages? Here are two plans:
+#
+# ```
+#   ring: quarters, every rank sends in every turn       tree: the whole vector, in pairs
+#
+#         rank 0 -----> rank 1                           round 1    0 <--- 1    2 <--- 3     add
+#           ^              |                             round 2    0 <-------- 2            add
+#           |              v                             round 3    0 --------> 2            copy
+#         rank 3 <----- rank 2                           round 4    0 ---> 1    2 ---> 3     copy
+#
+#         6 turns: 3 that add, 3 that copy
+# ```
+#
+# | symbol | meaning |
+# |---|---|
+# | n | ranks |
+# | S | bytes of the vector on each rank |
+# | alpha | seconds per message, however short it is |
+# | beta | bytes per second of a link |
+#
+# Predict for S = 1,000,000 bytes and a slow link with alpha = 20 ms and beta = 12.5 MB/s:
+
+# %%
+predicted_ring_bytes = None  # what a rank sends in the ring
+predicted_tree_bytes = None  # what rank 0 sends in the tree
+predicted_ring_ms = None  # the ring on that link
+predicted_tree_ms = None  # the tree on that link
+predicted_crossing = None  # from how many bytes on the ring is the faster one there
+predicted_alpha = None  # what a short message costs between two ranks of this machine, microseconds
 
 # %% [markdown]
-# ## Build it: the ring
-# The first half adds, the second copies. In each turn a rank sends one piece to the next rank and receives one from
-# the previous: always the piece that it received, and perhaps added to, in the turn before. Rank r begins with piece
-# r-1 (from 0), so that it ends the first half with the sum of piece r.
+# The ring splits the vector into n pieces. In each turn a rank sends one piece to the next rank and receives another
+# one from the previous rank. What arrives in one turn is sent on in the next. In the first n-1 turns a rank adds its
+# own values to a piece that arrives; in the last n-1 turns it only copies. Rank r begins with piece r-1, so it ends the
+# first half with the sum of piece r.
 
 # %%
 show_source(comm.ring_reduce_scatter, comm.ring_all_gather, comm.ring_all_reduce)
 
 # %% [markdown]
-# Watch it. The folded cell keeps every tensor that a rank receives; the table shows them turn by turn.
+# The folded cell records every number that a rank receives. Follow the 4 of rank 0 down its diagonal:
 
 # %% jupyter={"source_hidden": true}
+# Record every tensor that torch receives during a ring all-reduce.
 from torch.utils._python_dispatch import TorchDispatchMode
 
 
@@ -237,21 +193,20 @@ print("\nend, on every rank:", trace[0]["total"])
 assert all(one["total"] == trace[0]["total"] for one in trace)
 
 # %% [markdown]
-# Follow the fourth piece down its diagonal. Rank 1 receives 4 and adds its 40. Rank 2 receives 44 and adds 400. Rank
-# 3 receives 444, adds 4000 and owns 4444: after n-1 turns each rank owns the sum of one piece. In turns 4 to 6 the
-# ranks send fully reduced pieces only.
-
-# %% [markdown]
-# ## Build it: the tree
-# In each round the upper rank of a pair sends its sum to the lower one and is done. Then the same tree backwards.
+# Rank 1 receives 4 and adds its 40. Rank 2 receives 44 and adds 400. Rank 3 receives 444 and adds 4000. After n-1 turns
+# each rank owns the full sum of one piece, and in turns 4 to 6 only full sums are sent.
+#
+# In the tree, the upper rank of each pair sends its partial sum to the lower one. Then the total goes down the same
+# tree:
 
 # %%
 show_source(comm.tree_reduce, comm.tree_broadcast)
 
 # %% [markdown]
-# ## Count and look
-# Both plans on the slow link of the predictions. Ranks and messages are real; the library delays each message by 20
-# ms plus its bytes at 12.5 MB/s.
+# ## What each rank sends
+# By formula, each rank of the ring sends 2(n-1) messages of S/n bytes, which is 2(n-1)/n S. In the tree, each rank but
+# 0 sends S bytes up, and each rank sends S bytes down to each of its children. We run both on the slow link. The
+# messages are real, the library delays them, and the operating system's kernel counts their bytes:
 
 # %%
 from dataclasses import replace
@@ -269,9 +224,44 @@ def once(way):
         comm.barrier(mesh.world)
         mesh.ledger.clear()
         mesh.trace.clear()
-        WAYS[way](x, mesh.world)
+        with mesh.kernel_bytes() as kernel:
+            WAYS[way](x, mesh.world)
+    return None if kernel.by_axis is None else kernel.by_axis["world"]
 
 
+def tree_messages(rank):
+    children = [step for step in (1, 2) if rank % (2 * step) == 0 and rank + step < RANKS]
+    return (rank > 0) + len(children)
+
+
+runs = {way: run(once, way, n=RANKS, links=SLOW) for way in WAYS}
+formulas = {
+    "ring": [int(ledger.wire("all_reduce", S, RANKS))] * RANKS,
+    "tree": [tree_messages(rank) * S for rank in range(RANKS)],
+}
+print(
+    f"{'bytes sent':14}" + "".join(f"{f'rank {rank}':>11}" for rank in range(RANKS)) + "     total"
+)
+for way, result in runs.items():
+    for name, sent in (("formula", formulas[way]), ("kernel", list(result))):
+        counts = [f"{'no count' if size is None else f'{size:,}':>11}" for size in sent]
+        total = "" if None in sent else f"{sum(sent):10,}"
+        print(f"{way} {name:9}" + "".join(counts) + total)
+    for own, formula, kernel in zip(result.ledgers, formulas[way], result, strict=True):
+        assert own.wire_bytes() == formula
+        assert kernel is None or formula <= kernel <= 1.02 * formula
+messages = {way: [own.calls(op="send") for own in result.ledgers] for way, result in runs.items()}
+print(f"messages sent by ranks 0 to 3: {messages}")
+print(f"you predicted {predicted_ring_bytes} in the ring, {predicted_tree_bytes} in the tree")
+
+# %% [markdown]
+# The kernel counts a little more than the formula, because gloo adds a header to each message. The total is the same in
+# both plans. But the ring spreads it evenly, and in the tree ranks 0 and 2 send twice as much as the others.
+#
+# Now look at the time. A box is a rank that waits for a message and receives it:
+
+
+# %%
 def receiving(result):
     """The receives of each rank in order, numbered."""
     for one in result.traces:
@@ -279,22 +269,6 @@ def receiving(result):
         yield from (replace(span, label=f"{turn}") for turn, span in enumerate(waits, 1))
 
 
-runs = {way: run(once, way, n=RANKS, links=SLOW) for way in WAYS}
-for way, result in runs.items():
-    messages = [own.calls(op="send") for own in result.ledgers]
-    sent = [int(own.wire_bytes()) for own in result.ledgers]
-    print(f"{way}: messages sent by ranks 0 to 3: {messages}, bytes {sent}, in all {sum(sent):,}")
-ring_formula = int(ledger.wire("all_reduce", S, RANKS))
-print(f"\nring, a rank: formula 2(n-1)/n S = {ring_formula:,}, predicted {predicted_ring_bytes}")
-tree_formula = (RANKS - 1).bit_length() * S
-print(f"tree, rank 0: formula log2(n) S = {tree_formula:,}, predicted {predicted_tree_bytes}")
-
-# %% [markdown]
-# The total bytes are the same. The ring divides them evenly; in the tree ranks 0 and 2 send twice as much as the
-# others. Now the time. A box is a rank that waits for a message and receives it, the number counts the messages of
-# the rank.
-
-# %%
 timeline(
     receiving(runs["ring"]),
     conditions=Conditions(links=SLOW),
@@ -309,21 +283,18 @@ timeline(
 )
 
 # %% [markdown]
-# In the ring every rank receives in every turn. In the tree ranks 1 and 3 send their vectors at once and then wait
-# for the sum, rank 3 through all four rounds. (Rank 1 gets it with rank 2: each pair has its own link.)
-
-# %% [markdown]
-# ## Two numbers: alpha and beta
-# How long does a message of S bytes take? The usual model has two parts:
+# The ring needs more messages in a row, but each takes less time. In the tree, ranks 1 and 3 mostly wait.
+#
+# ## Two numbers predict the time
+# The usual model of a message has two parts:
 #
 # $$T(S) = \alpha + \frac{S}{\beta}$$
 #
-# **alpha** is what a message costs however short it is, in seconds; **beta** is how many bytes follow in a second. Do
-# not look them up, measure them. Two ranks play ping-pong with messages from 64 bytes to 16 MB, 60 rounds through all
-# sizes in shuffled order. The fastest of each size counts, because whatever else runs here can only delay a message.
-# A line is fitted through these points.
+# What are alpha and beta on your machine? In the folded cell two ranks play ping-pong with messages from 64 bytes to 16
+# MB, and a line is fitted to the fastest of each size.
 
-# %%
+# %% jupyter={"source_hidden": true}
+# Measure alpha and beta between two ranks.
 from course_lib.comm.alpha_beta import crossing, fit_link, ring_seconds, tree_seconds
 
 SIZES = [64 * 4**k for k in range(10)]
@@ -352,6 +323,8 @@ mine = fit_link(one_way)
 print(
     f"this machine: alpha = {1e6 * mine.alpha:.0f} microseconds, beta = {mine.beta / 1e9:.2f} GB/s"
 )
+print(f"1 message of {S:,} bytes: {1e3 * (mine.alpha + S / mine.beta):.2f} ms")
+print(f"1,000 messages of {S // 1000:,}: {1e3 * 1000 * (mine.alpha + S / 1000 / mine.beta):.2f} ms")
 print(f"your prediction of alpha: {predicted_alpha}")
 
 # %%
@@ -362,32 +335,22 @@ fit_plot(
 )
 
 # %% [markdown]
-# On the left the line is flat: there a longer message is almost free. On the right it rises with the bytes. At the
-# bend both parts are equal, at alpha times beta bytes:
-
-# %%
-bend = mine.alpha * mine.beta
-print(f"the bend of this machine: {bend:,.0f} bytes")
-print(f"1 message of {S:,} bytes: {1e3 * (mine.alpha + S / mine.beta):.2f} ms")
-print(f"1,000 messages of {S // 1000:,}: {1e3 * 1000 * (mine.alpha + S / 1000 / mine.beta):.2f} ms")
-
-# %% [markdown]
-# The same bytes cost many times as much in messages far below the bend. So lesson 03 packs gradients into buckets.
-
-# %% [markdown]
-# ## Predict ring and tree
-# Count messages that wait for one another, and the bytes in each:
+# On the left the line is flat, so a longer message costs almost nothing extra. The same bytes cost far more in short
+# messages, so lesson 03 packs gradients into buckets.
+#
+# For an all-reduce we count the messages that wait for one another, and the bytes of each:
 #
 # $$T_{ring} = 2(n-1)\left(\alpha + \frac{S}{n\,\beta}\right) \qquad
 # T_{tree} = 2\lceil \log_2 n \rceil \left(\alpha + \frac{S}{\beta}\right)$$
 #
-# The ring has more alphas, the tree more S/beta: for short vectors the tree should win, for long ones the ring. Both
-# on the slow link, with vectors of five sizes. (The folded cell is the stopwatch.)
+# The ring has more alphas, and the tree more S/beta. So the tree should win for short vectors and the ring for long
+# ones. We test this on the slow link:
 
 
 # %% jupyter={"source_hidden": true}
+# Measure ring and tree on the slow link, sizes and ways in shuffled order.
 def stopwatch(sizes, repeats):
-    """Seconds of each all-reduce on this rank, sizes and ways in shuffled order."""
+    """Seconds of each all-reduce on this rank."""
     axis = make_mesh().world
     order = random.Random(0)
     todo = [(way, size) for way in WAYS for size in sizes]
@@ -439,31 +402,13 @@ fit_plot(
 )
 
 # %% [markdown]
-# The formula of the crossing is the second exercise. (For two or three ranks there is none: the ring is never
-# slower.)
+# The measured times are a little longer, because gloo and the processor need time for each message. Up to 64,000 bytes
+# the tree is faster, and from 400,000 bytes on the ring.
 #
-# Now without the slow link, with the alpha and beta that you measured:
-
-# %%
-here = slowest(run(stopwatch, [1_000, 64_000, S, 4_000_000], 12, n=RANKS))
-print(f"{'bytes':>10}" + "".join(f"{way + ', ms: formula':>20}{'measured':>10}" for way in WAYS))
-for size in here["ring"]:
-    pairs = ((SECONDS[way](size, RANKS, mine), here[way][size]) for way in WAYS)
-    print(f"{size:10,}" + "".join(f"{1e3 * said:20.2f}{1e3 * took:10.2f}" for said, took in pairs))
-
-# %% [markdown]
-# Here the model may be far off. Alpha and beta came from the best moments of *two* ranks, of which one sends at a
-# time. Now four send at once. Where they share two cores a message waits until its receiver gets a core, and the
-# ring, which needs all four in every turn, waits most. **alpha and beta belong to a situation.** Measure them with as
-# many ranks, on the links and under the load that you mean. For this reason the course asks its questions about time
-# on slow links and paced ranks.
-
-# %% [markdown]
-# ## Algorithm bandwidth and bus bandwidth
-# A benchmark all-reduces S bytes in t seconds. S/t is the **algorithm bandwidth**, from which the duration follows.
-# It says little about the link, because a rank has sent 2(n-1)/n S. Multiplied by that factor it is the **bus
-# bandwidth**, which you may compare with the link. NVIDIA's `nccl-tests` prints both (`algbw`, `busbw`). Here for a
-# link with a tenth of the alpha:
+# ## Bus bandwidth, and a switch that adds
+# A benchmark all-reduces S bytes in t seconds. S/t is the **algorithm bandwidth**, `algbw` in NVIDIA's `nccl-tests`. It
+# does not show how well the link is used, because a rank has sent 2(n-1)/n S. Multiplied by this factor it is the **bus
+# bandwidth**, `busbw`, which you may compare with the link. Here the emulated link has a tenth of the alpha:
 
 
 # %%
@@ -490,32 +435,29 @@ for size in (16_000, 4_000_000):
         print(f"{n:5}{size:12,}{1e3 * seconds:7.0f}{algbw / 1e6:13.1f}{busbw / 1e6:13.1f}")
 
 # %% [markdown]
-# Long vectors (the last three lines): algbw falls although nothing got worse, busbw stays near the link. Short
-# vectors: both say nothing about it, because alpha is most of the time. Quote the time then.
-
-# %% [markdown]
-# ## Units that trap
-# Behind a number with GB/s, ask: bits or bytes? One way or both? A port, a GPU or a node? A link or an algorithm?
+# For the long vector algbw falls with n, although the link is used almost as well, and busbw stays near 12.5 MB/s. For
+# the short vector alpha takes most of the time, and neither figure describes the link.
+#
+# Can ranks send less than 2(n-1)/n S on average? Not if they do the additions. But a switch can add, too. NCCL uses
+# this by default for large all-reduces inside an H100 node, under the name NVLink SHARP. A GPU then [sends S and
+# receives S/n](https://github.com/NVIDIA/nccl/issues/1083) for the reduce-scatter, and sends S/n and receives S for the
+# all-gather. That is (n+1)/n S in each direction, on eight GPUs 1.125 S instead of 1.75 S. A maintainer of NCCL [names
+# an algbw](https://github.com/NVIDIA/nccl-tests/issues/212) of about 275 GB/s for eight H100s:
 
 # %%
-for said, means in {
-    "port of 400 Gb/s (bits)": f"{400 / 8:.0f} GB/s each way",
-    "node with 8 such ports": f"{8 * 400 / 8:.0f} GB/s a node, {400 / 8:.0f} a GPU",
-    "A100, NVLink '600 GB/s'": f"12 links of 25 GB/s each way: {12 * 25} GB/s out, {12 * 25} in",
-    "H100, NVLink '900 GB/s'": f"18 links of 25 GB/s each way: {18 * 25} GB/s out, {18 * 25} in",
-    "InfiniBand '25 GB/s'": f"{25 * 8} Gb/s, one way",
-}.items():
-    print(f"{said:26}{means}")
+n, algbw = 8, 275  # GB/s
+print(f"busbw reported   {algbw * 2 * (n - 1) / n:.0f} GB/s")
+print(
+    f"sent by a GPU    {algbw * (n + 1) / n:.0f} GB/s; the link carries 450 each way, a ring about 370"
+)
 
 # %% [markdown]
-# The notes set NVLink's 600 (both ways) beside InfiniBand's 25 (one way): a factor of 24 where 12 is right. They mix
-# volumes too: "data parallel 2M, tensor parallel 4BSH per layer". A rank *sends* 2M for one all-reduce of M; 4BSH is
-# the *payload* of four all-reduces of BSH: batch, sequence, hidden. In one measure: 2M and 8BSH, each times (n-1)/n.
-
-# %% [markdown]
+# The reported busbw is more than the link can carry. It says only that a ring would need 481 GB/s to be as fast. The
+# formulas of this course are those of a ring.
+#
 # ## The same in PyTorch
-# `batch_isend_irecv` posts a list of sends and receives at once; `exchange` calls it underneath. The ring in raw
-# PyTorch, compared with ours and with `dist.all_reduce`:
+# `batch_isend_irecv` posts a list of sends and receives at once. Here is the ring in raw PyTorch, compared with ours
+# and with `dist.all_reduce`:
 
 
 # %%
@@ -555,17 +497,16 @@ print(f"raw ring and ours: equal to the last bit; all_reduce of gloo differs by 
 
 # %% [markdown]
 # ## Break it and diagnose
-# Five all-reduces of the same vectors. One is correct (its cause is `"correct"`). The others:
+# Of five all-reduces of the same vectors, one is correct (`"correct"`). The others have these faults:
 #
 # - **half-way**: only the reduce-scatter of the ring was written; its sum is stored back into x
-# - **summed twice**: a finished sum is all-reduced again (a note writes `Y = AllReduce(Y1 + Y2)`, but no rank has Y1
-#   + Y2: the all-reduce *is* that plus sign)
+# - **summed twice**: a finished sum is all-reduced again
 # - **own order**: every rank collects all vectors and adds them up as they arrive
-# - **own block**: in one phase of the ring one rank sends on its own block, whatever arrives
+# - **own block**: in one half of the ring, one rank always sends its own block
 #
-# For each name the cause, the collective that is missing, one too many or wrong (`"reduce_scatter"`, `"all_gather"`,
-# `"all_reduce"`), and the rank (a number or `"all"`). The last columns are the four pieces of the result on ranks 0
-# to 3: `.` is right, `x` is wrong. Another SEED draws other runs.
+# Name the cause, the collective that is missing, superfluous or wrong (`"reduce_scatter"`, `"all_gather"`,
+# `"all_reduce"`), and the rank (a number or `"all"`). The last columns show the pieces of the result on ranks 0 to 3:
+# `.` is right, `x` is wrong.
 
 # %%
 SEED = 2
@@ -627,7 +568,7 @@ def marks(result):
 
 exact = x_of_rank.double().sum(0)
 print(
-    "    error, relative   length   ranks differ by   messages   bytes a rank   pieces on ranks 0 to 3"
+    "    error, relative   length   ranks differ by   messages     bytes sent   pieces on ranks 0 to 3"
 )
 for lab_run in lab:
     result = run(all_reduced, lab_run, n=RANKS)
@@ -643,14 +584,13 @@ for lab_run in lab:
 # %% [markdown]
 # <details><summary>How to read it</summary>
 #
-# - **An error of rounding, the same bits on all ranks**, 2(n-1) messages: the correct run.
+# - **An error of rounding, the same bits on all ranks**: the correct run.
 # - **Exactly n times too long**: *summed twice*.
 # - **Half the messages**: *half-way*.
-# - **An error of rounding, but ranks differ**: *own order*. Copies that are not equal drift apart in training. In the ring
-#   each sum is made on one rank and copied.
-# - **All messages, pieces wrong**: *own block*. If ranks agree, sums went wrong, in the reduce-scatter: the one right piece
-#   started at the culprit, and piece k starts at rank k + 1. If not, right sums were copied wrongly, in the
-#   all-gather: the culprit has only its own piece.
+# - **An error of rounding, but ranks differ**: *own order*.
+# - **All messages, pieces wrong**: *own block*. If ranks agree, the reduce-scatter is wrong. The one right piece began
+#   at the faulty rank, and piece k begins at rank k + 1. If ranks differ, the all-gather is wrong, and the faulty rank
+#   has only its own piece right.
 #
 # </details>
 
@@ -658,61 +598,49 @@ for lab_run in lab:
 lab.grade(diagnosis)
 
 # %% [markdown]
-# Look again at the runs that are wrong; `lab.reveal()` shows the causes.
+# ## When not to use it, and both claims
+# - **No ring for short vectors or thousands of ranks**, because of its 2(n-1) alphas.
+# - **No tree of whole vectors for long ones.** NCCL sends pieces through two trees at once, which uses all links.
+# - **No single ring over unequal links.** Reduce-scatter inside each node, all-reduce between nodes, and all-gather
+#   inside. Then slow links carry only one shard.
 #
-# One more fault is silent where it happens. Rank 0 sends three elements to a rank that expects four:
-
+# **Claim 1: only if the vector is long and the ranks are many.** From two ranks to very many, the bytes per rank double
+# from S to almost 2 S; beyond eight ranks they grow by at most a seventh. But each further rank adds two messages. With
+# 10 microseconds and 50 GB/s:
 
 # %%
-def too_short():
-    if dist.get_rank() == 0:
-        dist.send(torch.ones(3), dst=1)
-        return None
-    buffer = torch.zeros(4)
-    dist.recv(buffer, src=0)
-    return buffer
-
-
-print("received:", run(too_short, n=2)[1])
-
-
-def with_our_send():
-    axis = make_mesh().world
-    if axis.rank == 0:
-        return comm.send(torch.ones(3), axis, to=1)
-    return comm.recv(torch.zeros(4), axis, source=0)
-
-
-try:
-    run(with_our_send, n=2, checked=True)
-except RankError as error:
-    print("\nthe same, checked:", "\n".join(str(error).splitlines()[:3]))
+FAST = Link(alpha=10e-6, beta=50e9)
+sizes = {"64 kB": 64_000, "16 MB": 16_000_000, "4 GB": 4_000_000_000}
+print(f"{'ring, ms':>10}" + "".join(f"{name:>10}" for name in sizes) + f"{'tree, 64 kB':>14}")
+for n in (2, 8, 32, 256, 2048):
+    times = "".join(f"{1e3 * ring_seconds(size, n, FAST):10.2f}" for size in sizes.values())
+    print(f"{n:4} ranks{times}{1e3 * tree_seconds(64_000, n, FAST):14.2f}")
+print(f"your vote: {vote_1}")
 
 # %% [markdown]
-# No error: the last element is the buffer's old content. `run(..., checked=True)` compares shape and dtype of every
-# call on all sides before it is made. That takes time; use it when numbers look strange.
+# For 64 kB nearly all the time is alpha. For 4 GB alpha is only a fifth, even on 2,048 ranks.
+#
+# **Claim 2: false.** A rank of a ring sends 2(n-1)/n times the payload of 620 GB. And 600 GB/s count both directions,
+# so an A100 sends at most 300 GB/s:
+
+# %%
+payload, n, nvlink = 620e9, 8, 600e9
+sent = 2 * (n - 1) / n * payload
+print(f"the claim: {payload / nvlink:.1f} s")
+print(
+    f"sent {sent / 1e9:,.0f} GB at {nvlink / 2 / 1e9:.0f} GB/s: {sent / (nvlink / 2):.1f} s at best, alpha not counted"
+)
+print(f"your vote: {vote_2}")
 
 # %% [markdown]
-# ## When not to use it
-# - **No ring for short vectors or thousands of ranks**: 2(n-1) alphas. Libraries choose by size, as you would now.
-# - **No tree of whole vectors for long ones.** Split into pieces that follow one another down the tree, a vector
-#   needs few alphas *and* uses all links. Sanders et al. do it with two trees at once; so does NCCL.
-# - **No single ring over unequal links.** Every turn waits for the slowest. Reduce-scatter inside each node,
-#   all-reduce between the nodes, all-gather inside: then the slow links carry one shard only.
-# - **Not your own, in earnest.** `dist.all_reduce` is compiled, and others have found its mistakes already.
-
-# %% [markdown]
-# ## The table that grows
-# Four ranks, S = 400,000 bytes. *One after another* is measured with a stopwatch: on a link where a message costs 100
-# ms and its bytes nothing, time / alpha counts the messages that waited for each other. The bytes are of the rank
-# that sends most. (All-to-all is torch's own. For such calls the ledger and the slow link use the formulas; `course
-# bench wire` checks them against counted bytes.)
+# **The table that grows.** S = 400,000 bytes. On a link where a message costs 100 ms and its bytes nothing, time /
+# alpha counts the messages that wait for one another. The time of all-to-all, a single call, is itself a formula.
 
 # %%
 ALPHA = Link(alpha=0.100, beta=1e15)
 PIECE = (RANKS - 1) / RANKS
 LOG = (RANKS - 1).bit_length()
-OPERATIONS = {  # made of, messages one after another, bytes that the fullest rank sends, per S
+OPERATIONS = {  # messages one after another, bytes that the busiest rank sends, per S
     "broadcast, tree": (comm.tree_broadcast, LOG, LOG),
     "reduce, tree": (comm.tree_reduce, LOG, 1),
     "all_gather, ring": (comm.ring_all_gather, RANKS - 1, PIECE),
@@ -720,10 +648,6 @@ OPERATIONS = {  # made of, messages one after another, bytes that the fullest ra
     "all_reduce, ring": (comm.ring_all_reduce, 2 * (RANKS - 1), 2 * PIECE),
     "all_reduce, tree": (comm.tree_all_reduce, 2 * LOG, LOG),
     "all_to_all": (comm.all_to_all, RANKS - 1, PIECE),
-}
-HALVES = {  # what these are made of counts as their code
-    "all_reduce, ring": (comm.ring_reduce_scatter, comm.ring_all_gather),
-    "all_reduce, tree": (comm.tree_reduce, comm.tree_broadcast),
 }
 
 
@@ -733,28 +657,30 @@ def counted(size):
     for name, (operation, *_) in OPERATIONS.items():
         x = torch.ones(size // 4)
         x = x.chunk(RANKS)[0] if "all_gather" in name else x
-        dist.barrier()
+        comm.barrier(mesh.world)
         mesh.ledger.clear()
-        start = time.perf_counter()
-        operation(x, mesh.world)
-        seconds = time.perf_counter() - start
-        found[name] = seconds / ALPHA.alpha, mesh.ledger.wire_bytes()
+        with mesh.kernel_bytes() as kernel:
+            start = time.perf_counter()
+            operation(x, mesh.world)
+            seconds = time.perf_counter() - start
+        sent = None if kernel.by_axis is None else kernel.by_axis["world"]
+        found[name] = seconds / ALPHA.alpha, mesh.ledger.wire_bytes(), sent
     return found
 
 
 table = run(counted, 400_000, n=RANKS, links=Links(inside=ALPHA, between=ALPHA))
-print(f"{'':22}{'one after another':^20}{'bytes a rank, at most':^23}{'code':>6}")
-print(f"{'':22}{'formula':>9}{'measured':>11}{'formula':>12}{'counted':>11}")
-for name, (operation, messages, share) in OPERATIONS.items():
-    waited = max(one[name][0] for one in table)
-    sent = max(one[name][1] for one in table)
-    code = code_lines(operation, *HALVES.get(name, ())) if name != "all_to_all" else "torch"
-    print(f"{name:22}{messages:9}{waited:11.1f}{share * 400_000:12,.0f}{int(sent):11,}{code:>6}")
+print(f"{'':22}{'one after another':^20}{'bytes per rank, at most':^23}")
+print(f"{'':22}{'formula':>9}{'measured':>11}{'formula':>12}{'kernel':>11}")
+for name, (_, messages, share) in OPERATIONS.items():
+    waited, sent = (max(one[name][i] for one in table) for i in (0, 1))
+    kernel = [one[name][2] for one in table]
+    count = "no count" if None in kernel else f"{max(kernel):,}"
+    print(f"{name:22}{messages:9}{waited:11.1f}{share * 400_000:12,.0f}{count:>11}")
     assert sent == share * 400_000
+    assert None in kernel or sent <= max(kernel) <= 1.02 * sent
 
 # %% [markdown]
-# ## Cheat-sheet
-# Computed from the library's formulas, for a fast link.
+# **Cheat-sheet.** By formula, for a fast link:
 
 
 # %%
@@ -781,17 +707,15 @@ def cheat_sheet(n, link):
         f"they cross at {crossing(n, link):,.0f} bytes; alpha beta is {link.alpha * link.beta:,.0f}"
     )
     print(
-        f"bus bandwidth = S / time x {float(wire('all_reduce', n, n) / n):.3f}: the bytes of a rank"
+        f"bus bandwidth = S / time x {float(wire('all_reduce', n, n) / n):.3f}, what a rank of a ring sends"
     )
 
 
 cheat_sheet(8, Link(alpha=10e-6, beta=50e9))
 
 # %% [markdown]
-# ## Your turn
-# [The exercises](../exercises/02_collectives.ipynb) go from a pencil to real ranks: a ring traced by hand (5
-# minutes), the crossing (5), a broadcast by a tree (10), the ring all-reduce itself (25), all-to-all in raw
-# `torch.distributed` (15).
+# ## Your turn, and five questions to leave with
+# [Five exercises](../exercises/02_collectives.ipynb) take 60 minutes.
 
 # %% [markdown] course={"ex": "02-1"}
 # ## 02-1 A ring of three, by hand
@@ -998,89 +922,42 @@ from course_lib.grading import check
 check("02-5", all_to_all)
 
 # %% [markdown]
-# ## The claims settled
-# **Claim 1: only if the vector is so long that alpha does not matter.** A rank sends less than 2S, but every rank
-# adds two messages to the chain. With round numbers for a fast network, 10 microseconds and 50 GB/s:
-
-# %%
-FAST = Link(alpha=10e-6, beta=50e9)
-sizes = {"64 kB": 64_000, "16 MB": 16_000_000, "4 GB": 4_000_000_000}
-print(f"{'ring, ms':>10}" + "".join(f"{name:>10}" for name in sizes) + f"{'tree, 64 kB':>14}")
-for n in (4, 32, 256, 2048):
-    times = "".join(f"{1e3 * ring_seconds(size, n, FAST):10.2f}" for size in sizes.values())
-    print(f"{n:4} ranks{times}{1e3 * tree_seconds(64_000, n, FAST):14.2f}")
-print(f"your vote: {vote_1}")
-
-# %% [markdown]
-# A short vector takes nothing but alphas. For a long one they are a fifth of the time at 2,048 ranks.
+# **Exit questions.** Answer, then unfold.
 #
-# **Claim 2: false.** 620 GB are the payload (the note counts 384 all-reduces of tensor parallelism in GPT-3; lesson
-# 03 comes back to them). A rank of a ring sends 2(n-1)/n times that. And of the 600 GB/s, half are for receiving:
-
-# %%
-payload, n, nvlink = 620e9, 8, 600e9
-sent = 2 * (n - 1) / n * payload
-print(f"the note: {payload / nvlink:.1f} s")
-print(
-    f"sent {sent / 1e9:,.0f} GB at {nvlink / 2 / 1e9:.0f} GB/s: {sent / (nvlink / 2):.1f} s at best, alpha not counted"
-)
-print(f"your vote: {vote_2}")
-
-# %% [markdown]
-# ## Exit questions
-# Answer each before you unfold it.
-#
-# **1.** Gradients of a model with 7 billion parameters, 2 bytes each, 64 ranks, a ring over links of 50 GB/s each
-# way. How long does the all-reduce take at best?
+# **1.** A ring of 64 ranks all-reduces 14 GB of gradients over links of 50 GB/s. How long does it take at best?
 #
 # <details><summary>Answer</summary>
-# 2 · 63/64 · 14 GB / 50 GB/s = 0.55 s. The 126 alphas of some microseconds do not matter.
+# 2 · 63/64 · 14 / 50 = 0.55 s.
 # </details>
 #
 # **2.** An all-reduce of 16 kB takes as long as one of 1 kB. Would a faster link help? What would?
 #
 # <details><summary>Answer</summary>
-# No: that time is alpha. Fewer messages one after another (a tree) or fewer all-reduces (several vectors in one
-# bucket) help.
+# No, the time is alpha. A tree has fewer messages in a row, and a bucket for several vectors needs fewer all-reduces.
 # </details>
 #
-# **3.** `nccl-tests` all-reduces 1 GB over 8 A100 of one node in 8 ms. What are algbw and busbw, and what fraction of
-# NVLink is that?
+# **3.** Eight A100 of one node all-reduce 1 GB in 8 ms. What are algbw and busbw, and what fraction of NVLink is used?
 #
 # <details><summary>Answer</summary>
-# algbw 125 GB/s; busbw 125 · 14/8 = 219 GB/s; of the 300 GB/s that a GPU can send, 73 %. Measured against "600" it
-# would look like 36 %.
+# 125 GB/s, and 125 · 14/8 = 219 GB/s, which is 73 % of 300 GB/s.
 # </details>
 #
-# **4.** A run hangs. The report: rank 0 in all_reduce, rank 1 in all_reduce, rank 2 in recv from rank 3, rank 3 in
-# all_reduce. Which ranks do you look at first?
+# **4.** A run hangs. Ranks 0, 1 and 3 are in all_reduce, rank 2 in recv from rank 3. Where do you look first?
 #
 # <details><summary>Answer</summary>
-# Ranks 2 and 3. Rank 2 waits for a message that rank 3 did not send before its all-reduce: either rank 3 forgot the
-# send or rank 2 has one receive too many. Ranks 0 and 1 are only waiting for them.
+# At ranks 2 and 3: a send is missing, or a receive is superfluous.
 # </details>
 #
-# **5.** A colleague replaces the all-reduce by an all-gather of the whole vectors and adds them up on every rank,
-# "which saves a phase". What does it cost at n = 8, and what may go wrong?
+# **5.** A colleague all-gathers the whole vectors, and each rank adds them up. What is the cost at n = 8, and the risk?
 #
 # <details><summary>Answer</summary>
-# A rank sends 7 S instead of 1.75 S and holds eight vectors. And if the ranks add in different orders, their results
-# differ in the last bits: the replicas drift apart.
+# A rank sends 7 S instead of 1.75 S. If ranks add in different orders, their results differ in the last bits, and
+# replicas drift apart.
 # </details>
 #
-# ## Sources and what next
-# - Hockney 1994, *The communication challenge for MPP: Intel Paragon and Meiko CS-2*,
-#   [doi:10.1016/S0167-8191(06)80021-9](https://doi.org/10.1016/S0167-8191%2806%2980021-9): a message in two numbers.
-# - Thakur, Rabenseifner and Gropp 2005, *Optimization of Collective Communication Operations in MPICH*,
-#   [doi:10.1177/1094342005051521](https://doi.org/10.1177/1094342005051521): for each collective several algorithms,
-#   and from which size on each is used. Read it next.
-# - Patarasuk and Yuan 2009, *Bandwidth optimal all-reduce algorithms for clusters of workstations*,
-#   [doi:10.1016/j.jpdc.2008.09.002](https://doi.org/10.1016/j.jpdc.2008.09.002): the ring, and why no all-reduce can
-#   send less.
-# - Sanders, Speck and Träff 2009, *Two-tree algorithms for full bandwidth broadcast, reduction and scan*,
-#   [doi:10.1016/j.parco.2009.09.001](https://doi.org/10.1016/j.parco.2009.09.001): a tree whose links are all busy.
-# - NVIDIA, [nccl-tests, PERFORMANCE.md](https://github.com/NVIDIA/nccl-tests/blob/master/doc/PERFORMANCE.md):
-#   algorithm and bus bandwidth, with the factor of every collective. The links of A100 and H100: [NVIDIA
-#   NVLink](https://www.nvidia.com/en-us/data-center/nvlink/).
-#
-# Next: lesson 03 runs one all-reduce per backward pass and hides most of it.
+# **Sources.** Next: lesson 03.
+# - [Alpha and beta](https://doi.org/10.1016/S0167-8191%2806%2980021-9); [the ring, and why ranks that add cannot send
+#   less](https://doi.org/10.1016/j.jpdc.2008.09.002); [two trees](https://doi.org/10.1016/j.parco.2009.09.001);
+#   [choosing by size](https://doi.org/10.1177/1094342005051521).
+# - [nccl-tests](https://github.com/NVIDIA/nccl-tests/blob/master/doc/PERFORMANCE.md): algbw and busbw.
+#   [NVLink](https://www.nvidia.com/en-us/data-center/nvlink/).

@@ -49,7 +49,8 @@ def ring_all_gather(shard: Tensor, axis: Axis, like: list[Tensor] | None = None)
 def ring_all_reduce(x: Tensor, axis: Axis) -> Tensor:
     """Sum over the ranks: a ring reduce-scatter, then a ring all-gather.
 
-    2(n-1) messages one after another, 2(n-1)/n S sent by each rank: the fewest bytes there are.
+    2(n-1) messages one after another; each rank sends 2(n-1)/n S. Ranks that do the additions
+    cannot send less on average; a switch that adds needs less.
     """
     if axis.size == 1:
         return x.detach()
