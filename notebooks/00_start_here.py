@@ -15,12 +15,13 @@
 # %% [markdown]
 # # 00 Start here: a function on four ranks
 #
-# *20 minutes to read and run, 10 to build.* Training on many GPUs is done by many processes that send each other
-# messages. Each process is a **rank**. Nothing about that needs a GPU. Here you start four real ranks from a cell,
-# let them talk, count the bytes they send, and look at what they did and when.
+# *20 minutes to read and run, 10 to build.* A training run on many GPUs consists of many processes that send each other
+# messages. Each process is called a **rank**. None of this needs a GPU, so you can start right here: four real ranks
+# from one cell of this notebook. You will let them communicate, count the bytes that they send, and draw what each of
+# them did and when.
 #
 # Run the cells from top to bottom (Shift+Enter). Every lesson begins with a vote. Write `"true"`, `"false"` or
-# `"only if ..."`; `None` means no vote. The last section settles both.
+# `"only if ..."`, or leave `None`. A later section settles both claims.
 #
 # 1. *One late rank makes all ranks late.*
 # 2. *With twice as many ranks, each rank sends twice as much in an all-reduce.*
@@ -31,8 +32,8 @@ vote_2 = None
 
 # %% [markdown]
 # ## Your machine
-# `course doctor` in a terminal asks whether this machine is ready, with a line and, where needed, a fix for each
-# check. This cell shows only the checks that fail:
+# `course doctor` in a terminal checks whether this machine is ready, and says how to fix what is not. This cell runs
+# the same checks and prints only those that fail:
 
 # %%
 from course_lib import doctor
@@ -45,15 +46,15 @@ for each in bad:
 
 # %% [markdown]
 # ## One function, four processes
-# `run` sends the function below to four fresh processes and returns their results in the order of the ranks. Each
-# line of output is prefixed with the rank that printed it. `make_mesh` gives a rank its place: here all four ranks
-# are on one axis, `dp` (data parallel).
+# `run` sends the function below to four new processes and returns their results in the order of the ranks. Each line
+# of output is prefixed with the rank that printed it. `make_mesh` tells a rank where it is: here all four ranks are on
+# one axis, `dp`, which stands for data parallelism.
 
 # %%
 from course_lib.launch import run
 from course_lib.mesh import make_mesh
 
-greeting = "hello"  # a variable of the notebook travels along
+greeting = "hello"  # the ranks get the variables of the notebook that the function uses
 
 
 def hello():
@@ -68,9 +69,8 @@ results
 # %% [markdown]
 # ## One collective
 # Each rank holds a tensor of 1,024 elements, all equal to its rank plus 1. An *all-reduce* gives every rank the sum
-# over all ranks. Before you run the next cells: what will each rank hold, and how many bytes does each rank have to
-# send, if all ranks send equally much? An element takes 4 bytes. Write your prediction down; `None` means that you
-# made none.
+# over all ranks. Before you run the next cells, predict two things. What will each rank hold? And how many bytes does
+# each rank have to send if all ranks send equally many? An element takes 4 bytes.
 
 # %%
 predicted_value = None
@@ -95,9 +95,10 @@ for rank, values in enumerate(sums):
 
 # %% [markdown]
 # ## What went through the network
-# Every rank keeps a **ledger**. *Payload* is the bytes handed to a call; *wire* is the bytes that the ranks send for
-# it. In a ring all-reduce of S bytes over n ranks, each rank sends 2(n-1)/n S, here 1.5 times its 4,096 bytes. The
-# table adds up all four ranks.
+# Every rank records its calls in a **ledger**. The *payload* is the bytes handed to a call. The *wire* bytes are what
+# the ranks send for it, by formula: in a ring all-reduce of S bytes over n ranks, each rank sends 2(n-1)/n S, here 1.5
+# times its 4,096 bytes. Lesson 02 derives this and compares it with the bytes that the kernel counts. The table adds up
+# all four ranks.
 
 # %%
 from course_lib import ledger
@@ -111,10 +112,10 @@ print(f"every rank holds {sums[0]['after']:g}; your prediction {predicted_value}
 
 # %% [markdown]
 # ## What happened when
-# A step of training: forward (F) and backward (B) of three *micro-batches* (a batch is split into them), then one
-# all-reduce of 4 MB of gradients. On a small machine four ranks would compete for the cores, so this run is *paced*:
-# F and B are sleeps of 20 and 40 ms, and the network is slowed down to 100 MB/s. The processes, the messages and the
-# waiting are real. Rank 3 begins 60 ms late: see which ranks wait for it.
+# Now a step of training. A batch is split into three *micro-batches*. Each rank computes forward (F) and backward (B)
+# for all three, and one all-reduce then adds 4 MB of gradients. On a small machine four ranks would compete for the
+# cores, so this run is *paced*: F and B are sleeps of 20 and 40 ms, and the network is slowed down to 100 MB/s. The
+# processes, the messages and the waiting are real. Rank 3 begins 60 ms late. Look at which ranks wait for it.
 
 # %%
 import time
@@ -145,8 +146,8 @@ timeline(paced.traces, conditions=Conditions(pace, network))
 
 # %% [markdown]
 # ## When a rank fails
-# Sooner or later a rank fails, while the others wait for it in a collective. `run` then names the failed rank and the
-# line at which each other rank waits, and stops all four. The notebook continues.
+# Sooner or later one rank fails while the others wait for it in a collective. `run` then names the failed rank and the
+# line at which each other rank waits, and it stops all four. The notebook continues.
 
 # %%
 from course_lib.launch import RankError
@@ -168,15 +169,15 @@ except RankError as error:
 run(hello, n=2)  # and the next cell works
 
 # %% [markdown]
-# ## Where a rank stands
-# So far all ranks were on one axis. A large training run has several axes: neighbors in **tp** (tensor parallelism)
-# share every layer, neighbors in **pp** (pipeline parallelism) hold different layers, and neighbors in **dp** hold
-# the same layers and different data. A rank has one number, and from it follow its *coordinates*, one on each axis;
-# the ranks that differ in one coordinate only are a *group*, and talk to each other.
+# ## The axes of a rank
+# So far all ranks were on one axis. A large training run has several. Neighbors in **tp** (tensor parallelism) share
+# every layer. Neighbors in **pp** (pipeline parallelism) hold different layers. Neighbors in **dp** hold the same
+# layers and read different data. The number of a rank determines its *coordinates*, one on each axis. Ranks that
+# differ in one coordinate only form a *group*, and a group communicates.
 #
-# Which axis varies fastest is a choice, the *order*. Here it is `tp-dp-pp`, the fastest first, for two machines of
-# eight GPUs. Which ranks does rank 5 average its gradients with (its dp group)? And on which axis do groups cross
-# from one machine to the other?
+# Which axis varies fastest is a choice, called the *order*. Here it is `tp-dp-pp`, with the fastest axis first, on two
+# machines of eight GPUs. Which ranks does rank 5 average its gradients with, in its dp group? And on which axis do
+# groups cross from one machine to the other?
 
 # %%
 predicted_dp_group = None  # the ranks, as [5, ...]
@@ -194,15 +195,15 @@ print(f"\nrank 5 averages with {dp_group}; your prediction {predicted_dp_group}"
 print(f"groups that cross: {', '.join(crossing)}; your prediction {predicted_axis}")
 
 # %% [markdown]
-# (A node is a machine; an `mp` group, tp and pp together, has one copy of the model; `cp` is lesson 09's.) The
-# slowest axis crosses. That is why tp, which communicates in every layer, is nearly always the fastest axis, and why
-# pp and dp, which communicate less often, cross machines.
+# A node is a machine. An `mp` group is tp and pp together, so it has one copy of the model; `cp` belongs to lesson 09.
+# Only the slowest axis crosses machines. That is why tp, which communicates in every layer, is nearly always the
+# fastest axis, and why pp and dp, which communicate less often, are placed across machines.
 #
 # ## The same in PyTorch
-# Nothing here is magic. `run(..., init=False)` starts the ranks and leaves the rest to you: this is what a training
-# script does when `torchrun`, PyTorch's launcher, has started it. (`gloo` sends between CPUs.) Two things differ from ours.
-# `dist.all_reduce` *writes into* its tensor, where `comm.all_reduce` returns a new one. And a device mesh names the *slowest*
-# axis first.
+# The library adds little to PyTorch. With `run(..., init=False)` a rank does what a training script does after
+# `torchrun`, PyTorch's launcher, has started it. The backend `gloo` sends between CPUs. Two things differ from our
+# library: `dist.all_reduce` *writes into* its tensor, while `comm.all_reduce` returns a new one, and a device mesh
+# names the *slowest* axis first.
 
 # %%
 import torch.distributed as dist
@@ -228,17 +229,19 @@ for rank, (value, groups) in enumerate(run(in_pytorch, n=4, init=False)):
 
 # %% [markdown]
 # ## Your turn
-# [The exercises](../exercises/00_start_here.ipynb) of this lesson take ten minutes and start no rank: you write the
-# two functions behind that drawing. Every launcher of a large run computes them first, and a mistake in them is
-# silent: each rank averages with the wrong ranks, and the loss still falls.
+# [The exercises](../exercises/00_start_here.ipynb) of this lesson take ten minutes and start no rank. You write the two
+# functions behind that drawing. Every launcher of a large run computes them first, and a mistake in them is silent:
+# each rank averages with the wrong ranks, and the loss still falls.
 #
-# How it works, here and in every lesson:
+# This is how the exercises work, here and in every lesson:
 #
-# - `course start 00` in a terminal copies lesson and exercises to `work/`, where they are yours.
-# - Write into the answer cell, run it, run the check below it. The check says how many cases passed, and of the first
-#   thing that is wrong, what and why. It draws new numbers each time.
-# - `course hint 00 1` gives a hint (there are three), `course solution 00 1` the solution once you have tried,
-#   `course grade` with the file's name the official grade: your answers, in a fresh kernel.
+# - `course start 00` in a terminal copies the lesson and its exercises to `work/`, where they are yours.
+# - Write your code into the answer cell, run it, and run the check below it. The check says how many cases passed and
+#   explains the first mistake. It draws new numbers each time.
+# - `hint("00-1")` in a cell, after `from course_lib.grading import hint, progress`, gives the next of three hints.
+#   `progress()` shows how far you are. In a terminal these are `course hint 00 1` and `course list`.
+# - `course solution 00 1` shows the solution after your first attempt. `course grade` with the name of your file gives
+#   the official grade, which runs your answers in a fresh kernel.
 
 # %% [markdown] course={"ex": "00-1"}
 # ## 00-1 From a rank to its coordinates
@@ -277,14 +280,14 @@ check("00-1", coordinates)
 
 # %% [markdown] course={"ex": "00-2"}
 # ## 00-2 From coordinates to groups
-# A study note on the run with 512 ranks (`tp-pp-dp`, 8 on each axis) has this line:
+# For the run with 512 ranks (`tp-pp-dp`, 8 on each axis), this line is often written:
 #
 # ```python
 # pp_group = [gpu_rank + i * TP_size for i in range(PP_size)]
 # ```
 #
-# and shows that GPU 0 is in the group 0, 8, 16, ... 56, which is right. Try it for rank 8, which is in the same
-# group. What does the line forget?
+# For GPU 0 it gives the group 0, 8, 16, ... 56, which is right. Try it for rank 8, which is in the same group. What does
+# the line forget?
 #
 # Write the function that gives all groups of one axis, for any order and any sizes. Every rank is in exactly one of
 # them. In the run with 16 ranks (`tp-dp-pp`) the dp groups are [0, 2], [1, 3], [4, 6], [5, 7], and so on up to [13,
@@ -310,7 +313,7 @@ def groups(axis: str, sizes: dict[str, int], order: str) -> list[list[int]]:
 
 
 # %% [markdown] course={"ex": "00-2", "role": "answer"}
-# The note's line starts from `gpu_rank` and should start from the first rank of its group: `gpu_rank - pp_rank *
+# The line starts from `gpu_rank` and should start from the first rank of its group: `gpu_rank - pp_rank *
 # TP_size`. For rank 8 it gives 8, 16, ... 64, and rank 64 belongs to another replica.
 
 # %% course={"ex": "00-2", "role": "check"}
@@ -348,7 +351,8 @@ for n in (2, 4, 8):
 print(f"your vote: {vote_2}")
 
 # %% [markdown]
-# 2(n-1)/n grows towards 2 and never reaches it. What grows with n is the number of messages, one after the other.
+# 2(n-1)/n grows towards 2 and never reaches it. What does grow with n is the number of messages that a rank sends one
+# after the other.
 #
 # ## Exit questions
 # Answer each before you unfold it.
@@ -365,7 +369,7 @@ print(f"your vote: {vote_2}")
 #
 # <details><summary>Answer</summary>
 #
-# The three wait for ever, or until a timeout. A collective is called by every rank of the group or by none.
+# The three wait for ever, or until a timeout. Either every rank of the group calls a collective, or no rank does.
 #
 # </details>
 #
@@ -392,8 +396,8 @@ print(f"your vote: {vote_2}")
 #
 # <details><summary>Answer</summary>
 #
-# Four ranks on fewer cores slow each other down, and the picture would show that. Sleeping ranks do not. The
-# processes, the messages, their order and the waiting are real.
+# Four ranks that compute on fewer cores slow each other down, and the picture would show that. Sleeping ranks do not
+# compete. The processes, the messages, their order and the waiting are real.
 #
 # </details>
 #
