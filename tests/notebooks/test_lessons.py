@@ -290,8 +290,7 @@ def lesson_08_shows_every_schedule(notebook):
     for line in (
         "gradients equal to the last bit",
         "no order of one stage per rank takes less than 27",
-        "between I and W 131,072, formula 131,072; after W 0",
-        "torch's own split saves 175,360",
+        "bytes after forward 175,360; between I and W 131,072, formula 131,072; after W 0",
         "0 of 5 right: nothing is diagnosed yet",
     ):
         assert line in text
@@ -300,8 +299,10 @@ def lesson_08_shows_every_schedule(notebook):
     lab_runs = re.findall(r"^[A-E] +\d+ ms ((?: +\d\.\d{3}){4})", text, re.MULTILINE)
     shares = [sorted({"1.000", *lab_run.split()}) for lab_run in lab_runs]
     assert sorted(map(len, shares)) == [1, 1, 1, 2, 2], "one loses a W, one computes a W twice"
+    for paper in ("1f1b   bubble 24.3%", "zb-h2  bubble 10.8%"):
+        assert paper in text
     assert text.count("your vote: None") == 2
-    assert len(pictures(notebook)) == 8
+    assert len(pictures(notebook)) == 9
 
 
 def lesson_08b_shows_reasons(notebook):
