@@ -427,6 +427,9 @@ def lesson_10_shows_tokens_that_travel(notebook):
         "ep (0, 1)  edp (1, 3)  dp (0, 1, 2, 3)",
         "if routing were even, ep = 4 would send 196,608 bytes",
         "rows by rank [128, 128, 128, 128]",
+        "a row: 14,336 bytes in bfloat16, 7,392 in FP8 with scales",
+        "a pair: 57,344 bytes in bfloat16, 43,456 with FP8 (0.76)",
+        "skew 0, capacity factor 1.0: 0.117 dropped",
         "0 of 5 right",
     ):
         assert line in text
@@ -437,7 +440,12 @@ def lesson_10_shows_tokens_that_travel(notebook):
     ):
         assert re.search(rf"^{name} +{experts} +1.00 +1.00$", text, re.MULTILINE)
     assert re.search(r"^[A-E] .* \[\d+, 0, \d+\]$", text, re.MULTILINE), "one sums over ep"
-    assert len(pictures(notebook)) == 3  # and the slider's, which is a widget
+    biased, alone = (
+        float(re.search(rf"^{name} .* 59: ([\d.]+) \(", text, re.MULTILINE)[1])
+        for name in ("bias", r"auxiliary loss, 0\.0")
+    )
+    assert biased < alone, "the bias balances the load"
+    assert len(pictures(notebook)) == 2
 
 
 SHOWS = {  # what a lesson must show
