@@ -16,8 +16,8 @@
 # # 08 Pipelines II: interleaved, zero bubble, DualPipe-V
 #
 # *60 minutes to read and run, 65 to build.* On four ranks, a 1F1B step of eight micro-batches takes 33 units of time,
-# and each rank works for 24 of them. The only remedy in lesson 07 was more micro-batches. Here we save 7.5 of the
-# other 9 units with the same batch. You need lesson 07.
+# and each rank works for 24 of them. The only remedy in lesson 07 was more micro-batches. In this lesson we
+# save 7.5 of the 9 idle units with the same batch. You need lesson 07.
 #
 # Vote first: write `"true"`, `"false"` or `"only if ..."`.
 #
@@ -30,7 +30,7 @@ vote_2 = None
 
 # %% [markdown]
 # ## A bet: how short can the step be?
-# This is the step to beat. F takes 1 and B takes 2:
+# This is the step to beat, with F = 1 and B = 2:
 
 # %%
 import torch
@@ -136,7 +136,7 @@ print(f"your predictions: step {predicted_interleaved}, messages {predicted_hops
 #
 # `pp.DeferredWeightGradients` does this without a change to the model. Inside its `with` block it intercepts only
 # products with a weight, and makes the weight a constant for autograd, so that backward computes I alone. It saves x
-# and dy of each linear, and `run` computes W from them later. Here is one block of the model:
+# and dy of each linear, and `run` computes W from them later. Here is one block:
 
 # %%
 whole, block = (build_model(CONFIG, seed=0).stage(2, 3) for _ in range(2))
@@ -283,15 +283,16 @@ for name, schedule in schedules.items():
     print(f"{name:12}{one.makespan:16.2f}{(many - one.makespan) / (STEPS - 1):9.2f}{one.work:6.0f}")
 
 # %% [markdown]
-# "Zero bubble" refers to the column *without*: ZB-H2 and ZB-V take 24 units there, all of them work. The authors of the
-# paper do remove the barrier. Each rank steps at once, and a step that should have been clipped is undone later, which is
+# "Zero bubble" refers to the column *without*: ZB-H2 and ZB-V take 24 units there, all of them work. The authors do
+# remove the barrier. Each rank steps at once, and a step that should have been clipped is undone later, which is
 # rare in stable training.
 #
 # ## A V-shaped placement: ZB-V and DualPipe-V
-# ZB-V has the span of ZB-H2, but no rank has more in flight than rank 0 under 1F1B. Each rank has two thin stages again,
-# but the second ones are placed in reverse order, so rank 0 has the first stage and the last one. A micro-batch ends
-# where it began, and its backward starts there without a message. Every rank has an early stage, whose activations are
-# stored long, and a late one, whose activations are freed soon. So all ranks need the same memory.
+# ZB-V has the short span of ZB-H2, but no rank stores more micro-batches than rank 0 under 1F1B. Each rank has two thin
+# stages again, but the second ones are placed in reverse order, so rank 0 has the first stage and the last one. A
+# micro-batch ends where it began, and its backward starts there without a message. Every rank has an early stage, whose
+# activations are stored for a long time, and a late one, whose activations are freed soon. So all ranks need the same
+# memory.
 
 # %%
 schedule_picture(simulated["zb-v"], title="ZB-V: no rank waits within its span, with 1F1B's memory")
@@ -349,7 +350,7 @@ trade_plot(
 
 # %% [markdown]
 # ZB-H2 lies to the right of ZB-H1 and no lower, because this picture counts total time, with a barrier. Interleaving
-# costs memory that the V does not.
+# needs more memory than the V.
 #
 # ## Six schedules on four ranks
 # Do real ranks behave like the simulation? In the engine of lesson 07, a forward and its I now run inside
@@ -601,8 +602,8 @@ lab.grade(diagnosis)
 # <details><summary>How to read it</summary>
 #
 # - **lost W** and **W twice**: one rank's gradient is below or above 1. The others are right, because that rank sent dx.
-# - **whole B**: all gradients are right, but the step is longer. From the last rank to the first, first backwards start
-#   one I apart, but one I and one W apart after the faulty rank. It also stores less, because it defers no W.
+# - **whole B**: all gradients are right, but the step is longer. From the last rank up, each first backward starts one
+#   I later, but one I and one W later after the faulty rank. That rank also stores less, because it defers no W.
 # - **delays all W**: the faulty rank stores all eight micro-batches.
 #
 # `lab.reveal()` shows the causes.
@@ -611,7 +612,7 @@ lab.grade(diagnosis)
 # %% [markdown]
 # ## When not to use it, and both claims settled
 # - **Many micro-batches.** With m much larger than p, the bubble of 1F1B is small already.
-# - **Little W.** With frozen weights or LoRA, there is little W to fill gaps with.
+# - **Little W.** With frozen weights or LoRA, W is too short to fill gaps.
 # - **Unequal stages.** No order makes up for a rank with more work than the others. Move layers instead.
 # - **Slow messages.** In this table, a transfer takes up to half of F:
 
@@ -625,7 +626,7 @@ for transfer in (0, 0.1, 0.25, 0.5):
     print(f"{transfer:<12}" + "".join(f"{step:13.2f}" for step in steps))
 
 # %% [markdown]
-# ZB-H2 hardly changes, because its forwards run far ahead. The last line costs every other schedule 6 units or more.
+# ZB-H2 hardly changes, because its forwards run far ahead. In the last line, every other schedule has lost at least 6 units.
 #
 # **Claim 1: false.** The bubble is divided by v. But rank 0 stores 1 + (p-1)/(pv) times as much as under 1F1B, and
 # messages cross pv-1 stage boundaries instead of p-1.
@@ -849,8 +850,8 @@ check("08-4", rows_of_zb_h1)
 # `torch.autograd.grad(y, inputs, dy)` computes the gradients of `inputs` alone and returns them; with `retain_graph=True` the graph is
 # there for a second time.
 #
-# Checked on one to four ranks: the gradients of all weights and biases, one message per micro-batch with its peer and
-# bytes, and that no gradient of a weight or bias was computed before the message was sent.
+# The check runs on one to four ranks. It compares the gradients of all weights and biases, expects one message per
+# micro-batch with the right peer and bytes, and expects no gradient of a weight or bias before the message is sent.
 
 
 # %% course={"ex": "08-5", "role": "answer"}
@@ -913,7 +914,7 @@ check("08-5", backward_in_halves)
 # **4.** All Ws run at the end of the step. What goes wrong?
 #
 # <details><summary>Answer</summary>
-# The gradients are right, but x and dy of all linears stay in memory, which grows with m as in GPipe.
+# The gradients are right, but x and dy of all linears stay in memory, and memory grows with m, as in GPipe.
 # </details>
 #
 # **5.** Why does rank 0 have the last stage in a V, and what must you watch?

@@ -15,11 +15,11 @@
 # %% [markdown]
 # # 10 Expert parallelism: tokens are sent to the weights
 #
-# *50 minutes to read and run, 70 to build.* DeepSpeed and torchtitan once made the same mistake: on ep ranks, the
-# gradients of experts were ep times too large
+# *50 minutes to read and run, 70 to build.* DeepSpeed and torchtitan once made the same mistake: with experts on ep
+# ranks, their gradients were ep times too large
 # ([DeepSpeed #5259](https://github.com/deepspeedai/DeepSpeed/pull/5259),
 # [PyTorch #160285](https://github.com/pytorch/pytorch/issues/160285)). In torchtitan the loss curves did not show it.
-# Here you count the bytes of tokens, and repeat this mistake. You need lessons 02 and 03.
+# Here you send tokens to experts, count the bytes, and repeat this mistake. You need lessons 02 and 03.
 #
 # Vote first: write `"true"`, `"false"` or `"only if ..."`.
 #
@@ -177,7 +177,7 @@ for rank, told in enumerate(run(groups, n=RANKS)):
 #
 # The last row is the trap. In backward, the gradients of all its rows return to the expert, so its gradient already
 # contains the tokens of its ep group. Only the sum over edp is missing. Nothing is divided, because each rank has
-# divided its loss by the tokens of *all* ranks (lesson 03).
+# divided its loss by the tokens of *all* ranks.
 #
 # The folded cell also averages, as DDP does: each rank takes the mean over its own tokens, and each sum is divided by
 # the number of its ranks.
@@ -300,7 +300,7 @@ print(
 )
 
 # %% [markdown]
-# The kernel also counts headers and the counts of rows. Each pair whose expert is on another rank costs four rows: there
+# The kernel also counts headers. Each pair whose expert is on another rank costs four rows: there
 # and back, in forward and in backward. A rank sends two of them for each of its own pairs that leave, and two for each
 # pair of another rank that it computes:
 
@@ -322,8 +322,7 @@ print(
 )
 
 # %% [markdown]
-# Rank 3 sends the most, because it computes the most pairs of other ranks. Two experts of this untrained router are the
-# reason:
+# Rank 3 sends the most, because it computes the most pairs. Two of the experts are too popular:
 
 # %%
 from course_lib.view.experts import load_plot
@@ -347,8 +346,8 @@ print(f"({(2 * fp8 + 2 * bf16) / (4 * bf16):.2f})")
 
 # %% [markdown]
 # ## All ranks wait for the busiest one
-# No rank can finish combine before the busiest rank has computed, so the layer takes as long as its busiest rank. In the
-# folded cell, experts are padded to 0.3 ms per row. Three layers run with an even load, and three with a skewed one:
+# No rank can finish combine before the busiest rank has computed, so the layer takes as long as its busiest rank. The
+# folded cell runs three layers with an even load and three with a skewed one, at 0.3 ms per row:
 
 # %% jupyter={"source_hidden": true}
 # Three layers with experts of 0.3 ms per row; messages and waiting are real.
@@ -470,8 +469,8 @@ for coefficient, biased in ((0.0, False), (0.01, False), (0.1, False), (0.0, Tru
     print(f"{'bias' if biased else f'auxiliary loss, {coefficient}':21} {line}")
 
 # %% [markdown]
-# The auxiliary loss with 0.01 halves the imbalance, and the text's loss does not suffer. With 0.1 it does. The bias gets
-# almost as far as 0.01.
+# The auxiliary loss with 0.01 halves the imbalance, and the loss of the text does not increase. With 0.1 it does. The
+# bias is almost as good as 0.01 here.
 #
 # **Capacity.** An expert takes at most T K / E pairs of a rank's tokens, times a capacity factor, first choices first.
 # Other pairs are dropped: their tokens pass the layer on the residual. This bounds the load, but whether a token is
@@ -500,7 +499,7 @@ for skew, capacity_factor in ((0, 1.0), (2, 1.0), (2, 1.25), (2, 2.0), (2, None)
 print(f"your prediction for the first line: {predicted_dropped} dropped")
 
 # %% [markdown]
-# Even without skew, random logits exceed an even capacity.
+# Even without skew, a capacity factor of 1 drops pairs, because random choices are never exactly even.
 #
 # ## The same in PyTorch
 # `dist.all_to_all_single` takes the two lists of splits, and backward is the same call with the lists exchanged:
@@ -729,7 +728,6 @@ lab.grade(diagnosis)
 # all-to-alls.
 #
 # **Claim 2: false.** The gradient of an expert is summed over edp, because the tokens of its ep group are in it already.
-# Averaged over edp, it is ep times too large.
 
 # %%
 times = {name: summarize(read(result.traces)[0]).makespan for name, result in paced.items()}
@@ -878,8 +876,8 @@ check("10-2", expert_gradient)
 
 # %% [markdown] course={"ex": "10-3"}
 # ## 10-3 Which experts serve a token
-# A router with capacity. From the logits of each token, a list of lists, make a list of dicts, one for each token, from the
-# numbers of the experts that serve it to their weights:
+# A router with capacity. `logits` has one list per token. Return one dict per token: its keys are the numbers of the
+# experts that serve the token, its values their weights.
 #
 # - Softmax over all experts. The `choices` largest are chosen.
 # - With two choices or more the weights are divided by the sum of the chosen ones; with one choice the weight is the
