@@ -15,12 +15,11 @@
 # %% [markdown]
 # # 08 Pipelines II: interleaved, zero bubble, DualPipe-V
 #
-# *60 minutes to read and run, 65 to build.* Lesson 07 ended with a bubble that only more micro-batches could shrink.
-# Here the number of micro-batches stays the same and the bubble still shrinks: by thinner stages, by a split
-# backward, and by a V-shaped placement. You draw each schedule, run it on real ranks, and compare its price. You need
-# lesson 07.
+# *60 minutes to read and run, 65 to build.* On four ranks, a 1F1B step of eight micro-batches takes 33 units of time,
+# and each rank works for 24 of them. The only remedy in lesson 07 was more micro-batches. In this lesson we
+# save 7.5 of the 9 idle units with the same batch. You need lesson 07.
 #
-# Vote first: write `"true"`, `"false"` or `"only if ..."`. The claims are settled at the end.
+# Vote first: write `"true"`, `"false"` or `"only if ..."`.
 #
 # 1. *Interleaving with v chunks per rank divides the bubble by v and costs nothing.*
 # 2. *With a zero-bubble schedule no rank ever waits.*
@@ -30,22 +29,8 @@ vote_1 = None
 vote_2 = None
 
 # %% [markdown]
-# ## The question
-# In 1F1B every rank waits (p-1)(F+B) in a step: until the first micro-batch has arrived and its gradient has
-# returned, and at the end.
-#
-# ```
-#   rank 0   F0 F1 F2 F3 .................. B0 ...      three things could change:
-#   rank 1      F0 F1 F2 ............ B0 ...             - what comes to a rank comes sooner: thinner stages
-#   rank 2         F0 F1 ...... B0 ...                   - what goes back goes back sooner: half a backward
-#   rank 3            F0 B0 ...                          - what no rank waits for fills the gap: the other half
-# ```
-#
-# For which part of a backward does no rank wait?
-
-# %% [markdown]
-# ## Predict
-# p = 4 ranks, m = 8 micro-batches. A rank's forward of one micro-batch takes 1, its backward 2. Fill in what you can.
+# ## A bet: how short can the step be?
+# This is the step to beat, with F = 1 and B = 2:
 
 # %%
 import torch
@@ -75,23 +60,6 @@ P, M, SEQ = 4, 8, 32
 CONFIG = tiny_config(layers=8, max_seq_len=SEQ)
 TOKENS, TARGETS = batch(0, seed=0, batch_size=M, seq_len=SEQ)
 MICRO_BATCHES = list(zip(TOKENS.chunk(M), TARGETS.chunk(M), strict=True))
-
-# %%
-predicted_interleaved = None  # the step with two stages of half the size on each rank (1F1B: 33)
-predicted_hops = None  # how many times as many messages it sends
-predicted_zb_h1 = None  # the step when only the gradient of the input is waited for
-predicted_saved = None  # fraction of a block's saved activations that wait for W
-predicted_best = None  # the shortest step that any order can reach, one stage per rank
-
-# %% [markdown]
-# ## Interleaved: thinner stages
-# Give each rank v thin stages (*chunks*), here two of half the size: rank 0 the stages 0 and 4, rank 1 the stages 1 and 5. The
-# first micro-batch is through a thin stage in half the time, so the next rank begins sooner, and gradients come back sooner.
-#
-# All costs are for the same model: a stage of half the size costs half. (I and W in the code are the two parts of a
-# split backward; the next section explains them.)
-
-# %%
 NAMES = ("1f1b", "interleaved", "zb-h1", "zb-h2", "zb-v", "dualpipe-v")
 schedules = {name: make(name, P, M) for name in NAMES}
 
@@ -103,49 +71,113 @@ def costs_of(schedule, unit=1.0, **more):
 
 
 simulated = {name: simulate(each, costs_of(each)) for name, each in schedules.items()}
+schedule_picture(simulated["1f1b"], title="1F1B: every rank waits for 9 of 33 units")
+
+# %% [markdown]
+# Every rank waits for (p-1)(F+B) = 9 units in all: for its first activations, for gradients, and at the end for the
+# other ranks.
+#
+# | symbol | meaning |
+# |---|---|
+# | p, m | ranks, and micro-batches in a step |
+# | v | stages per rank, called chunks |
+# | F, B | forward and backward of a micro-batch on a rank, or their times |
+# | I, W | input gradient and weight gradient, the two parts of B |
+#
+# All schedules run the same model, so a stage of half the size costs half. Messages take no time at first.
+
+# %%
+predicted_interleaved = None  # the step with two stages of half the size on each rank
+predicted_hops = None  # how many times as many messages it sends
+predicted_zb_h1 = None  # the step when other ranks wait for the input gradient only
+predicted_saved = None  # fraction of a block's saved activations that are stored until W
+predicted_best = None  # the shortest step that any order can reach, one stage per rank
+
+# %% [markdown]
+# ## Interleaved: thinner stages
+# Give each rank v thin stages. With v = 2, rank 0 has the stages 0 and 4, rank 1 has 1 and 5, and so on. A thin stage
+# takes half the time, so the next rank starts sooner, and the first gradient comes back sooner:
+
+# %%
 schedule_picture(
-    simulated["interleaved"], title="Interleaved: thin stages begin sooner; 28.5 instead of 33"
+    simulated["interleaved"], title="Interleaved: thin stages start sooner; 28.5 instead of 33"
 )
 
 # %% [markdown]
-# Paler boxes are the second stage. Micro-batches are processed in rounds of p: four in the first stage, the same four
-# in the second, then the next four. A rank's waiting is still p-1 times one forward and one backward, of stages of
-# 1/v the size:
+# Micro-batches run in rounds of p: four pass the first stages, then the same four pass the second stages, in paler
+# boxes. A rank still waits for p-1 forwards and backwards, but these are 1/v as long:
 #
 # $$\text{bubble} = (p-1)\,\frac{F+B}{v}, \qquad \text{of ideal} = \frac{p-1}{mv}, \qquad \text{of total} = \frac{p-1}{mv+p-1}$$
 #
-# The price: more in flight before the first backward (11 stages' worth in the picture are 5.5 micro-batches), and a
-# message for each of the pv-1 stage boundaries instead of p-1.
+# The price is memory and messages. Rank 0 stores up to 11 thin forwards, as much as 5.5 full ones, where 1F1B stores
+# 4. And activations cross pv-1 stage boundaries instead of p-1:
 
 # %%
 print(f"{'chunks':>6}{'step':>7}{'bubble: of total':>18}{'formula':>9}{'of ideal':>10}", end="")
-print(f"{'in flight, micro-batches':>26}{'P2P':>6}")
+print(f"{'in flight, micro-batches':>26}{'boundaries':>12}")
 for chunks in (1, 2, 4):
     schedule = make("interleaved", P, M, chunks)
     found = simulate(schedule, costs_of(schedule))
     formula = predicted_bubble("interleaved", P, M, chunks)
     print(f"{chunks:6}{found.makespan:7.2f}{found.bubble_of_total:18.1%}{formula:9.1%}", end="")
     print(f"{found.bubble_of_ideal:10.1%}{max(schedule.peak_in_flight()) / chunks:26.2f}", end="")
-    print(f"{pp.stage_boundaries(schedule):6}")
+    print(f"{pp.stage_boundaries(schedule):12}")
     assert abs(formula - found.bubble_of_total) < 1e-9
 print(f"your predictions: step {predicted_interleaved}, messages {predicted_hops} times as many")
 
 # %% [markdown]
 # ## A backward in two operations: I and W
-# A linear y = x Wᵀ receives dy and computes two gradients:
+# The backward of a linear layer, y = x · weightᵀ, receives dy and computes two products of the same size:
 #
-# - **I**, the input gradient (dgrad): dx = dy W. The previous stage waits for it.
-# - **W**, the weight gradient (wgrad): dW = dyᵀ x. No rank waits for it until the optimizer steps.
+# - **I**, the input gradient (dgrad): dx = dy · weight. The previous stage waits for it.
+# - **W**, the weight gradient (wgrad): dweight = dyᵀ · x. Only the optimizer needs it.
 #
-# Each is one matrix product of the same size, so for a linear I and W take as long as F each. A full stage has less
-# W: attention's scores have no weights. For a 1.5B model Qi et al. measured 18.5, 18.1 and 9.3 ms for F, I and W.
-# Here all three are paced to equal times unless said otherwise. (Papers differ in words: Zero Bubble calls our I "B";
-# for DeepSeek B is the full backward.)
+# So a rank can send dx as soon as I is done, and run W later. (In the Zero Bubble paper, our I is called B.)
 #
-# Live, on two ranks: rank 1 does I, sends, and then does W. `pp.DeferredWeightGradients` wraps forward and I; its
-# `run` is W.
+# `pp.DeferredWeightGradients` does this without a change to the model. Inside its `with` block it intercepts only
+# products with a weight, and makes the weight a constant for autograd, so that backward computes I alone. It saves x
+# and dy of each linear, and `run` computes W from them later. Here is one block:
 
 # %%
+whole, block = (build_model(CONFIG, seed=0).stage(2, 3) for _ in range(2))
+generator = torch.Generator().manual_seed(0)
+x, dy = (torch.randn(1, SEQ, CONFIG.hidden, generator=generator) for _ in range(2))
+whole(x).backward(dy)  # the full backward, for comparison
+
+later = pp.DeferredWeightGradients(pp.weights_of(block))
+x.requires_grad_()
+with SavedActivations(block) as saved:
+    with later:
+        y = block(x)  # F
+    before = saved.now
+    with later:
+        y.backward(dy)  # I
+    del y
+    between = saved.now
+    waiting = [name.split(".")[-2] for name, p in block.named_parameters() if p.grad is None]
+    later.run()  # W
+    after = saved.now
+
+print("no gradient before W:", *waiting)  # the names of linears
+formula = pp.saved_for_wgrad(CONFIG, 1, SEQ, 2, 3)
+print(
+    f"bytes after forward {before:,}; between I and W {between:,}, formula {formula:,}; after W {after}"
+)
+print(f"fraction {between / before:.2f}; your prediction {predicted_saved}")
+assert between == formula
+assert after == 0
+pairs = zip(whole.parameters(), block.parameters(), strict=True)
+assert all(torch.equal(one.grad, other.grad) for one, other in pairs)
+
+# %% [markdown]
+# The norms have their gradients after I, and only the linears wait for W. But their x and dy take three quarters of what
+# forward had saved, so a deferred W costs memory. We therefore count a micro-batch as *in flight* from its F to its W.
+#
+# Does the previous rank really start sooner? In the folded cell, two ranks run one micro-batch, with 30 ms for each F, I
+# and W:
+
+# %% jupyter={"source_hidden": true}
+# One micro-batch on two ranks, with a full and with a split backward.
 from contextlib import nullcontext
 
 PACE = {"F": 0.03, "B": 0.06, "I": 0.03, "W": 0.03}
@@ -185,68 +217,21 @@ for name, results in (("full B", full), ("I, then W", separate)):
     print(f"{1e3 * makespan(rows):5.0f} ms")
 assert all(torch.equal(a, b) for a, b in zip(full, separate, strict=True))
 print("gradients equal to the last bit")
-timeline(separate.traces, conditions=Conditions(PACE), title="I leaves; W is done beside it")
+timeline(separate.traces, conditions=Conditions(PACE), title="Rank 1 sends dx before it computes W")
 
 # %% [markdown]
-# Look at W of rank 1 and I of rank 0: they overlap. With an unsplit backward, rank 0 would have waited for both.
+# W of rank 1 runs beside I of rank 0, so the step is one W shorter.
 #
-# ## What is saved for W
-# Between I and W a linear must store x and dy. All other saved activations (softmax, norms, activation functions) are
-# freed after I. One block, in bytes; the second line is torch's own split, which runs twice through one graph:
-
-# %%
-from torch.distributed.pipelining._backward import stage_backward_input
-
-block = build_model(CONFIG, seed=0).stage(2, 3)
-generator = torch.Generator().manual_seed(0)
-x, dy = (torch.randn(1, SEQ, CONFIG.hidden, generator=generator) for _ in range(2))
-x.requires_grad_()
-
-with SavedActivations(block) as saved:
-    later = pp.DeferredWeightGradients(pp.weights_of(block))
-    with later:
-        y = block(x)
-    before = saved.now
-    with later:
-        y.backward(dy)
-    del y
-    between = saved.now
-    later.run()
-    after = saved.now
-
-with SavedActivations(block) as theirs:
-    y = block(x)
-    held = stage_backward_input([y], [dy], [x], block.parameters())
-    del y
-    between_torch = theirs.now
-del held
-
-formula = pp.saved_for_wgrad(CONFIG, 1, SEQ, 2, 3)
-print(
-    f"after forward {before:,}; between I and W {between:,}, formula {formula:,}; after W {after}"
-)
-print(f"torch's own split saves {between_torch:,} between I and W")
-print(f"fraction {between / before:.2f}; your prediction {predicted_saved}")
-assert between == formula
-assert after == 0
-
-# %% [markdown]
-# So a micro-batch with a deferred weight gradient still needs memory. This course counts it *in flight* from F to W.
-#
-# ## ZB-H1: W fills the gap
-# The first schedule of the Zero Bubble paper (Qi et al. 2023). The order of F and I is that of 1F1B. W is placed
-# where a rank would wait, or where one more forward would break the limit of p in flight. The remaining Ws run at the
-# end, where 1F1B waits.
+# ## ZB-H1 and ZB-H2: W fills the gaps
+# When should a rank run its Ws? ZB-H1 keeps 1F1B's order of F and I. A W runs where the rank would otherwise wait, and before
+# a forward that would exceed p micro-batches in flight. The remaining Ws run at the end, where 1F1B waits:
 
 # %%
 schedule_picture(simulated["zb-h1"], title="ZB-H1: W fills the gap at the end; 27 instead of 33")
 
 # %% [markdown]
-# The gap at the end is gone. A gap at the beginning remains, because before the first I there is no W to fill it:
-# (p-1)(F+I-W) instead of (p-1)(F+I+W), with no more in flight than 1F1B's rank 0.
-#
-# ## ZB-H2: more forwards first
-# Fill that gap too, with forwards of later micro-batches. Then no rank waits once it has begun: (p-1)(F+I-2W), which is 0 here.
+# The gap at the start remains, because no rank has a W to run before its first I. ZB-H2 fills it with forwards of later
+# micro-batches:
 
 # %%
 schedule_picture(
@@ -269,14 +254,14 @@ print(
 print(f"your prediction for ZB-H1: {predicted_zb_h1}")
 
 # %% [markdown]
-# Look at *step*: ZB-H2 is no shorter than ZB-H1. Both reach the bound: rank 3 cannot begin before (p-1)F, and has
-# m(F+I+W) to do. The gain of ZB-H2 is in the **span** (*longest rank*), from a rank's own first start to its own last
-# end. Its ranks begin one after another and end one after another: the picture is a parallelogram.
+# ZB-H2 stores 7 micro-batches per rank instead of 4, yet its step is no shorter than that of ZB-H1. Both reach the
+# bound: rank 3 cannot start before (p-1)F, and then it works for m(F+I+W). What ZB-H2 shortens is the **span** (*longest
+# rank*), the time from a rank's own first action to its own last one. Its picture is a parallelogram.
 #
-# ## The optimizer's barrier
-# Whether the span counts depends on what is between two steps. If each rank steps its own weights and begins the next batch,
-# the parallelograms fit together. If all ranks must meet (a gradient norm for clipping, a check for inf), they do not. Five steps
-# in a row, with and without a meeting:
+# ## The optimizer's barrier decides
+# Is a shorter span worth anything? If each rank updates its own weights and starts the next batch, the parallelograms
+# of two steps fit together. If all ranks must meet first, for example to compute a gradient norm for clipping, they do
+# not. We simulate five steps in a row:
 
 
 # %%
@@ -298,22 +283,27 @@ for name, schedule in schedules.items():
     print(f"{name:12}{one.makespan:16.2f}{(many - one.makespan) / (STEPS - 1):9.2f}{one.work:6.0f}")
 
 # %% [markdown]
-# So compare like with like: "zero bubble" refers to the span. The authors remove the barrier: ranks step at once,
-# pass the norm along the pipeline, and undo the step in the rare case that it should have been clipped.
+# "Zero bubble" refers to the column *without*: ZB-H2 and ZB-V take 24 units there, all of them work. The authors do
+# remove the barrier. Each rank steps at once, and a step that should have been clipped is undone later, which is
+# rare in stable training.
 #
-# ## ZB-V and DualPipe-V: there and back
-# Two thin stages per rank, but with a V-shaped placement: rank 0 has the first *and* the last. So a micro-batch ends
-# where it began, and rank 0 starts the backward itself. Every rank has an early stage with long waits and a late
-# stage with short waits, so memory is equal on all ranks, and no larger than on 1F1B's rank 0.
+# ## A V-shaped placement: ZB-V and DualPipe-V
+# ZB-V has the short span of ZB-H2, but no rank stores more micro-batches than rank 0 under 1F1B. Each rank has two thin
+# stages again, but the second ones are placed in reverse order, so rank 0 has the first stage and the last one. A
+# micro-batch ends where it began, and its backward starts there without a message. Every rank has an early stage, whose
+# activations are stored for a long time, and a late one, whose activations are freed soon. So all ranks need the same
+# memory.
 
 # %%
-schedule_picture(simulated["zb-v"], title="ZB-V: no gap either, with 1F1B's memory on every rank")
+schedule_picture(simulated["zb-v"], title="ZB-V: no rank waits within its span, with 1F1B's memory")
 
 # %% [markdown]
-# DualPipe (DeepSeek) feeds micro-batches in from both sides, so every rank holds two stages and the parameters are
-# stored twice. DualPipe-V is one half of it, folded into the same V. In its steady state it pairs one forward with
-# one *unsplit* backward, so that the messages of one (experts', lesson 10) hide behind the computation of the other.
-# Split backwards are used only at the start and at the end.
+# Follow micro-batch 0 from rank 0 to rank 3 in yellow boxes and back in paler ones. On rank 0, its pale I follows at
+# once.
+#
+# DeepSeek's DualPipe feeds micro-batches in from both ends, so every rank has two stages, and the parameters are stored
+# twice. DualPipe-V is one half of it, folded into the same V. In its steady state it pairs a forward with a *full*
+# backward, so that the messages of one (tokens for experts, lesson 10) hide behind the computation of the other.
 
 # %%
 schedule_picture(
@@ -322,20 +312,11 @@ schedule_picture(
 )
 
 # %% [markdown]
-# Move it (in Jupyter): the picture above is the first setting. Set `P2P transfer` to 0.25: which
-# schedule changes least? Tick `split B into I and W`, then make W small: where does the bubble of the ZB schedules reappear?
+# ## All schedules: memory against bubble
+# The solid lines are the best schedules that a search found within each memory. No order can beat the dotted bounds.
 
-# %%
-from course_lib.view.sliders import schedule_sliders
-
-schedule_sliders("dualpipe-v", P, M, f=0.5, b=1.0)
-
-# %% [markdown]
-# ## All of them: memory against bubble
-# Left means little memory, low means a small bubble. The lines are the best schedules that a search finds within each
-# memory; the dotted line is a bound that no order can beat.
-
-# %%
+# %% jupyter={"source_hidden": true}
+# Memory and bubble of each schedule, of the best that a search finds, and the bounds.
 from course_lib.view.trade import trade_plot
 
 
@@ -363,37 +344,28 @@ trade_plot(
     points,
     lines,
     floors,
-    title=f"p = {P}, m = {M}: V-schedules have the least bubble at 1F1B's memory",
+    title=f"p = {P}, m = {M}: ZB-V has the least bubble at 1F1B's memory",
     note=f"Naive is off the picture: {aside:.0f} in flight, {high:.0%}.",
 )
 
 # %% [markdown]
-# ZB-H1 is straight below 1F1B: less bubble for no extra memory. ZB-H2 is to the right of ZB-H1 and no lower, because
-# this picture counts total time. Interleaving costs memory that the V does not.
+# ZB-H2 lies to the right of ZB-H1 and no lower, because this picture counts total time, with a barrier. Interleaving
+# needs more memory than the V.
 #
-# ## Build it
-# The engine of lesson 07 needs a few more lines. A forward with an I in its row runs inside
-# `DeferredWeightGradients`; W empties it.
+# ## Six schedules on four ranks
+# Do real ranks behave like the simulation? In the engine of lesson 07, a forward and its I now run inside
+# `DeferredWeightGradients`, and W is one more action:
 
 # %%
 from course_lib.pp.engine import Engine
 
-show_source(Engine._forward, Engine._weights, pp.DeferredWeightGradients.run)
+show_source(Engine._weights, pp.DeferredWeightGradients.run)
 
 # %% [markdown]
-# Where to put W is one function for all of them: walk through an order of F and I, and do a W where a rank waits or is full.
+# The folded cell runs all schedules. On each rank, F, I and W take 30 ms each:
 
-# %%
-from course_lib.schedule.fill import fill
-
-show_source(fill)
-
-# %% [markdown]
-# ## Measure
-# All six on four ranks, paced: a rank's forward takes 30 ms, and so do its I and its W. Gradients must equal those of
-# one process; steps and bubbles are printed beside the simulation. (About 12 seconds.)
-
-# %%
+# %% jupyter={"source_hidden": true}
+# Run the six schedules, paced, and compare with the simulation and with one process. About 12 seconds.
 UNIT = 0.030
 
 
@@ -433,8 +405,6 @@ def paced(schedule, costs):
 
 
 runs = {name: paced(each, costs_of(each, UNIT)) for name, each in schedules.items()}
-
-# %%
 model = build_model(CONFIG, seed=0)
 scaled_loss(model(TOKENS), TARGETS).backward()
 reference = {name: p.grad for name, p in model.named_parameters()}
@@ -467,11 +437,9 @@ late = max(overshoot(results.traces) for results in runs.values())
 print(f"sleeps took up to {late:.1%} longer than asked on this machine")
 
 # %% [markdown]
-# "In flight" counts pairs of stage and micro-batch: with two thin stages per rank, two are one micro-batch. Measured
-# steps are up to about a tenth longer: here a message takes a millisecond or two, and all but ZB-H2 wait for nearly
-# every one.
-#
-# ZB-V as it ran, with the simulation as outlines:
+# All six compute the gradients of one process, up to rounding. *In flight* counts pairs of stage and micro-batch, so two
+# thin stages are one micro-batch. The measured steps are longer than the simulated ones, because each message takes a
+# millisecond or two and sleeps end late. Here is ZB-V as it ran:
 
 # %%
 timeline(
@@ -481,66 +449,20 @@ timeline(
 )
 
 # %% [markdown]
-# The same run for a trace viewer: open `zb_v.json`, in your folder for temporary files, with
-# [ui.perfetto.dev](https://ui.perfetto.dev).
+# **The table that grows.** For the fullest rank, in one step:
 
 # %%
-import tempfile
-from pathlib import Path
-
-from course_lib.view import perfetto
-
-path = Path(tempfile.gettempdir()) / "zb_v.json"
-perfetto(pp.stage_traces(runs["zb-v"].traces), path, title="ZB-V, paced")
-print(f"{path.name}: {path.stat().st_size / 1000:.0f} kB")
-
-# %% [markdown]
-# ## Slow ranks and unequal stages
-# How does zero bubble do on a cluster with two generations of GPUs? The simulation answers for any costs. First rank 2 at half the
-# speed, then a last stage with a large head. "Equal rows" are those drawn above, "searched" the best found with 1F1B's memory.
-
-# %%
-SPEEDS = (1, 1, 0.5, 1)
-
-
-def with_head(schedule):
-    """The last stage costs half a rank's work more."""
-    chunks = schedule.stages // schedule.ranks
-    factors = (1.0,) * (schedule.stages - 1) + (1 + 0.5 * chunks,)
-    return costs_of(schedule, per_stage=factors)
-
-
-def slow_rank(schedule):
-    return costs_of(schedule).on_ranks(SPEEDS, schedule.placement)
-
-
-for title, costs_for in (("rank 2 at half speed", slow_rank), ("a large head", with_head)):
-    print(f"{title:22}{'busiest works':>14}{'equal rows':>12}{'searched':>10}{'bound':>8}")
-    for name in ("1f1b", "zb-h1", "zb-v"):
-        schedule = schedules[name]
-        costs = costs_for(schedule)
-        equal = simulate(schedule, costs)
-        found = simulate(searched(schedule.placement, M, costs), costs).makespan
-        bound = lower_bound(schedule.placement, M, costs)
-        print(f"{name:22}{equal.work:14.1f}{equal.makespan:12.1f}{found:10.1f}{bound:8.1f}")
-
-# %% [markdown]
-# Zero bubble reaches the bound here too (ZB-V with a large head only by a search). But the busiest rank's own work
-# takes nearly the full step, and the others wait for it. No order repairs that, but other stages do (fewer layers for
-# the slow rank, and for the rank with the LM head). Does the simulation hold on ranks? ZB-H1 with the slow rank, 20
-# ms to a forward of the others:
-
-# %%
-slow = costs_of(schedules["zb-h1"], 0.020).on_ranks(SPEEDS, schedules["zb-h1"].placement)
-slow_schedule = make("zb-h1", P, M, costs=slow)
-slow_run = paced(slow_schedule, slow)
-expected = simulate(slow_schedule, slow)
-print(f"simulated {1e3 * expected.makespan:.0f} ms, measured", end=" ")
-print(f"{1e3 * makespan(pp.measured_rows(slow_run.traces)):.0f} ms")
+print(
+    f"{'fullest rank':14}{'state':>11}{'activations':>13}{'bytes sent':>12}{'bubble of total':>17}"
+)
+for name, results in runs.items():
+    sent = max(int(each.wire_bytes()) for each in results.ledgers)
+    state, saved = (max(rank[key] for rank in results) for key in ("state", "activations"))
+    print(f"{name:14}{state:11,}{saved:13,}{sent:12,}{bubble(measured[name])[0]:17.1%}")
 
 # %% [markdown]
 # ## The same in PyTorch
-# Several stages per rank are a list of `PipelineStage`s. `ScheduleZBVZeroBubble` expects the V-shaped placement.
+# Several stages per rank are a list of `PipelineStage`s. `ScheduleZBVZeroBubble` expects the V-shaped placement:
 
 # %%
 import torch.distributed as dist
@@ -586,10 +508,15 @@ for name in KINDS:
 
 # %% [markdown]
 # ## Break it and diagnose
-# Five runs of ZB-H1, 20 ms per action. One is correct. In the others one rank **loses a W** of one micro-batch, does
-# one **W twice**, does **whole B** (it sends I only after its W is done), or **delays all W** to the end.
-# Name cause and rank: `("lost W", 2)`, `("correct", None)`. "Gradient" is g·s / s·s for a rank's gradient g and the
-# gradient s of one process, "first" is when a rank begins its first backward. Another SEED draws other runs.
+# Five runs of ZB-H1, with 20 ms per action. One is `"correct"`. In the others one rank has a fault:
+#
+# - **lost W**: it loses the W of one micro-batch
+# - **W twice**: it runs one W twice
+# - **whole B**: it sends dx only after W is done
+# - **delays all W**: it runs all Ws at the end
+#
+# Name cause and rank of each run, such as `("lost W", 2)` or `("correct", None)`. *Gradient* is g·s / s·s for a rank's
+# gradient g and the gradient s of one process. *First* is the start of a rank's first backward.
 
 # %%
 SEED = 1
@@ -674,23 +601,20 @@ lab.grade(diagnosis)
 # %% [markdown]
 # <details><summary>How to read it</summary>
 #
-# - **Lost W**, **W twice**: a rank's gradient is below 1, or above. All others are right, also on the ranks before
-#   it, because I was sent. Nothing hangs and no time is lost, so only a comparison with a single-process reference
-#   shows it.
-# - **Whole B**: all gradients are right and the step is longer. From rank to rank the first backward starts one I
-#   later; before the faulty rank it starts one I and one W later. The faulty rank also stores less, because no W
-#   waits.
-# - **Hoards**: a rank stores all eight micro-batches, and the step ends with its Ws. Its first backward starts in
-#   time.
+# - **lost W** and **W twice**: one rank's gradient is below or above 1. The others are right, because that rank sent dx.
+# - **whole B**: all gradients are right, but the step is longer. From the last rank up, each first backward starts one
+#   I later, but one I and one W later after the faulty rank. That rank also stores less, because it defers no W.
+# - **delays all W**: the faulty rank stores all eight micro-batches.
 #
 # `lab.reveal()` shows the causes.
 # </details>
 
 # %% [markdown]
-# ## When not to use it
-# - **Many micro-batches.** With m much larger than p the bubble of 1F1B is small already.
-# - **Slow messages.** A rank that waits for the next I also waits for its P2P transfers. The cost of a transfer is
-#   given in forwards; compare the last line with the first:
+# ## When not to use it, and both claims settled
+# - **Many micro-batches.** With m much larger than p, the bubble of 1F1B is small already.
+# - **Little W.** With frozen weights or LoRA, W is too short to fill gaps.
+# - **Unequal stages.** No order makes up for a rank with more work than the others. Move layers instead.
+# - **Slow messages.** In this table, a transfer takes up to half of F:
 
 # %%
 print(f"{'P2P takes':12}" + "".join(f"{name:>13}" for name in NAMES))
@@ -702,44 +626,8 @@ for transfer in (0, 0.1, 0.25, 0.5):
     print(f"{transfer:<12}" + "".join(f"{step:13.2f}" for step in steps))
 
 # %% [markdown]
-# ZB-H2, with most forwards ahead, hardly changes: its extra memory hides the transfers. Thin stages lose about as
-# much as 1F1B, but send about v times the bytes.
+# ZB-H2 hardly changes, because its forwards run far ahead. In the last line, every other schedule has lost at least 6 units.
 #
-# - **Little W.** With frozen weights or LoRA there is little W to fill gaps with, and a W much shorter than I fills
-#   less.
-# - **ZeRO-2 or 3 beside it.** They send gradients in every micro-batch (lesson 04), m times per step.
-#
-# ## The table that grows
-# The fullest rank, one step. Code lines count the schedule, the filling of gaps and the split backward; the engine of
-# lesson 07 is not counted again.
-
-# %%
-from course_lib.schedule import interleaved, one_f_one_b
-from course_lib.schedule import zero_bubble as zb
-from course_lib.schedule.fill import fastest, shortest
-from course_lib.schedule.named import alternate
-from course_lib.view import code_lines
-
-SPLIT = (fill, fastest, shortest, pp.DeferredWeightGradients)
-code = {
-    "1f1b": (one_f_one_b, alternate),
-    "interleaved": (interleaved, alternate),
-    "zb-h1": (zb.zb_h1, zb.looped_skeletons, *SPLIT),
-    "zb-h2": (zb.zb_h2, zb.looped_skeletons, *SPLIT),
-    "zb-v": (zb.zb_v, zb.v_shaped_skeleton, *SPLIT),
-    "dualpipe-v": (zb.dualpipe_v, zb._pairs, pp.DeferredWeightGradients),
-}
-print(
-    f"{'fullest rank':14}{'state':>11}{'activations':>13}{'bytes sent':>12}{'bubble of total':>17}{'code':>6}"
-)
-for name, results in runs.items():
-    sent = max(int(each.wire_bytes()) for each in results.ledgers)
-    state, saved = (max(rank[key] for rank in results) for key in ("state", "activations"))
-    print(f"{name:14}{state:11,}{saved:13,}{sent:12,}{bubble(measured[name])[0]:17.1%}", end="")
-    print(f"{code_lines(*code[name]):6}")
-
-# %% [markdown]
-# ## The claims settled
 # **Claim 1: false.** The bubble is divided by v. But rank 0 stores 1 + (p-1)/(pv) times as much as under 1F1B, and
 # messages cross pv-1 stage boundaries instead of p-1.
 
@@ -750,32 +638,30 @@ print(
 )
 
 # %% [markdown]
-# **Claim 2: only if** F, I and W take the same time and messages none, memory is enough (2p-1 micro-batches for
-# ZB-H2, p for ZB-V), and the span is what counts: ranks begin one after another, and with a barrier at the optimizer
-# they wait for one another there. With the authors' own times (1.5B, p = 8, m = 24, W half of F) they count 24.3 % of
-# total for 1F1B and 10.8 % for ZB-H2, and so does this simulation. Notes that say "almost no bubble" omit the base.
-# ZB-H2 at other costs:
+# **Claim 2: only if** F, I and W take the same time, messages take none, there is memory enough, and ranks need not meet
+# at the optimizer. For a model of 1.5B parameters, Qi et al. measured a W of half of F (table 9):
 
 # %%
-for costs in (Costs(1, 1, 1), Costs(1, 1, 0.5), Costs(1, 1.3, 0.7), Costs(1, 1, 1, comm=0.2)):
-    found = simulate(make("zb-h2", P, M, costs=costs), costs)
-    print(f"F {costs.f}, I {costs.i}, W {costs.w}, P2P {costs.comm}: a rank waits", end=" ")
-    print(f"{1 - found.work / found.span:.1%} of its span, {found.bubble_of_total:.1%} of total")
+times = Costs(f=18.522, i=18.086, w=9.337, comm=0.601)  # ms
+for name in ("1f1b", "zb-h1", "zb-h2"):
+    found = simulate(make(name, 8, 24), times)
+    print(f"{name:6} bubble {found.bubble_of_total:.1%} of total")
 print(f"your vote: {vote_2}")
 
 # %% [markdown]
-# ## Cheat-sheet
-# Everything computed by the library, F = I = W.
+# The paper counts the same 24.3 % for 1F1B and 10.8 % for ZB-H2.
+#
+# **Cheat-sheet.** For F = I = W; *of total* is with a barrier, *of span* without:
 
 
 # %%
 def cheat_sheet(p, m):
+    print(f"p = {p} ranks, m = {m} micro-batches")
     print(
-        f"p = {p} ranks, m = {m} micro-batches; bubble of total time with a barrier, of the span without"
+        f"{'':12}{'step':>7}{'of total':>10}{'of span':>9}{'in flight':>11}{'boundaries':>12}",
+        end="",
     )
-    print(
-        f"{'':12}{'step':>7}{'of total':>10}{'of span':>9}{'in flight':>11}{'P2P':>6}   waits, if F = I = W"
-    )
+    print("   waits in its span")
     words = {
         "gpipe": "(p-1)(F+I+W)",
         "1f1b": "(p-1)(F+I+W)",
@@ -789,12 +675,10 @@ def cheat_sheet(p, m):
         schedule = make(name, p, m)
         found = simulate(schedule, costs_of(schedule))
         chunks = schedule.stages // p
+        in_flight = max(schedule.peak_in_flight()) / chunks
         print(f"{name:12}{found.makespan:7.1f}{found.bubble_of_total:10.1%}", end="")
-        print(
-            f"{1 - found.work / found.span:9.1%}{max(schedule.peak_in_flight()) / chunks:11.1f}",
-            end="",
-        )
-        print(f"{pp.stage_boundaries(schedule):6}   {formula}")
+        print(f"{1 - found.work / found.span:9.1%}{in_flight:11.1f}", end="")
+        print(f"{pp.stage_boundaries(schedule):12}   {formula}")
 
 
 cheat_sheet(p=4, m=8)
@@ -802,11 +686,9 @@ print()
 cheat_sheet(p=8, m=32)
 
 # %% [markdown]
-# ## Your turn
-# [Five exercises](../exercises/08_pipelines_2.ipynb), each on its own: where W goes, by hand (15 minutes); the
-# warm-up of interleaving (5); a linear's split backward (10); the rows of ZB-H1 for any p and m (20); and, on real
-# ranks in raw PyTorch, a backward that sends early (15). Then [the arena](08b_schedule_arena.ipynb): beat these
-# schedules.
+# ## Your turn, and five questions to leave with
+# [Five exercises](../exercises/08_pipelines_2.ipynb) take 65 minutes. Then beat these schedules in
+# [the arena](08b_schedule_arena.ipynb).
 
 # %% course={"role": "given"}
 import torch
@@ -862,7 +744,7 @@ filled = {
 # END SOLUTION
 
 # %% [markdown] course={"ex": "08-1", "role": "answer"}
-# Every rank waits twice, before its first I has arrived. Look at the rows from rank to rank: W of micro-batch k comes
+# Every rank waits for two units before its first I. Look at the rows from rank to rank: W of micro-batch k comes
 # after I of micro-batch k + r. With W at once the first I still comes early, but no W is left to fill the gaps:
 # m(F+I+W) + (p-1)(F+I).
 
@@ -968,8 +850,8 @@ check("08-4", rows_of_zb_h1)
 # `torch.autograd.grad(y, inputs, dy)` computes the gradients of `inputs` alone and returns them; with `retain_graph=True` the graph is
 # there for a second time.
 #
-# Checked on one to four ranks: the gradients of all weights and biases, one message per micro-batch with its peer and
-# bytes, and that no gradient of a weight or bias was computed before the message was sent.
+# The check runs on one to four ranks. It compares the gradients of all weights and biases, expects one message per
+# micro-batch with the right peer and bytes, and expects no gradient of a weight or bias before the message is sent.
 
 
 # %% course={"ex": "08-5", "role": "answer"}
@@ -1009,8 +891,7 @@ from course_lib.grading import check
 check("08-5", backward_in_halves)
 
 # %% [markdown]
-# ## Exit questions
-# Answer each before you unfold it.
+# **Exit questions.** Answer, then unfold.
 #
 # **1.** p = 8, m = 16, v = 4. What is the bubble of interleaving, on both bases?
 #
@@ -1018,39 +899,34 @@ check("08-5", backward_in_halves)
 # 7/64 = 10.9 % of ideal, 7/71 = 9.9 % of total.
 # </details>
 #
-# **2.** Why can W not fill the gap at the beginning of a step?
+# **2.** Why can W not fill the gap at the start of a step?
 #
 # <details><summary>Answer</summary>
-# A W needs its I, and the rank waits for the first I. Only more forwards can fill it, which cost memory.
+# A W needs its I, and the rank waits for its first I. Only forwards can fill this gap.
 # </details>
 #
-# **3.** A colleague changes ZB-H1 to ZB-H2 and measures the same step. What does the training loop do?
+# **3.** You change ZB-H1 to ZB-H2 and measure the same step. What does the training loop do?
 #
 # <details><summary>Answer</summary>
-# All ranks wait for one another between two steps, most likely for the gradient norm. ZB-H2's gain is in the span; at
-# F = I = W the makespan of both is at its lower bound.
+# All ranks meet between two steps, most likely for the gradient norm. ZB-H2 shortens only the span.
 # </details>
 #
-# **4.** All Ws are deferred to the end of the step. What goes wrong, and what does not?
+# **4.** All Ws run at the end of the step. What goes wrong?
 #
 # <details><summary>Answer</summary>
-# Gradients are right. But x and dy of every linear stay in memory for all m micro-batches: memory grows with m, as in
-# GPipe.
+# The gradients are right, but x and dy of all linears stay in memory, and memory grows with m, as in GPipe.
 # </details>
 #
-# **5.** Why has rank 0 the last stage in a V, and what must you watch?
+# **5.** Why does rank 0 have the last stage in a V, and what must you watch?
 #
 # <details><summary>Answer</summary>
-# The first stage stores a micro-batch longest and the last one shortest: on one rank they add up to the memory of
-# every other rank. Embedding and LM head are on that rank too, so its stages should have fewer blocks. (A tied
-# embedding then needs no message.)
+# The first stage stores a micro-batch longest and the last one shortest, so all ranks need the same memory. But the
+# embedding and the LM head share a rank, so its stages should have fewer blocks.
 # </details>
 #
-# ## Sources and what next
-# - Narayanan et al. 2021, [arXiv:2104.04473](https://arxiv.org/abs/2104.04473), 2.2: interleaving.
-# - Qi et al. 2023, *Zero Bubble Pipeline Parallelism*, [arXiv:2401.10241](https://arxiv.org/abs/2401.10241): H1, H2, the optimizer.
-# - DeepSeek-AI 2024, [arXiv:2412.19437](https://arxiv.org/abs/2412.19437), 3.2.1: DualPipe. DualPipe-V, the half of it, comes from
-#   Sea AI Lab; both are in [deepseek-ai/DualPipe](https://github.com/deepseek-ai/DualPipe).
-# - The library: `course_lib/schedule/zero_bubble.py` and `course_lib/pp/split.py`.
-#
-# Next: [the arena](08b_schedule_arena.ipynb), where your own rows run; then lesson 09 shards the sequence.
+# **Sources.** Next: lesson 09 shards the sequence.
+# - Narayanan et al. 2021, on interleaving: [arXiv:2104.04473](https://arxiv.org/abs/2104.04473), section 2.2.
+# - Qi et al. 2023, *Zero Bubble*: [arXiv:2401.10241](https://arxiv.org/abs/2401.10241).
+# - DeepSeek-AI 2024, on DualPipe: [arXiv:2412.19437](https://arxiv.org/abs/2412.19437), section 3.2.1.
+# - Qi et al. 2025, on DualPipe-V: [DualPipe could be better without the
+#   Dual](https://huggingface.co/blog/ufotalent/cut-in-half).

@@ -15,12 +15,13 @@
 # %% [markdown]
 # # 10 Expert parallelism: tokens are sent to the weights
 #
-# *50 minutes to read and run, 70 to build.* A mixture of experts has many MLPs where a dense model has one, and sends
-# each token through a few of them. The experts are sharded over ranks that hold different data, and tokens are sent
-# to them and back. You route, count every byte sent, see which ranks wait, and find out over which ranks each
-# gradient is summed. You need lessons 02 and 03.
+# *50 minutes to read and run, 70 to build.* DeepSpeed and torchtitan once made the same mistake: with experts on ep
+# ranks, their gradients were ep times too large
+# ([DeepSpeed #5259](https://github.com/deepspeedai/DeepSpeed/pull/5259),
+# [PyTorch #160285](https://github.com/pytorch/pytorch/issues/160285)). In torchtitan the loss curves did not show it.
+# Here you send tokens to experts, count the bytes, and repeat this mistake. You need lessons 02 and 03.
 #
-# Vote first: write `"true"`, `"false"` or `"only if ..."`. The claims are settled at the end.
+# Vote first: write `"true"`, `"false"` or `"only if ..."`.
 #
 # 1. *Two experts of eight for each token: the layer takes as long as two MLPs.*
 # 2. *In data parallelism every gradient is averaged over all dp ranks, also the experts' gradients.*
@@ -30,13 +31,10 @@ vote_1 = None
 vote_2 = None
 
 # %% [markdown]
-# ## The question
-# An MLP holds about two thirds of a block's parameters, and uses all of them for every token. With E experts of which
-# a token uses K (the router's top_k), parameters grow E times and arithmetic only K times. But E MLPs do not fit
-# where one did.
-#
-# The ranks of data parallelism hold equal copies of all parameters. Let each store only E/n of the experts instead,
-# and replicate the other parameters:
+# ## Many MLPs where there was one
+# A *mixture of experts* has E MLPs where a dense model has one, and a router sends each token through K of them. The
+# MLPs have E times as many parameters, but need only K times the arithmetic. E MLPs may not fit where one did. So each
+# rank of data parallelism stores only E/n of the experts, and the tokens are sent to them:
 #
 # ```
 #           route          dispatch               experts             combine
@@ -46,12 +44,17 @@ vote_2 = None
 #  rank 3   x --> router --+                +---> 6 7 -------+                +---> weight, add
 # ```
 #
-# So the axis `ep` is *inside* dp and needs no extra ranks. ZeRO sends weights to the tokens; here tokens are sent to
-# the weights. Which tokens has each parameter seen, then, when gradients are summed?
-
-# %% [markdown]
-# ## Predict
-# Four ranks with 64 tokens each, two layers of 8 experts, top_k = 2. Fill in what you can.
+# The axis `ep` is thus a part of dp and needs no further ranks.
+#
+# | symbol | meaning |
+# |---|---|
+# | n | ranks that share the experts, the size of ep |
+# | E, K | experts; experts per token, `top_k` |
+# | T, D | tokens of a rank; elements of a token |
+# | P, A | in names: pairs of a token and an expert; rows that arrived |
+# | edp | the ranks that store the same experts |
+#
+# Predict for four ranks with 64 tokens each, two layers of eight experts, and K = 2:
 
 # %%
 import torch
@@ -62,6 +65,7 @@ from course_lib.model import build_model, tiny_config
 RANKS, BATCH, SEQ, STEPS = 4, 8, 32, 4
 EXPERTS, TOP_K, COEFFICIENT = 8, 2, 0.01
 TOKENS = BATCH * SEQ // RANKS  # of a rank
+# In float64, rounding does not change which experts a token chooses.
 CONFIG = tiny_config(
     layers=2, hidden=32, heads=4, kv_heads=4, ffn=64, max_seq_len=SEQ, dtype=torch.float64
 )
@@ -72,24 +76,19 @@ def experts_model(**options):
     return ep.add_experts(build_model(CONFIG, seed=0), EXPERTS, TOP_K, seed=0, **options)
 
 
-print(f"{TOP_K * TOKENS} pairs of a token and a choice on each rank; a row has {ROW} bytes")
+print(f"{TOP_K * TOKENS} pairs of a token and an expert on each rank; a row has {ROW} bytes")
 
 # %%
-predicted_elsewhere = None  # share of the pairs whose expert is on another rank, 4 ranks share 8
+predicted_elsewhere = None  # fraction of the pairs whose expert is on another rank
 predicted_bytes = None  # bytes a rank sends for both layers in a step, if routing were even
 predicted_busiest = None  # pairs of the busiest rank over the mean, before any training
-predicted_dropped = None  # share of pairs dropped, where an expert has room for an even load only
-predicted_factor = (
-    None  # experts' gradients by (average over dp), divided by the right ones, ep = 4
-)
+predicted_dropped = None  # fraction of pairs dropped, if an expert takes an even load at most
+predicted_factor = None  # experts' gradients averaged as in DDP, over the right ones, ep = 4
 
 # %% [markdown]
-# (float64: in float32 a token with nearly equal logits may choose one expert on a rank and another one in one
-# process.)
-#
 # ## A router by hand
-# The router is a small linear layer, one logit for each expert. Softmax over *all* experts; the K largest are chosen, and
-# their probabilities divided by their sum:
+# The router is a small linear layer with one logit per expert. Softmax turns the logits into probabilities p. The K
+# largest are chosen, and each is divided by their sum:
 
 # %%
 logits_TE = torch.tensor([[2.0, 1.0, 0.0, 0.0], [0.0, 0.0, 3.0, 1.0], [2.0, 0.0, 2.5, 0.0]])
@@ -101,22 +100,19 @@ for token, p in enumerate(logits_TE.softmax(-1)):
 print("pairs by expert:", routes.chosen_E.tolist())
 
 # %% [markdown]
-# *Which* experts are chosen has no gradient; the weights have one, and through them the router learns. With top_k = 1
-# the weight is p itself: p divided by p would always be 1, and the router would learn nothing.
-#
-# In one process the layer is a loop over experts. Letters after a name are its dimensions: T tokens of this rank, K
-# experts per token (top_k), E experts, D elements of a token, P pairs, A rows that arrived.
+# The choice has no gradient. The weights have one, and through them the router learns. With K = 1 the weight is p itself,
+# because p / p would always be 1. In one process, the layer is a loop over the experts:
 
 # %%
-from course_lib.view import code_lines, show_source
+from course_lib.view import show_source
 
-show_source(ep.route, ep.MoE.through_experts)
+show_source(ep.MoE.through_experts)
 
 # %% [markdown]
-# ## Dispatch and combine, by hand
-# Four ranks, two tokens each; expert e is on rank e, top_k = 1. Token 31 is token 1 of rank 3. The expert adds 0.5.
-# An all-to-all needs the rows for one rank side by side, so they are sorted first. No rank knows how many rows will
-# arrive, so counts are sent before rows.
+# ## Dispatch and combine
+# Now a row must reach the rank of its expert and come back. Here four ranks have two tokens each, K is 1, expert e is on
+# rank e, and it adds 0.5. Token 31 is token 1 of rank 3. Each rank sorts its rows, because an all-to-all needs the rows
+# for one rank next to each other. No rank knows how many rows will arrive, so counts are sent first:
 
 # %%
 from course_lib import comm
@@ -126,7 +122,7 @@ from course_lib.mesh import make_mesh
 WANTS = [[2, 0], [2, 2], [0, 3], [2, 1]]  # the expert of each rank's tokens
 
 
-def travel():
+def there_and_back():
     axis = make_mesh(ep=RANKS).ep
     wants, tokens = torch.tensor(WANTS[axis.rank]), 10.0 * axis.rank + torch.arange(2)
     order = wants.argsort(stable=True)
@@ -141,30 +137,23 @@ def travel():
 
 
 print(f"{'':8}{'sends':15}{'arrived':26}{'returned':15}home")
-for rank, (sends, *rows) in enumerate(run(travel, n=RANKS)):
+for rank, (sends, *rows) in enumerate(run(there_and_back, n=RANKS)):
     arrived, returned, home = map(str, rows)
     print(f"rank {rank}  {sends!s:15}{arrived:26}{returned:15}{home}")
 
 # %% [markdown]
-# Look at `returned` and `home` of rank 0: rows come back in the order in which they were sent, and must be put into
-# their places. Look at `arrived`: rank 2 has four rows, rank 1 one. Nothing balances them.
+# Compare `returned` and `home` on rank 0. Rows come back in the order in which they were sent, so each rank must put
+# them into their places.
 #
-# ## Build it
-# The layer on ranks: dispatch, compute, combine. `comm.all_to_all_v` is the uneven all-to-all as an operator; its
-# backward is the same all-to-all in the other direction.
+# The library's layer does the same. The backward of `comm.all_to_all_v` is the same all-to-all in the other direction:
 
 # %%
-show_source(ep.ExpertParallelMoE.through_experts, ep.ExpertParallelMoE.own_experts)
-print()
-show_source(ep.parallel.combine)
+show_source(ep.ExpertParallelMoE.through_experts)
 
 # %% [markdown]
-# Rows arrive by rank, and within a rank by expert. `own_experts` gathers each expert's rows from all ranks, and
-# returns the results in the order of arrival.
-#
-# ## Who sums what
-# With ep = 2 on four ranks there are two groups, and each has all experts between its ranks. The ranks that hold the
-# *same* experts form the axis `edp` (`mesh.dp_cp` is dp here: there is no cp):
+# ## Which gradients are summed over which ranks
+# With ep = 2, four ranks form two groups, and each group has all experts. The ranks that store the *same* experts form
+# the axis `edp`:
 
 # %%
 from course_lib import dp
@@ -179,23 +168,22 @@ def groups():
 
 for rank, told in enumerate(run(groups, n=RANKS)):
     print(f"rank {rank}: {told}")
-print()
-show_source(ep.ExpertSync.__init__)
 
 # %% [markdown]
-# | parameter | is held by | has seen the tokens of | gradient is summed over |
+# | parameter | is stored by | has seen the tokens of | gradient is summed over |
 # |---|---|---|---|
-# | attention, norms, embedding, **router**, shared expert | all ranks | this rank | dp |
+# | attention, norms, embedding, **router** | all ranks | this rank | dp |
 # | an expert | the ranks of edp | all ranks of its ep group | edp |
 #
-# The last line is the trap. In backward the rows' gradients are sent to the expert's rank, which adds up the
-# gradients of all ranks of its ep group. The sum over the ranks that hold the same expert is still missing. And
-# nothing is divided: each rank has divided its loss by the tokens of *all* ranks (lesson 03).
+# The last row is the trap. In backward, the gradients of all its rows return to the expert, so its gradient already
+# contains the tokens of its ep group. Only the sum over edp is missing. Nothing is divided, because each rank has
+# divided its loss by the tokens of *all* ranks.
 #
-# Now average instead, as DDP does: each rank takes the mean over its own tokens, and gradients are divided by the
-# number of ranks in the sum.
+# The folded cell also averages, as DDP does: each rank takes the mean over its own tokens, and each sum is divided by
+# the number of its ranks.
 
-# %%
+# %% jupyter={"source_hidden": true}
+# First gradients, summed and averaged, as multiples of those of one process.
 from course_lib.data import batch
 
 
@@ -237,21 +225,23 @@ for averaged in (False, True):
 print(f"your prediction: {predicted_factor}")
 
 # %% [markdown]
-# Averaged, experts' gradients are ep times too large: their sum includes the tokens of all ranks, and is divided by
-# the ranks of edp only. AdamW hides a constant factor; a clipped norm and SGD do not.
+# This is the mistake of the two libraries. The gradient of an expert contains the tokens of all dp ranks, but the
+# average divides it by the size of edp, so it is ep times too large. AdamW hides a constant factor. SGD and a clipped
+# gradient norm do not.
 #
-# ## Measure: train with experts apart
-# Four steps in one process and on four ranks, with ep = 1 (plain data parallelism), 2 and 4. Losses and weights must
-# be equal, and bytes must match the formulas.
+# ## Training on four ranks: every row counted
+# The folded cell trains four steps, in one process and on four ranks with ep = 1 (plain data parallelism), 2 and 4. It
+# asserts that losses and weights are equal, and that the recorded calls and the Linux kernel agree with the formulas:
 
-# %%
+# %% jupyter={"source_hidden": true}
+# Train with experts on 1, 2 and 4 ranks; compare losses, weights and bytes.
 from course_lib.trace import state_bytes
 
 
-def train(ep_size, shared=False):
+def train(ep_size):
     mesh = make_mesh(ep=ep_size)
-    model = experts_model(shared=shared)
-    if mesh.world.size > 1:  # alone: the loop over all experts
+    model = experts_model()
+    if mesh.world.size > 1:  # one process runs the loop over all experts
         ep.parallelize(model, mesh.ep, mesh.dp_cp)
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
     sync = ep.ExpertSync(model, dp.Bucketed, ep=mesh.ep, edp=mesh.edp, data=mesh.dp_cp)
@@ -259,12 +249,14 @@ def train(ep_size, shared=False):
     for step in range(STEPS):
         mesh.ledger.clear()
         loss_sum = ep.loss_sum(model, COEFFICIENT)
-        losses.append(dp.train_step(loss_sum, [rows(step, mesh)], sync, optimizer).item())
+        with mesh.kernel_bytes() as kernel:
+            losses.append(dp.train_step(loss_sum, [rows(step, mesh)], sync, optimizer).item())
         loads.append([layer.load for layer in ep.moe_layers(model)])
     return {
         "losses": losses,
         "loads": loads,
         "sent": {axis: mesh.ledger.wire_bytes(axis) for axis in ("ep", "dp", "edp")},
+        "kernel": None if kernel.by_axis is None else kernel.by_axis.get("ep", 0),
         "weights": {name: p.detach() for name, p in model.named_parameters()},
         "state": state_bytes(model, optimizer).total,
     }
@@ -283,7 +275,9 @@ def formulas(ep_size, rank, loads):
 
 alone = run(train, 1, n=1)[0]
 runs = {ep_size: run(train, ep_size, n=RANKS) for ep_size in (1, 2, 4)}
-print(f"{'':12}{'last loss':>10}{'weights off':>13}{'ep bytes':>11}{'edp':>11}{'dp':>11}   rank 0")
+print(
+    f"{'rank 0':12}{'last loss':>10}{'weights off':>13}{'edp bytes':>11}{'dp':>11}{'ep':>10}{'kernel, ep':>12}"
+)
 print(f"{'one process':12}{alone['losses'][-1]:10.4f}")
 for ep_size, result in runs.items():
     apart = 0.0
@@ -294,22 +288,24 @@ for ep_size, result in runs.items():
             apart = max(apart, (weight - alone["weights"][name]).abs().max().item())
     assert apart < 1e-7
     assert set().union(*(one["weights"] for one in result)) == set(alone["weights"])
-    sent = [int(result[0]["sent"][axis]) for axis in ("ep", "edp", "dp")]
-    columns = "".join(f"{each:11,}" for each in sent)
-    print(f"{f'ep = {ep_size}':12}{result[0]['losses'][-1]:10.4f}{apart:13.0e}{columns}")
+    edp, data, sent = (int(result[0]["sent"][axis]) for axis in ("edp", "dp", "ep"))
+    kernel = result[0]["kernel"]
+    assert kernel is None or sent <= kernel <= 1.05 * sent
+    counted = "no count" if kernel is None else f"{kernel:,}"
+    print(f"{f'ep = {ep_size}':12}{result[0]['losses'][-1]:10.4f}{apart:13.0e}", end="")
+    print(f"{edp:11,}{data:11,}{sent:10,}{counted:>12}")
 even = int(CONFIG.layers * ep.even_wire_bytes(TOKENS, TOP_K, ROW, RANKS))
 print(
     f"\nif routing were even, ep = 4 would send {even:,} bytes; your prediction {predicted_bytes}"
 )
 
 # %% [markdown]
-# Tokens are counted exactly: each pair with its expert on another rank costs four rows of D elements, there and back,
-# forward and backward. A rank sends two of them for each of its own pairs that it sends, and two for each pair of
-# other ranks that it computes. Its own tokens' choices are only half of its traffic:
+# The kernel also counts headers. Each pair whose expert is on another rank costs four rows: there
+# and back, in forward and in backward. A rank sends two of them for each of its own pairs that leave, and two for each
+# pair of another rank that it computes:
 
 # %%
-# of the first layer in the first step: as the untrained router has it
-load = runs[4][0]["loads"][0][0]
+load = runs[4][0]["loads"][0][0]  # of the first layer, before any training
 print(
     f"{'rank':>4}{'own pairs':>11}{'of them leave':>15}{'computes':>10}{'bytes of this layer':>21}"
 )
@@ -326,8 +322,7 @@ print(
 )
 
 # %% [markdown]
-# ## See it: which experts are chosen
-# The same layer as a picture. Each bar is an expert.
+# Rank 3 sends the most, because it computes the most pairs. Two of the experts are too popular:
 
 # %%
 from course_lib.view.experts import load_plot
@@ -335,11 +330,27 @@ from course_lib.view.experts import load_plot
 load_plot(load, title="An untrained router on real text: two of eight experts get 3 of 4 pairs")
 
 # %% [markdown]
-# All ranks wait in combine until the busiest rank has computed. So the layer takes as long as its busiest rank, and
-# that rank needs the most memory too. Below experts are *paced*: a row takes 0.3 ms. Three layers with an even load,
-# and three with a skewed one; messages and waiting are real.
+# > **Box: FP8 for two of the four rows.** DeepSeek-V3 dispatches rows in FP8, with one scale per 128 elements, and
+# > combines results in bfloat16 ([arXiv:2412.19437](https://arxiv.org/abs/2412.19437), section 3.3.3). In backward,
+# > the gradients sent to the experts are FP8 too. This is what it saves for one pair:
 
 # %%
+row = torch.randn(7168 // 128, 128, generator=torch.Generator().manual_seed(0))
+scales = row.abs().amax(-1, keepdim=True) / torch.finfo(torch.float8_e4m3fn).max
+quantized = (row / scales).to(torch.float8_e4m3fn)
+error = (quantized.float() * scales - row).norm() / row.norm()
+fp8, bf16 = quantized.nbytes + scales.nbytes, 2 * row.numel()
+print(f"a row: {bf16:,} bytes in bfloat16, {fp8:,} in FP8 with scales, off by {error:.1%}")
+print(f"a pair: {4 * bf16:,} bytes in bfloat16, {2 * fp8 + 2 * bf16:,} with FP8", end=" ")
+print(f"({(2 * fp8 + 2 * bf16) / (4 * bf16):.2f})")
+
+# %% [markdown]
+# ## All ranks wait for the busiest one
+# No rank can finish combine before the busiest rank has computed, so the layer takes as long as its busiest rank. The
+# folded cell runs three layers with an even load and three with a skewed one, at 0.3 ms per row:
+
+# %% jupyter={"source_hidden": true}
+# Three layers with experts of 0.3 ms per row; messages and waiting are real.
 from course_lib.view import timeline
 from course_lib.view.summary import read, summarize
 
@@ -377,11 +388,9 @@ def paced_layers(skew):
 
 paced = {name: run(paced_layers, skew, n=RANKS) for name, skew in (("even", 0.0), ("skewed", 2.5))}
 for name, result in paced.items():
-    load, seen = result[0], summarize(read(result.traces)[0])
-    print(f"{name:7} busiest over mean {ep.imbalance(load.by_rank):.2f};", end=" ")
-    print(f"three layers in {1e3 * seen.makespan:.0f} ms; rows by rank {load.by_rank}")
-
-# %%
+    paced_load, seen = result[0], summarize(read(result.traces)[0])
+    print(f"{name:7} busiest over mean {ep.imbalance(paced_load.by_rank):.2f};", end=" ")
+    print(f"three layers in {1e3 * seen.makespan:.0f} ms; rows by rank {paced_load.by_rank}")
 timeline(
     paced["skewed"].traces,
     title="A skewed load: three ranks wait for rank 0 in every layer",
@@ -389,136 +398,111 @@ timeline(
 )
 
 # %% [markdown]
-# The same run for a trace viewer: open `experts_skewed.json`, which lies in your folder for temporary files, in
-# [ui.perfetto.dev](https://ui.perfetto.dev).
+# The skewed layers take about twice as long. In each second all-to-all, ranks 1 to 3 wait for rank 0.
+#
+# ## Balancing the load: a loss, a bias, a capacity
+# **Auxiliary loss.** E Σ f_e p_e is 1 for an even load and more for a skewed one. Here f_e is the fraction of all pairs
+# that chose expert e, and p_e its mean probability. Only p has a gradient, which pushes it down where f is large. f
+# counts the tokens of *all* ranks, so each forward all-reduces the counts.
+#
+# **Bias.** An auxiliary loss adds its own gradient to that of the text. DeepSeek-V3 instead adds a bias to the scores,
+# for the choice but not for the weights. After each step, the bias of an overloaded expert decreases by a fixed amount,
+# and the bias of an underloaded one increases:
 
 # %%
-import tempfile
-from pathlib import Path
+from course_lib.ep.moe import Routes
 
-from course_lib.view import perfetto
+SPEED = 0.01  # the change of a bias per step
 
-path = Path(tempfile.gettempdir()) / "experts_skewed.json"
-perfetto(paced["skewed"].traces, path, title="experts, a skewed load")
-print(f"{path.name}: {path.stat().st_size / 1000:.0f} kB")
 
-# %% [markdown]
-# ## Keep them busy alike
-# Two remedies. The **auxiliary loss** E Σ f_e p_e (f_e: fraction of the pairs that chose e; p_e: mean probability of
-# e) is 1 for an even load and more for a skewed one. f has no gradient; p has, and is pushed down where f is large. f
-# must be counted over the tokens of *all* ranks, so one small all-reduce of counts runs beside it.
+def route_with_bias(logits_TE, bias_E):
+    p_TE = logits_TE.softmax(-1)
+    experts_TK = (p_TE + bias_E).topk(TOP_K).indices  # the bias takes part in the choice,
+    weights_TK = p_TE.gather(1, experts_TK)  # but not in the weights
+    weights_TK = weights_TK / weights_TK.sum(-1, keepdim=True)
+    chosen_E = experts_TK.flatten().bincount(minlength=EXPERTS)
+    return Routes(experts_TK.t().contiguous(), weights_TK.t(), chosen_E, p_TE.sum(0))
 
-# %%
-show_source(ep.balance_loss)
 
+def update(bias_E, counts):
+    counts_E = torch.tensor(counts, dtype=torch.float32)
+    bias_E += SPEED * (counts_E.mean() - counts_E).sign()
+
+
+# %% jupyter={"source_hidden": true}
+# Train 60 steps in one process with an auxiliary loss or a bias.
 SMALL = tiny_config(layers=2, hidden=32, heads=4, kv_heads=4, ffn=64, max_seq_len=SEQ)
 
 
-def balanced(coefficient, steps=60):
+def balanced(coefficient, biased, steps=60):
     """Imbalance of the experts, layers averaged, and loss of the text alone, every 20 steps."""
     model = ep.add_experts(build_model(SMALL, seed=0), EXPERTS, TOP_K, seed=0)
+    layers = ep.moe_layers(model)
+    biases = [torch.zeros(EXPERTS) for _ in layers]
+    for layer, bias_E in zip(layers, biases, strict=True):
+        if biased:
+            layer.route = lambda x_TD, layer=layer, bias_E=bias_E: route_with_bias(
+                layer.router(x_TD), bias_E
+            )
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
     found = {}
     for step in range(steps):
         total, count = model.loss_sum(*batch(step, seed=0, batch_size=BATCH, seq_len=SEQ))
-        uneven = [ep.imbalance(layer.load.by_expert) for layer in ep.moe_layers(model)]
+        uneven = [ep.imbalance(layer.load.by_expert) for layer in layers]
         loss = (total + coefficient * ep.auxiliary_loss(model)) / count
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()
+        for layer, bias_E in zip(layers, biases, strict=True):
+            update(bias_E, layer.load.by_expert)
         if step % 20 == 0 or step == steps - 1:
             found[step] = (sum(uneven) / len(uneven), (total / count).item())
     return found
 
 
-print(f"\n{'busiest expert over mean (loss) in step':>40}")
-for coefficient in (0.0, 0.01, 0.1):
-    found = run(balanced, coefficient, n=1)[0]
+print(f"{'busiest expert over mean (loss) in step':>50}")
+for coefficient, biased in ((0.0, False), (0.01, False), (0.1, False), (0.0, True)):
+    found = run(balanced, coefficient, biased, n=1)[0]
     line = "   ".join(
         f"{step:2}: {uneven:.2f} ({loss:.2f})" for step, (uneven, loss) in found.items()
     )
-    print(f"coefficient {coefficient:4}   {line}")
+    print(f"{'bias' if biased else f'auxiliary loss, {coefficient}':21} {line}")
 
 # %% [markdown]
-# Here 0.01 halves the imbalance and leaves the loss unchanged; ten times as much gains nothing more, and increases
-# the loss.
+# The auxiliary loss with 0.01 halves the imbalance, and the loss of the text does not increase. With 0.1 it does. The
+# bias is almost as good as 0.01 here.
 #
-# The second remedy is a **capacity**. Of a rank's T tokens, an expert takes at most T K / E pairs (an even load) times
-# the *capacity factor*, in the order of the tokens, first choices before second ones. The other pairs are dropped: the
-# token passes by on the residual. Then no rank can be overloaded and shapes can be fixed; but whether a token is dropped depends
-# on the other tokens of the batch. *Dropless* (no capacity) is exact, and needs the uneven all-to-all.
-#
-# Below the picture the same with sliders (in Jupyter). At skew 3, which factor drops nothing, and how much does the
-# busiest rank then compute?
+# **Capacity.** An expert takes at most T K / E pairs of a rank's tokens, times a capacity factor, first choices first.
+# Other pairs are dropped: their tokens pass the layer on the residual. This bounds the load, but whether a token is
+# dropped depends on the other tokens. A layer without capacity is *dropless*.
 
 
 # %%
-def routed(skew, capacity_factor, top_k):
-    """Four ranks of 64 tokens with random logits; the lower its number, the more wanted an expert."""
+def routed(skew, capacity_factor):
+    """Four ranks of 64 tokens with random logits; the lower its number, the more popular an expert."""
     generator = torch.Generator().manual_seed(0)
-    capacity = None
-    if capacity_factor != "none":
-        capacity = -int(-capacity_factor * top_k * TOKENS // EXPERTS)
+    capacity = capacity_factor and -int(-capacity_factor * TOP_K * TOKENS // EXPERTS)
     chosen, kept = [], []
     for _ in range(RANKS):
         logits = torch.randn(TOKENS, EXPERTS, generator=generator)
-        routes = ep.route(logits + skew * torch.linspace(1, 0, EXPERTS), top_k, capacity)
+        routes = ep.route(logits + skew * torch.linspace(1, 0, EXPERTS), TOP_K, capacity)
         served = routes.experts_KT[routes.experts_KT >= 0]
         chosen.append(tuple(routes.chosen_E.tolist()))
         kept.append(tuple(served.bincount(minlength=EXPERTS).tolist()))
     return ep.Load(tuple(chosen), tuple(kept))
 
 
-def moved(skew, capacity_factor, top_k):
-    load = routed(skew, capacity_factor, top_k)
-    title = f"Skew {skew}, capacity factor {capacity_factor}, top_k {top_k}: "
-    title += f"{load.dropped:.0%} dropped, busiest {ep.imbalance(load.by_rank):.1f} times the mean"
-    return load_plot(load, title=title)
-
-
-tight = routed(0, 1.0, TOP_K)
-print(f"no skew, room for an even load: {tight.dropped:.3f} dropped; you: {predicted_dropped}")
-moved(skew=2, capacity_factor=1.25, top_k=2)
-
-# %%
-from course_lib.view.moved import picture_sliders
-
-picture_sliders(
-    moved,
-    skew=[2, 0, 1, 3, 4],
-    capacity_factor=[1.25, "none", 0.5, 1.0, 1.5, 2.0, 4.0],
-    top_k=[2, 1, 4],
-)
+for skew, capacity_factor in ((0, 1.0), (2, 1.0), (2, 1.25), (2, 2.0), (2, None)):
+    one = routed(skew, capacity_factor)
+    print(f"skew {skew}, capacity factor {capacity_factor}: {one.dropped:.3f} dropped,", end=" ")
+    print(f"busiest rank over mean {ep.imbalance(one.by_rank):.2f}")
+print(f"your prediction for the first line: {predicted_dropped} dropped")
 
 # %% [markdown]
-# <details><summary>What you should have seen</summary>
+# Even without skew, a capacity factor of 1 drops pairs, because random choices are never exactly even.
 #
-# Of the factors here only 4 drops nothing, and then rank 0 computes 2.5 times the mean. At 1.25 it is 1.8 times, and a third
-# of the pairs is dropped.
-# </details>
-#
-# ## A shared expert
-# DeepSeek-V3's layers have one more expert that every token uses. It is a plain MLP: replicated, summed over dp, and
-# no row of it is sent. It learns the features that all tokens need, so that the other experts may differ, and it
-# could compute while rows are in flight.
-
-# %%
-with_shared = run(train, 4, True, n=RANKS)
-without = run(train, 1, True, n=1)[0]
-apart = max(abs(a - b) for a, b in zip(with_shared[0]["losses"], without["losses"], strict=True))
-assert apart < 1e-8
-own = [name for name in with_shared[0]["weights"] if "blocks.0.ffn.shared" in name]
-counted = [one["sent"]["ep"] for one in with_shared]
-for rank, one in enumerate(with_shared):
-    tokens = sum(ep.wire_bytes(load, rank, ROW) for load in one["loads"][-1])
-    assert counted[rank] == tokens
-print(f"losses equal to {apart:.0e}; held whole by each rank: {own}")
-print("bytes on ep are still those of the pairs:", [int(each) for each in counted])
-
-# %% [markdown]
 # ## The same in PyTorch
-# torch has no expert-parallel layer, but it has the main collective: `dist.all_to_all_single` with the two lists of
-# splits. Backward is the same call with the lists exchanged.
+# `dist.all_to_all_single` takes the two lists of splits, and backward is the same call with the lists exchanged:
 
 # %%
 import torch.distributed as dist
@@ -540,6 +524,8 @@ class AllToAll(torch.autograd.Function):
         return home, None, None
 
 
+# %% jupyter={"source_hidden": true}
+# The layer in raw PyTorch, compared with the library's. Exercise 10-5 asks for a part of it.
 def inputs(rank):
     generator = torch.Generator().manual_seed(rank)
     shape = (2, TOKENS, CONFIG.hidden)
@@ -595,17 +581,16 @@ print(f"outputs and gradients of x, router and experts differ by {apart:.0e} at 
 
 # %% [markdown]
 # ## Break it and diagnose
-# Four ranks, ep = 2. One run is correct (its cause is `"correct"`), four are faulty:
+# Five runs on four ranks with ep = 2. One is `"correct"`, four are faulty:
 #
-# - **divided**: experts' gradients are divided by dp after they were summed
-# - **group**: experts' gradients are summed over the wrong group, the ep group
-# - **router**: the router's gradient is not summed
-# - **order**: on one rank results return in the wrong order, each to the next token
+# - **divided**: the gradients of experts are divided by dp after the sum
+# - **group**: the gradients of experts are summed over ep
+# - **router**: the gradient of the router is not summed
+# - **order**: on one rank, each result goes to the next token
 #
-# For each name the cause, the axis of the right sum or all-to-all (`"ep"`, `"edp"` or `"dp"`) and the rank (a number,
-# or `"all"`); None if correct. Loss is each rank's own, in the first step, off against one process with the same
-# rows; `k` is rank 0's gradient as a multiple of the right one; copies are compared after one step. Another SEED
-# draws other runs.
+# For each run, name the cause, the axis of the right sum or all-to-all (`"ep"`, `"edp"` or `"dp"`), and the rank (a
+# number or `"all"`; None if correct). "Off" compares with one process, `k` is rank 0's gradient as a multiple of the
+# right one, and "apart" compares copies after one step.
 
 # %%
 SEED = 3
@@ -721,55 +706,28 @@ for lab_run in lab:
 #
 # Below 1e-10 is rounding.
 #
-# - **One rank's loss is off**, the others' are right: forward, and only there: *order*, on that rank. Counts, splits and bytes
-#   are all as they should be. (Gradients are off too, a consequence.)
-# - **Bytes on ep in place of edp, copies of experts apart**: *group*. Different experts' gradients were added up, and
-#   gradients of the same expert never were. No error: their shapes agree.
-# - **Experts' k is 1/4, copies agree**: *divided*. Nothing drifts, nothing fails, and AdamW hides it in the loss.
-# - **Copies of the router apart**: *router*. From now on equal tokens go to different experts on different ranks.
-#
-# Two checks find them: gradients against a single-process reference (their factor, by kind of parameter), and a
-# checksum of the weights that should be equal over dp, and over edp.
+# - **One rank's loss is off**: *order*, on that rank. All counts and bytes are right.
+# - **Bytes on ep instead of edp, copies of experts apart**: *group*. Gradients of different experts were added up, and
+#   no error is raised, because their shapes agree.
+# - **k of experts is 1/4, copies agree**: *divided*. AdamW hides it in the loss.
+# - **Copies of the router apart**: *router*.
 # </details>
 
 # %%
 lab.grade(diagnosis)
 
 # %% [markdown]
-# ## When not to use it
-# - **All experts fit.** Replicate them: gradients are sent once per step and hide behind backward; tokens are sent
+# ## When not to use it, and both claims settled
+# - **All experts fit.** Replicate them: gradients are sent once per step and hide behind backward, but tokens are sent
 #   four times per layer, and the next computation waits for them.
-# - **Slow links inside the ep group.** All-to-all loads every link at once. Keep ep inside a node, or route in two steps.
-# - **Few tokens.** Every expert's product becomes thin: n K T / E rows from n ranks. A GPU needs hundreds.
-# - **The load stays skewed.** Then n ranks work at the speed of one.
+# - **Slow links inside the ep group.** Keep ep inside a node, or limit the nodes per token, as DeepSeek-V3 does.
+# - **Few tokens.** An expert multiplies n K T / E rows. Below 295, an H100 (989 TFLOP/s in bfloat16, 3.35 TB/s) reads
+#   the weights longer than it computes.
 #
-# ## The table that grows
-# State and bytes per rank are from the training above; the busiest rank is from the last step, averaged over layers;
-# code is the lines of the library behind the layer on ranks, without comm.
-
-# %%
-parallel = ep.parallel
-code = code_lines(
-    ep.ExpertParallelMoE, ep.parallelize, ep.ExpertSync, parallel.splits, parallel.sorted_by_expert,
-    parallel.combine, ep.expert_parameters, ep.shared_parameters,
-)  # fmt: skip
-print(f"{'a rank':12}{'state':>11}{'bytes sent':>12}{'of it tokens':>14}{'busiest':>9}{'code':>6}")
-print(f"{'one process':12}{alone['state']:11,}")
-for ep_size, result in runs.items():
-    one = result[0]
-    sent = int(sum(one["sent"].values()))
-    busiest = [ep.imbalance(load.by_rank) for load in one["loads"][-1]]
-    mean = sum(busiest) / len(busiest)
-    print(f"{f'ep = {ep_size}':12}{one['state']:11,}{sent:12,}{int(one['sent']['ep']):14,}", end="")
-    print(f"{mean:9.2f}{code if ep_size == RANKS else '':>6}")
-
-# %% [markdown]
-# ## The claims settled
-# **Claim 1: only if the load is even.** The arithmetic of all ranks together equals two MLPs. But all ranks wait for
-# the busiest rank, and for four all-to-alls.
+# **Claim 1: only if the load is even** and communication is free. All ranks wait for the busiest one, and for four
+# all-to-alls.
 #
-# **Claim 2: false.** An expert's gradient is summed over edp, the ranks that hold it; its own ep group's tokens are in it
-# already. And sums are not divided: averaged over edp, it is ep times too large.
+# **Claim 2: false.** The gradient of an expert is summed over edp, because the tokens of its ep group are in it already.
 
 # %%
 times = {name: summarize(read(result.traces)[0]).makespan for name, result in paced.items()}
@@ -777,8 +735,22 @@ print(f"skewed took {times['skewed'] / times['even']:.2f} times as long; your vo
 print(f"your vote on the second: {vote_2}")
 
 # %% [markdown]
-# ## Cheat-sheet
-# Mixtral 8x7B's sizes in bfloat16, 8 ranks of 4,096 tokens each; computed from the library's formulas.
+# **The table that grows.** Per rank, in the last step of the training above:
+
+# %%
+print(f"{'a rank':12}{'state':>11}{'bytes sent':>12}{'of it tokens':>14}{'busiest':>9}")
+print(f"{'one process':12}{alone['state']:11,}")
+for ep_size, result in runs.items():
+    one = result[0]
+    sent = int(sum(one["sent"].values()))
+    busiest = [ep.imbalance(load.by_rank) for load in one["loads"][-1]]
+    mean = sum(busiest) / len(busiest)
+    print(
+        f"{f'ep = {ep_size}':12}{one['state']:11,}{sent:12,}{int(one['sent']['ep']):14,}{mean:9.2f}"
+    )
+
+# %% [markdown]
+# **Cheat-sheet.** Mixtral 8x7B's sizes in bfloat16, on 8 ranks of 4,096 tokens, if routing is even:
 
 
 # %%
@@ -787,32 +759,24 @@ def cheat_sheet(n=8, tokens=4096):
         layers=32, hidden=4096, heads=32, kv_heads=8, ffn=14336, vocab=32000, max_seq_len=4096,
         dtype=torch.bfloat16,
     )  # fmt: skip
-    row = 2 * config.hidden
-    print(
-        "router: all ranks, summed over dp      expert: E/n a rank, summed over edp, never divided"
-    )
-    print(
-        "a layer: 2 all-to-alls forward, 2 backward; each pair whose expert is elsewhere: 4 rows\n"
-    )
-    print(
-        f"{'ep':>3}{'experts, GB':>13}{'all else, GB':>14}{'tokens, GB':>12}{'gradients of experts, GB':>26}"
-    )
+    print("router: on all ranks, summed over dp")
+    print("expert: E/n on each rank, summed over edp, never divided")
+    print("a layer: 2 all-to-alls forward, 2 backward; 4 rows per pair with an expert elsewhere\n")
+    print(f"{'':3}{'weights stored, GB':>27}{'sent per step and rank, GB':>40}")
+    print(f"{'ep':>3}{'experts':>13}{'all else':>14}{'tokens':>14}{'gradients of experts':>26}")
     for ep_size in (1, 2, 4, 8):
         experts, rest = ep.parameters_per_rank(config, 8, ep_size)
-        travels = config.layers * ep.even_wire_bytes(tokens, 2, row, ep_size)
+        rows = config.layers * ep.even_wire_bytes(tokens, 2, 2 * config.hidden, ep_size)
         gradients = dp.wire_bytes(2 * experts, n // ep_size)
         print(f"{ep_size:3}{2 * experts / 1e9:13.1f}{2 * rest / 1e9:14.1f}", end="")
-        print(f"{float(travels) / 1e9:12.1f}{float(gradients) / 1e9:26.1f}")
-    print("\nkept in memory (weights alone), then sent by a rank in a step of one micro-batch")
+        print(f"{float(rows) / 1e9:14.1f}{float(gradients) / 1e9:26.1f}")
 
 
 cheat_sheet()
 
 # %% [markdown]
-# ## Your turn
-# [Five exercises](../exercises/10_expert_parallelism.ipynb), each on its own: six tokens by hand (15 minutes), an
-# expert's gradient in one line (5), which experts serve a token (10), dispatch and combine on real ranks (25), and
-# the same in raw PyTorch (15).
+# ## Your turn, and five questions to leave with
+# [Five exercises](../exercises/10_expert_parallelism.ipynb) take 70 minutes.
 
 # %% course={"role": "given"}
 import torch
@@ -912,8 +876,8 @@ check("10-2", expert_gradient)
 
 # %% [markdown] course={"ex": "10-3"}
 # ## 10-3 Which experts serve a token
-# A router with capacity. From the logits of each token, a list of lists, make a list of dicts, one for each token, from the
-# numbers of the experts that serve it to their weights:
+# A router with capacity. `logits` has one list per token. Return one dict per token: its keys are the numbers of the
+# experts that serve the token, its values their weights.
 #
 # - Softmax over all experts. The `choices` largest are chosen.
 # - With two choices or more the weights are divided by the sum of the chosen ones; with one choice the weight is the
@@ -1037,13 +1001,12 @@ from course_lib.grading import check
 check("10-5", through_experts)
 
 # %% [markdown]
-# ## Exit questions
-# Answer each before you unfold it.
+# **Exit questions.** Answer, then unfold.
 #
-# **1.** dp = 64 and ep = 8. Over how many ranks is the gradient of an expert summed, over how many the router's?
+# **1.** dp = 64 and ep = 8. Over how many ranks is the gradient of an expert summed, and the router's?
 #
 # <details><summary>Answer</summary>
-# Over the 8 ranks of edp (64/8) that hold it, and over all 64. Neither is divided when the loss was divided by all tokens.
+# Over the 8 ranks of edp (64/8), and over all 64.
 # </details>
 #
 # **2.** 8 ranks, 4,096 tokens each, top_k = 2, hidden 4,096, 2 bytes. What does a rank send for one layer, if routing
@@ -1056,36 +1019,24 @@ check("10-5", through_experts)
 # **3.** Why must counts be sent before rows, and why is that costly on a GPU?
 #
 # <details><summary>Answer</summary>
-# Each rank must allocate memory for the arriving rows and pass both lists of splits. They are Python numbers: the
-# host waits for the router. Fixed capacity avoids it, and pays with padding or drops.
+# Each rank must allocate memory for the arriving rows, so the host waits for the router.
 # </details>
 #
 # **4.** A token is dropped by its second expert. What is its output?
 #
 # <details><summary>Answer</summary>
-# The first expert's result times its weight, which does not increase. If both experts drop it, only the residual is
-# left.
+# The first expert's result times its weight, which does not increase.
 # </details>
 #
-# **5.** Where does expert parallelism meet tensor parallelism, and what would you choose for an expert that fits on one GPU?
+# **5.** An expert fits on one GPU. Why EP and not TP?
 #
 # <details><summary>Answer</summary>
-# Both partition MLPs. TP shards each matrix and sends every token's activations to all ranks; EP keeps full experts,
-# with larger products, and sends a token to at most K ranks. If it fits: EP.
+# EP keeps full matrices and sends a token to at most K ranks. TP needs every token on all ranks.
 # </details>
 #
-# ## Sources and what next
-# - Shazeer et al. 2017, [arXiv:1701.06538](https://arxiv.org/abs/1701.06538): the sparsely gated layer.
-# - Lepikhin et al. 2020, *GShard*, [arXiv:2006.16668](https://arxiv.org/abs/2006.16668): capacity, and experts over ranks.
-# - Fedus et al. 2021, *Switch Transformer*, [arXiv:2101.03961](https://arxiv.org/abs/2101.03961): top_k = 1, the
-#   auxiliary loss.
-# - Gale et al. 2022, *MegaBlocks*, [arXiv:2211.15841](https://arxiv.org/abs/2211.15841): dropless.
-# - Jiang et al. 2024, *Mixtral*, [arXiv:2401.04088](https://arxiv.org/abs/2401.04088): weights over the chosen
-#   experts only.
-# - DeepSeek-AI 2024, [arXiv:2412.19437](https://arxiv.org/abs/2412.19437): a shared expert, and all-to-all hidden behind
-#   compute.
-# - Expert gradients ep times too large: [DeepSpeed #5259](https://github.com/deepspeedai/DeepSpeed/pull/5259); and with loss curves
-#   that show nothing: [PyTorch #160285](https://github.com/pytorch/pytorch/issues/160285).
-#
-# Next: lesson 11, groups in anger. Several groups over the same ranks, and what happens when they are used in different
-# orders.
+# **Sources.** Next: lesson 11, several groups over the same ranks.
+# - Lepikhin et al. 2020, *GShard*, capacity: [arXiv:2006.16668](https://arxiv.org/abs/2006.16668).
+# - Fedus et al. 2021, the auxiliary loss: [arXiv:2101.03961](https://arxiv.org/abs/2101.03961).
+# - Gale et al. 2022, dropless: [arXiv:2211.15841](https://arxiv.org/abs/2211.15841).
+# - Wang et al. 2024, the bias: [arXiv:2408.15664](https://arxiv.org/abs/2408.15664).
+# - Jiang et al. 2024, *Mixtral*: [arXiv:2401.04088](https://arxiv.org/abs/2401.04088).

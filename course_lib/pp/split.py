@@ -83,7 +83,10 @@ Place = tuple[dict[str, Any], str, _Weight]  # parameters of a module, name in i
 
 
 def weights_of(stage: nn.Module) -> list[Place]:
-    """Return the places of all weights of ``stage`` that may be those of linears."""
+    """Return all trainable matrices of ``stage``, each with its place and its alias.
+
+    The embedding is among them. Its lookup is not a product with a weight, so it is not deferred.
+    """
     places: list[Place] = []
     for module in stage.modules():
         for name, weight in module._parameters.items():

@@ -224,13 +224,16 @@ def _room(name: str, size: float) -> float:
 
 
 def _names(box: Box) -> list[str]:
-    """Return the possible names of a box, the longest first."""
+    """Return the possible names of a box, the longest first.
+
+    The last one omits the mark of a rank's later stage, which the paler color shows too.
+    """
     span = box.span
     number = "" if span.mb is None else f"{span.mb}{'′' * box.chunk}"
     if span.label:
         last = span.label.split()[-1]
         return [span.label, last] if last.isdigit() else [span.label]
     if number and not span.is_comm:
-        return [f"{span.op}{number}", number]
+        return list(dict.fromkeys([f"{span.op}{number}", number, str(span.mb)]))
     names = [f"{span.op} {number}", span.op, SHORT.get(span.op, span.op), number]
     return [name.strip() for name in names if name]

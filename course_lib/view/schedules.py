@@ -62,9 +62,8 @@ def _caption(simulation: Simulation, note: str) -> str:
         text += f" {unequal(simulation.costs.per_stage)}"
     most = max(chunks(simulation.spans).values())
     if most:
-        text += (
-            f" Paler boxes with ′ are a rank's {'later stages' if most > 1 else 'second stage'}."
-        )
+        which = "later stages" if most > 1 else "second stage"
+        text += f" Paler boxes, with ′ where it fits, are a rank's {which}."
     return f"{text} {note}".strip()
 
 

@@ -122,9 +122,8 @@ def described(spans: Sequence[Span], planned: Sequence[Span], kind: str) -> str:
         raise ValueError(f"expected kind to be one of {', '.join(SOURCES)}, got {kind!r}")
     said = SOURCES[kind]
     if most := max(chunks(spans).values(), default=0):
-        said += (
-            f"; paler boxes with ′ are a rank's {'later stages' if most > 1 else 'second stage'}"
-        )
+        which = "later stages" if most > 1 else "second stage"
+        said += f"; paler boxes, with ′ where it fits, are a rank's {which}"
     if planned:
         plan = summarize(planned)
         said += f"; outlines simulated: {milliseconds(plan.makespan)}, {plan.idle:.1%} idle"

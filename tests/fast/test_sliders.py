@@ -52,7 +52,9 @@ def test_the_sentence_has_the_numbers():
         "of ideal time; at most 4 in flight, on rank 0. Simulated, not measured."
     )
     looped = schedule_picture(simulate(make("gpipe", 2, 2, 2), Costs()), title="Mine", note="So.")
-    assert looped.caption.endswith("Paler boxes with ′ are a rank's second stage. So.")
+    assert looped.caption.endswith(
+        "Paler boxes, with ′ where it fits, are a rank's second stage. So."
+    )
     assert texts(looped, "title") == ["Mine"]
     assert texts(picture_of(comm=0.5), "title") == [
         "1f1b, 4 ranks, 8 micro-batches; F 1, B 2, transfer 0.5"

@@ -365,8 +365,7 @@ def lesson_08_shows_every_schedule(notebook):
     for line in (
         "gradients equal to the last bit",
         "no order of one stage per rank takes less than 27",
-        "between I and W 131,072, formula 131,072; after W 0",
-        "torch's own split saves 175,360",
+        "bytes after forward 175,360; between I and W 131,072, formula 131,072; after W 0",
         "0 of 5 right: nothing is diagnosed yet",
     ):
         assert line in text
@@ -375,8 +374,10 @@ def lesson_08_shows_every_schedule(notebook):
     lab_runs = re.findall(r"^[A-E] +\d+ ms ((?: +\d\.\d{3}){4})", text, re.MULTILINE)
     shares = [sorted({"1.000", *lab_run.split()}) for lab_run in lab_runs]
     assert sorted(map(len, shares)) == [1, 1, 1, 2, 2], "one loses a W, one computes a W twice"
+    for paper in ("1f1b   bubble 24.3%", "zb-h2  bubble 10.8%"):
+        assert paper in text
     assert text.count("your vote: None") == 2
-    assert len(pictures(notebook)) == 8
+    assert len(pictures(notebook)) == 9
 
 
 def lesson_08b_shows_reasons(notebook):
@@ -566,6 +567,9 @@ def lesson_10_shows_tokens_that_travel(notebook):
         "ep (0, 1)  edp (1, 3)  dp (0, 1, 2, 3)",
         "if routing were even, ep = 4 would send 196,608 bytes",
         "rows by rank [128, 128, 128, 128]",
+        "a row: 14,336 bytes in bfloat16, 7,392 in FP8 with scales",
+        "a pair: 57,344 bytes in bfloat16, 43,456 with FP8 (0.76)",
+        "skew 0, capacity factor 1.0: 0.117 dropped",
         "0 of 5 right",
     ):
         assert line in text
@@ -576,7 +580,12 @@ def lesson_10_shows_tokens_that_travel(notebook):
     ):
         assert re.search(rf"^{name} +{experts} +1.00 +1.00$", text, re.MULTILINE)
     assert re.search(r"^[A-E] .* \[\d+, 0, \d+\]$", text, re.MULTILINE), "one sums over ep"
-    assert len(pictures(notebook)) == 3  # and the slider's, which is a widget
+    biased, alone = (
+        float(re.search(rf"^{name} .* 59: ([\d.]+) \(", text, re.MULTILINE)[1])
+        for name in ("bias", r"auxiliary loss, 0\.0")
+    )
+    assert biased < alone, "the bias balances the load"
+    assert len(pictures(notebook)) == 2
 
 
 SHOWS = {  # what a lesson must show
