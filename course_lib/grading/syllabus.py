@@ -25,12 +25,13 @@ NAMES = {
     "08": "Pipelines II",
     "08b": "The schedule arena",
     "09": "Context parallelism",
+    "09b": "Gather, Ulysses, USP",
     "10": "Expert parallelism",
     "11": "Groups in anger",
     "12": "Five axes",
     "13": "Inference",
 }
-ELECTIVE = {"08", "08b", "10"}
+ELECTIVE = {"08", "08b", "09b", "10"}
 MINUTES = re.compile(r"\*(\d+) minutes to read and run(?:, (\d+) to build)?")
 LAB = re.compile(r'\bLab\(\s*"(\d\d[a-z]?)"')
 
