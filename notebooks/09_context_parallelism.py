@@ -285,7 +285,7 @@ print(f"your prediction: {predicted_busiest}")
 #
 # ## Can the messages hide?
 # While a rank computes with one block, the next one is in flight. We measure it on emulated links. Computation is
-# *paced*: sleep pads it to 0.1 ms per score forward and 0.2 ms backward.
+# *paced*: sleep pads it to 0.2 ms per score forward and 0.4 ms backward.
 
 # %% jupyter={"source_hidden": true}
 # Measure both layouts, paced, once the connections are warm.
@@ -293,7 +293,7 @@ from course_lib.mesh import Conditions, Link, Links
 from course_lib.view import timeline
 from course_lib.view.summary import read, summarize
 
-ENTRY = 1e-4  # seconds
+ENTRY = 2e-4  # seconds
 LINK = Link(alpha=0.0005, beta=1.5e6)
 NETWORK = Links(inside=LINK, between=LINK)
 
@@ -330,7 +330,7 @@ step = {name: summarize(read(result.traces)[0]) for name, result in paced.items(
 
 
 def paced_picture(name, what):
-    note = "Compute is paced by sleep to 0.1 ms forward and 0.2 ms backward for each score entry."
+    note = "Compute is paced by sleep to 0.2 ms forward and 0.4 ms backward for each score entry."
     return timeline(
         paced[name].traces,
         title=f"Ring attention, {name}: {what}",
@@ -354,8 +354,8 @@ print(
 
 # %% [markdown]
 # The lower line of each rank shows its messages. With zig-zag most of them run under a computation. The last transfer
-# is exposed, because it returns gradients when nothing is left to compute. So zig-zag gains a little less than its
-# scores promise.
+# is exposed, because it returns gradients when nothing is left to compute. So zig-zag gains less than its scores
+# promise.
 #
 # When does a block hide? Without mask and grouped queries, a rank computes 4s²h operations forward on a block of 4sh
 # bytes (bfloat16), and meanwhile receives the next one. The message hides if
@@ -384,7 +384,8 @@ print(
 
 # %% [markdown]
 # The loss is a mean over tokens, but our sequences end with padding, so fewer tokens of the last shards count. Therefore
-# each rank divides its *sum* by the tokens of all ranks, and gradients are summed over `mesh.dp_cp`.
+# each rank divides its *sum* by the tokens of all ranks. Gradients are summed over `mesh.dp_cp`, because ranks saw
+# different tokens.
 
 # %%
 from course_lib import dp
