@@ -40,7 +40,8 @@ def gather_wire_bytes(
 ) -> Fraction:
     """Return the bytes that a rank sends in all layers in a step.
 
-    They are those of a ring, less one pass of K and V where backward has them saved.
+    A rank sends as much as in a ring if backward gathers K and V again. With ``save_gathered`` it
+    sends them only in the forward pass.
     """
     passes = forwards - 1 if save_gathered else forwards
     return ring_wire_bytes(config, sequences, seq_len, n, forwards=passes)
@@ -51,7 +52,7 @@ def gather_saved_bytes(
 ) -> int:
     """Return the bytes that a rank saves for backward in one layer's attention.
 
-    It saves what a ring saves, and with ``save_gathered`` also K and V of the n-1 other ranks.
+    A rank saves as much as in a ring, and with ``save_gathered`` also K and V of the other ranks.
     """
     kv_bytes = 2 * sequences * seq_len * config.kv_heads * config.head_dim * config.dtype.itemsize
     others = kv_bytes * (n - 1) // n if save_gathered else 0

@@ -27,6 +27,7 @@ NAMES = {
     "08": "Pipelines II",
     "08b": "The schedule arena",
     "09": "Context parallelism",
+    "09b": "Gather, Ulysses, USP",
     "10": "Expert parallelism",
     "11": "Groups in anger",
     "12": "Five axes",
