@@ -803,7 +803,7 @@ from course_lib import comm
 
 # %% [markdown] course={"ex": "06-1"}
 # ## 06-1 Rows, bytes and words, by hand
-# Fifteen minutes, on paper; no code.
+# This takes fifteen minutes on paper, without code.
 #
 # Two ranks share four positions of one feature. Outside the regions, rank 0 has the first two rows.
 #
@@ -811,7 +811,7 @@ from course_lib import comm
 #   rank have then? [[rank 0], [rank 1]]
 # - `dx`: in backward, rank 0 has the gradient [1, 1, 2, 2] of the region's input, and rank 1 [3, 3, 4, 4]. Which
 #   gradient does each rank have after the backward of enter? [[rank 0], [rank 1]]
-# - `norm parts`: before that enter, a norm computes y = w · u, where w is one weight and u = [1, 2, 1, -2] has one element
+# - `norm parts`: before x enters this region, a norm computes y = w · u, where w is one weight and u = [1, 2, 1, -2] has one element
 #   per position. Which gradient of w does each rank have by itself? Two numbers
 # - `norm`: the gradient that w needs
 #

@@ -786,7 +786,7 @@ lab.grade(diagnosis)  # lab.reveal() shows the answers
 # ## When not to use it
 # - **If fewer axes suffice.** Each axis adds mistakes that raise no error.
 # - **tp beyond a node.**
-# - **pp with few micro-batches**, which a large dp leaves.
+# - **pp with few micro-batches.** Its bubble is large.
 # - **cp for short sequences.** It divides tokens like dp, and sends more.
 #
 # **Claim 1: only if T lies between two thresholds**, 3h(d-1)/(d(t-1)) and about 12hl at equal element sizes.
@@ -802,7 +802,7 @@ print(f"the product for 5D: {math.prod(MESHES['5D'].values())}; it ran on {len(r
 print(f"your votes: 1 {vote_1}; 2 {vote_2}")
 
 # %% [markdown]
-# **The table that grows.** Weights and optimizer state are bytes of the fullest rank. Bytes sent are those of all ranks.
+# **The table that grows.** Weights and optimizer state are bytes of the fullest rank. Bytes sent are summed over all ranks.
 
 # %%
 one = sum(p.nbytes for p in fresh(PLANS["3D"]).parameters())
@@ -852,13 +852,14 @@ from course_lib import comm
 
 # %% [markdown] course={"ex": "12-1"}
 # ## 12-1 A mesh by hand
-# Ten minutes, on paper; no code. Sixteen ranks on two nodes of eight; order tp-dp-pp (tp fastest), tp=2, dp=4, pp=2.
+# This takes ten minutes on paper, without code. Sixteen ranks are on two nodes of eight. The order is tp-dp-pp (tp varies
+# fastest), with tp=2, dp=4, pp=2.
 #
 # - `coordinates`: the coordinates of rank 13, [tp, dp, pp]
 # - `groups`: the ranks in rank 13's groups of [tp, dp, pp], such as [[0, 1], [0, 1, 2], [0, 4]]
 # - `crosses`: the axes whose groups cross nodes, such as `"tp dp"`
-# - `copies`: on how many ranks, this one included, is the fully reduced gradient of a matrix that tp shards, of a
-#   norm's weight, and of the tied embedding (sharded by tp, used by both stages)? No ZeRO: a list of three
+# - `copies`: without ZeRO, how many ranks, rank 13 included, store the same fully reduced gradient? Give a list of three:
+#   for a matrix that tp shards, a norm's weight, and the tied embedding (sharded by tp, used by both stages)
 # - `copies, ZeRO-1`: the same with ZeRO-1, where the sum over dp leaves a shard on each rank
 # - `squared norm`: the squared norm of the full model's gradient, without ZeRO and without an embedding. On each of the
 #   16 ranks, the squares of the matrices' gradients add up to 3, and the squares of the norms' gradients to 4
@@ -896,12 +897,12 @@ mesh = {
 # END SOLUTION
 
 # %% [markdown] course={"ex": "12-1", "role": "answer"}
-# - 13 = 1 + 2 · (2 + 4 · 1). A step on tp is 1 rank, on dp 2, on pp 8: that is a node.
+# - 13 = 1 + 2 · (2 + 4 · 1). A step on tp changes the number by 1, on dp by 2, and on pp by 8, which is a node.
 # - A matrix is on the 4 ranks of dp; a norm on 4 · 2; the embedding's shard on 4, in two stages. ZeRO-1 removes the
 #   4.
 # - 16 · 3 / 4 + 16 · 4 / 8 = 12 + 8. If every copy counts, the sum is 16 · 7.
 # - 3h as alternatives, and 3h · 3 / (4 · 1) in the mesh.
-# - ep is inside dp: no extra ranks. 8 / 2 experts; dp / ep = 2 ranks hold the same ones.
+# - ep uses ranks of dp and adds none. A rank has 8 / 2 experts, and dp / ep = 2 ranks hold the same ones.
 
 # %% course={"ex": "12-1", "role": "check"}
 from course_lib.grading import check
@@ -915,7 +916,7 @@ check("12-1", mesh)
 #
 # - `cut`: tp shards the weight; otherwise it is replicated on all ranks of tp
 # - `expert`: the weight belongs to an expert, so ep has divided the ranks that hold it
-# - `ends`: it is a tied embedding that first and last stage both hold
+# - `ends`: the weight is a tied embedding, which the first and the last stage both hold
 # - `sharded`: ZeRO has left this rank a shard that no other rank of the same data axis has
 
 
@@ -939,7 +940,7 @@ check("12-2", holders)
 # and nothing else (no biases, norms, vocabulary); h is `hidden`. Elements have 4 bytes. A replica reads `tokens`
 # tokens in a step, in any number of micro-batches. `sizes` has tp, dp and pp; pp divides the layers.
 #
-# - **tp**: four all-reduces per layer of all tokens' activations (h elements per token); a rank has layers / pp
+# - **tp**: four all-reduces per layer, each of all tokens' activations (h elements per token). A rank has layers / pp
 #   layers
 # - **dp**: one all-reduce of the rank's gradients
 # - **pp**: activations forward and their gradients back over each of the pp - 1 stage boundaries; every rank of tp
