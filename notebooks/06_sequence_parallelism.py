@@ -31,8 +31,9 @@ vote_2 = None
 
 # %% [markdown]
 # ## Outside the regions
-# Between two regions of tensor parallelism there are a norm, a dropout and a residual sum. They treat every position by
-# itself, so no rank needs all positions there. Sequence parallelism gives each rank S/n of them, its *rows*:
+# Between two regions of tensor parallelism there are a norm, a dropout and a residual sum. Each of them treats every
+# position separately, so no rank needs all positions there. Sequence parallelism gives each rank S/n positions, its
+# *rows*:
 #
 # ```
 #            outside               into a region      inside                  out of it            outside
@@ -43,9 +44,11 @@ vote_2 = None
 # | symbol | meaning |
 # |---|---|
 # | n | ranks that share a layer |
-# | B, S, D; b, s, h | sequences, positions, hidden size; in rows `x_BScD` a rank has S/n positions |
+# | B, S, D | sequences, positions, hidden size |
+# | b, s, h | the same, in formulas from papers |
+# | `x_BScD` | a rank's rows of x: B sequences, S/n positions |
 #
-# What do you predict for four ranks?
+# The model of this lesson has four blocks:
 
 # %%
 import torch
@@ -58,6 +61,9 @@ X_BYTES = BATCH * SEQ * CONFIG.hidden * 4  # an activation x_BSD in float32
 
 print(f"{CONFIG.layers} blocks, hidden size {CONFIG.hidden}; x has {X_BYTES:,} bytes")
 
+# %% [markdown]
+# What do you predict for four ranks?
+
 # %%
 predicted_bytes = None  # that a rank sends for all blocks in a step; in lesson 05 3,145,728
 predicted_saved = None  # of a block's activations on a rank, as a fraction; in lesson 05 0.44
@@ -66,7 +72,7 @@ predicted_selective = None  # fraction of a block's activations that selective r
 # %% [markdown]
 # ## Stop in the middle of an all-reduce
 # A ring all-reduce begins with a reduce-scatter, after which each rank has the sum of its own rows. An all-gather then
-# sends them to all ranks (lesson 02). So the ranks can stop in between and work on their rows:
+# sends these sums to all ranks (lesson 02). So the ranks can stop in between and work on their rows:
 
 # %%
 from course_lib import comm
@@ -90,17 +96,17 @@ for rank, found in enumerate(run(in_two_halves, n=RANKS)):
     print(f"rank {rank}: {found}")
 
 # %% [markdown]
-# The sums are equal, and by formula the bytes are too. This gives two operators:
+# The sums are equal, and by formula the bytes are too. The two halves become two operators at the borders of a region:
 #
 # | | forward | backward |
 # |---|---|---|
 # | enter | all-gather over S | reduce-scatter over S |
 # | leave | reduce-scatter over S | all-gather over S |
 #
-# Why must the backward of enter add gradients? Every rank uses *all* rows, each for its own features. So each rank has a
-# partial gradient of every row, and the owner of the row needs the sum. `comm.gather_from_sequence` computes it. The
-# backward of `comm.gather_from` only takes the rank's rows of its own gradient. Below, one rank multiplies both rows by 2
-# and the other by 3:
+# Why must the backward of enter add gradients? Inside the region, every rank uses *all* rows for its own features. So
+# each rank has a partial gradient of every row, and the owner of the row needs the sum. The backward of
+# `comm.gather_from_sequence` computes it. The backward of `comm.gather_from` only returns the rank's rows of its own
+# gradient. Below, one rank multiplies both rows by 2, and the other by 3:
 
 # %%
 from course_lib import sp
@@ -123,17 +129,17 @@ for gather in (comm.gather_from_sequence, comm.gather_from):
     print(f"comm.{gather.__name__:20}", *run(entered, gather, n=2))
 
 # %% [markdown]
-# The gradient of each row is 2 + 3 = 5. The second line has the right forward and wrong gradients.
+# The gradient of each row must be 2 + 3 = 5. `gather_from` has the right forward, and its gradients are wrong.
 #
 # ## Store the gathered input, or gather it again
 # A column linear needs its input again in backward, for the gradient of its weight. That input is the *gathered* x,
-# with all positions. Here sequence parallelism splits into two variants:
+# with all positions. There are two ways to provide it:
 #
 # - **Rows, kept** (`sp.REGION`): the rank stores the gathered x, so two full activations per block stay replicated.
-# - **Rows, again** (`sp.GATHER_AGAIN`): the rank stores its own rows and gathers them again in backward. Now everything
-#   is divided by n, but each region has one more message.
+# - **Rows, again** (`sp.GATHER_AGAIN`): the rank stores its own rows and gathers them again in backward. Now all
+#   activations are divided by n, but each region needs one more all-gather.
 #
-# The folded cell measures both.
+# The folded cell measures both, and the next one compares them with the formulas:
 
 # %% jupyter={"source_hidden": true}
 # Run the blocks on n ranks: bytes by formula and by the kernel, calls, and saved activations.
@@ -206,12 +212,13 @@ print(f"you predicted {predicted_bytes} bytes and the fraction {predicted_saved}
 
 # %% [markdown]
 # *Rows, kept* sends as much as tensor parallelism and stores 0.34 of a block's activations instead of 0.44. *Rows, again*
-# stores exactly a quarter and sends 1.25 times the bytes. A common claim takes the better half of each: "for the same bytes,
-# activations shrink to 1/n". No variant does both.
+# stores exactly a quarter and sends 1.25 times the bytes. A common claim takes the better half of each: "for the same
+# bytes, activations shrink to 1/n". Neither variant does both.
 #
-# Korthikanti et al. use the second variant and overlap the additional gather with a product. The next table has their
-# formulas for a GPT layer, in units of sbh and without attention's scores. In 10 + 24/n, the 10 are inputs of norms (4), dropout masks
-# (2) and inputs of column linears (4). Only *rows, again* divides the last 4.
+# Korthikanti et al. use the second variant and overlap the additional gather with a product. They give formulas for a GPT
+# layer, in bytes per sbh and without attention's scores: 10 + 24/n for tensor parallelism and 34/n for *rows, again*. The
+# 10 are the inputs of norms (4), dropout masks (2) and the inputs of column linears (4). *Rows, kept* divides all but the
+# last 4, which gives 4 + 30/n. We check the three formulas on one layer:
 
 # %% jupyter={"source_hidden": true}
 # Measure one layer in the paper's units.
@@ -238,9 +245,11 @@ for way, text in PAPERS.items():
 print("tensor: 2 more, because PyTorch's dropout masks on a CPU take two bytes, as the elements do")
 
 # %% [markdown]
+# Apart from these 2, the measured values are up to 0.16 larger, because norms also store their statistics, and attention its log-sum-exps.
+#
 # ## One argument, and the line that was missing
-# To train, we give the plan of lesson 05 another region. One thing is new. A norm's weight is now applied to this rank's
-# rows only, so its gradient is *partial* and must be summed over the ranks. The same holds for biases after a row
+# To train, we give `tp.parallelize` of lesson 05 another region. One thing is new. A norm's weight is now applied to this
+# rank's rows only, so its gradient is *partial* and must be summed over the ranks. The same holds for biases after a row
 # linear and for learned positions. The missing line calls this function:
 
 # %%
@@ -288,7 +297,7 @@ def norms_apart(result, step=-1):
 
 
 # %% [markdown]
-# **The table that grows:**
+# **The table that grows.** We train six steps with each variant:
 
 # %%
 one_process = run(train, 1, "tensor", n=1)[0]
@@ -322,7 +331,8 @@ memory_plot(
 )
 
 # %% [markdown]
-# The losses agree, and the yellow bars (activations) become shorter. Now we leave out the sum:
+# The losses agree, and the yellow bars (activations) become shorter. In a whole step, *rows, kept* sends 1 % more than
+# tensor parallelism: the sum of replicated gradients. Now we leave out this sum:
 
 # %%
 forgot = run(train, RANKS, "rows, kept", False, n=RANKS)
@@ -335,12 +345,13 @@ assert 0 < forgot[0]["losses"][-1] - runs["rows, kept"][0]["losses"][-1] < 1e-2
 assert forgot[0]["losses"][-1] < forgot[0]["losses"][0]
 
 # %% [markdown]
-# These are the two runs from the top. Each rank trained its norms on a quarter of the positions, and the loss hardly
-# changed.
+# These are the two runs from the top. Without the sum, each rank trained its norms on a quarter of the positions, and the
+# loss hardly changed.
 #
 # ## Recompute instead of storing
 # Recomputation stores only the input of a function and runs the function again in backward. *Full* recomputation does
-# this with each block. *Selective* recomputation does it with the core of attention, softmax(q kᵀ) v:
+# this with each block. *Selective* recomputation does it with the core of attention, softmax(q kᵀ) v. Our version of both
+# is short:
 
 # %%
 from course_lib import recompute
@@ -348,7 +359,7 @@ from course_lib import recompute
 show_source(recompute._Recomputed, recompute.full, recompute.selective)
 
 # %% [markdown]
-# We measure both with PyTorch's fused attention, and with one that stores its scores:
+# We measure both with PyTorch's fused attention, and with an attention that stores its scores:
 
 # %% jupyter={"source_hidden": true}
 # Measure what is saved for backward, by form of recomputation and kind of attention.
@@ -399,9 +410,9 @@ freed = log_sum_exp / one_block
 print(f"\nselective frees {freed:.2f} of a fused block; you predicted {predicted_selective}")
 
 # %% [markdown]
-# Where scores are stored, selective recomputation frees a third. A fused kernel stores one log-sum-exp per row and
-# computes the scores again by itself, so almost nothing is left to free. Full recomputation stores 6 %, and in
-# backward the activations of one block at a time.
+# Where scores are stored, selective recomputation frees a third. A fused kernel stores one log-sum-exp per head and
+# position and computes the scores again by itself, so almost nothing is left to free. Full recomputation stores 6 % with
+# fused attention, and in backward it adds the activations of one block at a time.
 #
 # The price is arithmetic. Matrix products need 24bsh² + 4bs²h operations in a layer's forward and twice as many in
 # backward, so full recomputation adds a third. Selective recomputation repeats only the second term, which is small for
@@ -415,7 +426,8 @@ print(f"selective: {core / (3 * forward):.1%} more operations,", end=" ")
 print(f"{scores / (34 + scores):.0%} less stored where scores are stored")
 
 # %% [markdown]
-# Full recomputation also sends the messages of each block again:
+# Korthikanti et al. state 2.7 %, which is the second term's part of the forward alone. Full recomputation also sends the
+# messages of each block's forward again:
 
 # %%
 from functools import partial
@@ -440,12 +452,12 @@ all_reduces = {how: found["tensor"]["calls"] // CONFIG.layers for how, found in 
 print(f"all-reduces per layer of tensor parallelism: {all_reduces}")
 
 # %% [markdown]
-# With tensor parallelism, a layer then makes 6 all-reduces instead of 4. `torch.utils.checkpoint`, in the last column,
-# makes 5, because it stops as soon as it has everything that backward needs.
+# With tensor parallelism and full recomputation, a layer makes 6 all-reduces instead of 4. `torch.utils.checkpoint`, in
+# the last column, makes 5, because it stops the second forward as soon as it has everything that backward needs.
 #
-# ## Or copy them to the CPU
-# Offload copies saved activations to the CPU, and back before backward needs them. `saved_tensors_hooks` calls one
-# function when autograd saves a tensor and another when backward asks for it:
+# ## Or copy activations to the CPU
+# Offload copies saved activations to the CPU after forward, and back to the GPU before backward needs them.
+# `saved_tensors_hooks` calls one function when autograd saves a tensor and another when backward asks for it:
 
 # %%
 from contextlib import nullcontext
@@ -478,12 +490,19 @@ print(f"copied {sum(copied):,} bytes of a block that stores {one_block:,},")
 print("because the hook runs for every save, as for the one input of q, k and v")
 
 # %% [markdown]
-# A layer with *rows, again* stores 34sbh/n bytes, and its forward needs at least 24bsh²/n operations. If a GPU has W bytes
-# per second to the CPU and computes R operations per second, the copy hides behind the forward if
+# A good offload therefore copies each storage once. Is the link fast enough? A layer with *rows, again* stores 34sbh/n
+# bytes, and its forward needs at least 24bsh²/n operations.
+#
+# | symbol | meaning |
+# |---|---|
+# | W | bytes per second from a GPU to the CPU |
+# | R | operations per second that a GPU computes |
+#
+# The copy hides behind the forward if
 #
 # $$\frac{34\,sbh}{n\,W} \le \frac{24\,bsh^2}{n\,R} \qquad \text{or} \qquad h \ge \frac{34\,R}{24\,W}$$
 #
-# Batch, sequence and n cancel:
+# Batch, sequence and n cancel, so only the hidden size decides:
 
 # %%
 R, W = 400e12, 64e9  # an H100 in the training of Llama 3; PCIe 5 x16, one direction
@@ -494,19 +513,21 @@ for hidden in (4096, 8192, 12288, 16384):
 print(f"all of it from h = {34 * R / (24 * W):,.0f} on")
 
 # %% [markdown]
-# To hide, the copy must run on a second CUDA stream. PyTorch's own `save_on_cpu` copies on the stream that computes, and
-# hides nothing.
+# In a smaller model, part of the copy is exposed. To hide at all, the copy must run on a second CUDA stream. PyTorch's
+# own `save_on_cpu` copies on the stream that computes, and hides nothing.
 #
 # ## Two details for the exercises
-# The exercises and the lab use two more details. [06b](06b_vocabulary_seeds_heads.ipynb) builds them, and dropout seeds.
+# The exercises and the lab use two more details. [06b](06b_vocabulary_seeds_heads.ipynb) builds both, and adds a third:
+# dropout seeds.
 #
-# - **Vocabulary.** Each rank has the logits of a shard of the words, padded with minus infinity. The loss needs the
-#   maximum, the sum of exponentials and the target's logit, one all-reduce each.
-# - **Grouped queries.** With fewer heads of keys and values than ranks, neighboring ranks store the same head and sum
-#   its gradients.
+# - **Vocabulary.** Each rank has the logits of a shard of the words. Padding words have the logit minus infinity. The loss
+#   needs the maximum, the sum of exponentials and the target's logit, with one all-reduce each.
+# - **Grouped queries.** With fewer heads of keys and values than ranks, several ranks store the same head and sum its
+#   gradients.
 #
 # ## The same in PyTorch
-# DTensor has `SequenceParallel` for the norms, and `Shard(1)` as the layout of x outside the regions:
+# DTensor has `SequenceParallel` for the norms, and `Shard(1)` as the layout of x outside the regions. The folded cell
+# compares a block with one process, and its bytes with ours:
 
 # %% jupyter={"source_hidden": true}
 # One block by DTensor, and a step of SGD; compared with one process and with our bytes.
@@ -579,8 +600,8 @@ print("partial gradients after backward:", theirs_by_rank[0]["partial"])
 print("norm weights after a step: as in one process, on all ranks")
 
 # %% [markdown]
-# DTensor knows that a norm's gradient is partial, and `optimizer.step()` sums it. PyTorch's `checkpoint` agrees with our
-# recomputation, also with dropout:
+# DTensor knows that a norm's gradient is partial, and SGD's `step()` sums it. PyTorch's
+# `checkpoint` agrees with our recomputation, also with dropout:
 
 # %%
 tokens, targets = batch(0, seed=0, batch_size=BATCH, seq_len=SEQ)
@@ -601,8 +622,8 @@ print("gradients with dropout: equal to the last bit")
 
 # %% [markdown]
 # ## Break it and diagnose
-# A Llama with 258 words, 8 query heads and 2 heads of keys and values trains with *rows, kept*. One run is `"correct"`,
-# and the others have one fault each:
+# A Llama with 258 words, 8 query heads and 2 heads of keys and values trains with *rows, kept* on four ranks. One run is
+# `"correct"`, and the others have one fault each:
 #
 # - **norms**: the gradients of norms are not summed over tp
 # - **gather**: x enters by a gather whose backward does not sum
@@ -610,8 +631,8 @@ print("gradients with dropout: equal to the last bit")
 # - **padding**: the padding of the vocabulary is not masked
 #
 # For each run, name the cause, the missing collective (`"all_reduce"`, `"reduce_scatter"` or None) and the rank (a
-# number, `"all"`, or None if correct). "Off" compares with one process, and "apart" compares ranks with the same
-# weights.
+# number, `"all"`, or None if correct). In the table, "off" is the difference from one process, and "apart" the difference
+# between ranks that should agree.
 
 # %%
 SEED = 1
@@ -705,7 +726,7 @@ for lab_run in lab:
 #
 # Differences below 1e-5 are rounding.
 #
-# - **First loss off**: *padding*. One rank has two words too many.
+# - **First loss off**: *padding*. The last rank has two words too many.
 # - **Scatters missing**: *gather*. The norms' partial gradients are wrong before they are summed.
 # - **One reduce missing, norms apart**: *norms*.
 # - **One reduce missing, keys apart**: *heads*.
@@ -718,9 +739,11 @@ lab.grade(diagnosis)
 # %% [markdown]
 # ## When not to use it, and both claims settled
 # Without tensor parallelism there is nothing to divide. For long sequences, context parallelism (lesson 09) divides
-# attention by positions too. Where n does not divide the sequence, as in serving, stay with tensor parallelism.
+# attention by positions too. Where n does not divide the sequence, as when a server decodes one token at a time, stay with
+# tensor parallelism.
 #
-# **Claim 1: false.** Either the gathered inputs stay replicated, or the blocks send 1.25 times as much.
+# **Claim 1: false.** Either the gathered inputs stay replicated, or the blocks send 1.25 times as much. Both also send the
+# sum of replicated gradients.
 #
 # **Claim 2: only if attention stores its scores, and the sequence is long.** Scores were a third of a block's activations
 # here, and by the formula they are 70 % of GPT-3's. A fused kernel stores none.
@@ -731,7 +754,8 @@ print(f"fractions stored on 4 ranks: {saved_by_way}; your vote: {vote_1}")
 print(f"selective frees {freed:.2f} of a fused block; your vote: {vote_2}")
 
 # %% [markdown]
-# **Cheat-sheet.** GPT-3's size in bfloat16, eight ranks, one sequence of 2,048 tokens:
+# **Cheat-sheet.** GPT-3's size in bfloat16 with fused attention and no dropout, on eight ranks, for one sequence of 2,048
+# tokens:
 
 
 # %% jupyter={"source_hidden": true}
@@ -779,29 +803,31 @@ from course_lib import comm
 
 # %% [markdown] course={"ex": "06-1"}
 # ## 06-1 Rows, bytes and words, by hand
-# Fifteen minutes, on paper; no code.
+# This takes fifteen minutes on paper, without code.
 #
-# Two ranks, four positions of one feature; rank 0 has the first two rows outside the regions.
+# Two ranks share four positions of one feature. Outside the regions, rank 0 has the first two rows.
 #
-# - `rows`: rank 0's partial sum that leaves a region is [1, 2, 3, 4], rank 1's [10, 20, 30, 40]. The rows that each
-#   rank has then: [[rank 0], [rank 1]]
-# - `dx`: in backward, rank 0 has the gradient [1, 1, 2, 2] of the region's input, rank 1 [3, 3, 4, 4]. The gradient
-#   that each rank has after the backward of enter: [[rank 0], [rank 1]]
-# - `norm parts`: y = w · u comes before that enter, where w is one weight of a norm and u = [1, 2, 1, -2] its input,
-#   by position. The gradient of w that each rank has by itself, two numbers
+# - `rows`: leaving a region, rank 0 has the partial sum [1, 2, 3, 4] and rank 1 [10, 20, 30, 40]. Which rows does each
+#   rank have then? [[rank 0], [rank 1]]
+# - `dx`: in backward, rank 0 has the gradient [1, 1, 2, 2] of the region's input, and rank 1 [3, 3, 4, 4]. Which
+#   gradient does each rank have after the backward of enter? [[rank 0], [rank 1]]
+# - `norm parts`: before x enters this region, a norm computes y = w · u, where w is one weight and u = [1, 2, 1, -2] has one element
+#   per position. Which gradient of w does each rank have by itself? Two numbers
 # - `norm`: the gradient that w needs
 #
-# A layer on four ranks, forward and backward; x has 1,000 bytes.
+# A layer runs forward and backward on four ranks, and x has 1,000 bytes.
 #
-# - `bytes`: the bytes that a rank sends: [tensor parallelism, sharded rows kept, sharded rows gathered again]
-# - `full`: with tensor parallelism and full recomputation
-# - `kept`: Korthikanti's GPT layer without scores, eight ranks, in units of s·b·h: [tensor, rows kept, rows again]
+# - `bytes`: the bytes that a rank sends: [tensor parallelism; rows, kept; rows, again]
+# - `full`: the bytes that a rank sends with tensor parallelism and full recomputation
+# - `kept`: what a rank stores of Korthikanti's GPT layer without scores, on eight ranks, in units of sbh: [tensor; rows,
+#   kept; rows, again]
 #
-# Four words on two ranks ([06b](../notebooks/06b_vocabulary_seeds_heads.ipynb) has the loss and the heads). A token's e^(z - m) are 1 and 1/2 on rank 0, 1/4 and 1/4 on rank 1; its target is the third word.
+# Two ranks share a vocabulary of four words ([06b](../notebooks/06b_vocabulary_seeds_heads.ipynb) has the loss and the
+# heads). For one token, e^(z - m) is 1 and 1/2 on rank 0, and 1/4 and 1/4 on rank 1. Its target is the third word.
 #
-# - `dz`: the gradient of its loss by its logits: [[rank 0], [rank 1]]
+# - `dz`: the gradient of its loss with respect to its logits: [[rank 0], [rank 1]]
 #
-# Eight query heads, two heads of keys and values, four ranks.
+# Four ranks share eight query heads and two heads of keys and values.
 #
 # - `heads`: the number, from 0, of the key and value head on each rank
 
@@ -833,11 +859,11 @@ rows = {
 # END SOLUTION
 
 # %% [markdown] course={"ex": "06-1", "role": "answer"}
-# - Norm: rank 0 has 4 · 1 + 4 · 2, rank 1 6 · 1 - 6 · 2.
-# - An all-reduce sends 1,500, a gather or a scatter 750: 4 all-reduces; 4 gathers and 4 scatters; 6 gathers and 4 scatters.
-#   With full recomputation 6 all-reduces.
+# - Norm: rank 0 has 4 · 1 + 4 · 2, and rank 1 has 6 · 1 - 6 · 2.
+# - A rank sends 1,500 bytes per all-reduce, and 750 per gather or reduce-scatter. Tensor parallelism has 4 all-reduces (6
+#   with full recomputation), *rows, kept* 4 gathers and 4 scatters, and *rows, again* 6 gathers and 4 scatters.
 # - 10 + 24/8; 4 + 30/8; 34/8.
-# - The sum is 2: softmax is 1/2, 1/4 | 1/8, 1/8; the target's has 1 less.
+# - The exponentials add up to 2, so softmax is 1/2, 1/4 | 1/8, 1/8. Subtract 1 for the target.
 
 # %% course={"ex": "06-1", "role": "check"}
 from course_lib.grading import check
@@ -846,7 +872,7 @@ check("06-1", rows)
 
 # %% [markdown] course={"ex": "06-2"}
 # ## 06-2 Rows enter a region
-# A column linear whose input is sharded by rows. Write the one line that returns y of all positions on this rank's
+# The input of a column linear is sharded by rows. Write the one line that returns y for all positions and this rank's
 # features, such that autograd computes the right gradients of the rows and of the weight.
 #
 # The check looks at outputs and gradients on one to three ranks and on two pairs of ranks at once, and at one
@@ -882,9 +908,9 @@ check("06-2", column_on_rows)
 
 # %% course={"ex": "06-3", "role": "answer"}
 def sum_partial(parameters, axis):
-    """Sums the ``.grad`` of what is not cut over ``axis``; returns nothing.
+    """Sum the ``.grad`` of all parameters that are replicated over ``axis``; return nothing.
 
-    ``parameters`` is a list; each has a ``.grad``, and ``comm.shard_spec`` knows what is cut.
+    ``parameters`` is a list; each has a ``.grad``, and ``comm.shard_spec`` tells which are sharded.
     """
     # BEGIN SOLUTION
     whole = [p for p in parameters if comm.shard_spec(p) is None]
@@ -903,11 +929,10 @@ check("06-3", sum_partial)
 # %% [markdown] course={"ex": "06-4"}
 # ## 06-4 A loss that never gathers logits
 # Cross-entropy of T tokens as a `torch.autograd.Function`, called as `VocabLoss.apply(z_TVt, targets_T, axis)`. Rank
-# r has the logits of words r·w to r·w + w - 1, where w is the width of its `z_TVt`; the last rank's may be padding,
-# minus infinity. Targets are word ids, all of them on every rank, never padding.
+# r has the logits of words r·w to r·w + w - 1, where w is the width of its `z_TVt`. The last rank's logits may end with
+# padding, which is minus infinity. Targets are word ids. Every rank has all of them, and none is padding.
 #
-# Forward returns the loss of each token, (T,), on every rank. Backward receives a gradient for each of them, and runs
-# once.
+# Forward returns the loss of each token, (T,), on every rank. Backward receives one gradient per token, and runs once.
 #
 # The check looks at losses and the gradient of each rank's logits on one to three ranks and on two pairs of ranks at
 # once. Logits may be several hundred above or below 0, so that their exponential is infinite or 0. Forward may send
@@ -923,7 +948,7 @@ class VocabLoss(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, z_TVt, targets_T, axis):
-        """Returns the losses; keeps in ``ctx`` what backward will need."""
+        """Return the losses; save in ``ctx`` what backward needs."""
         # BEGIN SOLUTION
         words = z_TVt.shape[1]
         top_T = comm.all_reduce_max(z_TVt.amax(1), axis)
@@ -940,7 +965,7 @@ class VocabLoss(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, dloss_T):
-        """Returns the gradient of the logits, and None for targets and axis."""
+        """Return the gradient of the logits, and None for targets and axis."""
         # BEGIN SOLUTION
         softmax_TVt, rows_T, mine_T = ctx.saved_tensors
         dz_TVt = softmax_TVt.clone()
@@ -1012,13 +1037,13 @@ check("06-5", region_step)
 # **2.** What is wrong with "the bytes of tensor parallelism, and 34/n"?
 #
 # <details><summary>Answer</summary>
-# A rank that sends these bytes stores 4 + 30/n.
+# The blocks send these bytes only if the gathered inputs are stored, and then a rank stores 4 + 30/n.
 # </details>
 #
-# **3.** A reloaded checkpoint continues a little worse. What do you check?
+# **3.** A run continues a little worse from a checkpoint with the norms of rank 0. What do you check?
 #
 # <details><summary>Answer</summary>
-# A checksum of the norms over tp. A sum may be missing.
+# Whether all ranks of tp had the same norms. If not, the sum of their gradients is missing.
 # </details>
 #
 # **4.** Attention is fused, and memory is short. Does selective recomputation help?
@@ -1030,12 +1055,12 @@ check("06-5", region_step)
 # **5.** Half of an offload's copies are exposed. Does a larger batch help?
 #
 # <details><summary>Answer</summary>
-# No. Bytes and operations grow alike.
+# No. The bytes and the operations grow by the same factor.
 # </details>
 #
 # **Sources.** Next: lesson 07.
-# - [Korthikanti et al. 2022](https://arxiv.org/abs/2205.05198)
+# - [Korthikanti et al. 2022](https://arxiv.org/abs/2205.05198), sequence parallelism and selective recomputation
 # - [Chen et al. 2016](https://arxiv.org/abs/1604.06174), recomputation
 # - [NVIDIA](https://nvidia.github.io/TransformerEngine/features/other_optimizations/cpu_offloading/cpu_offloading.html),
-#   PCIe 5
-# - [Llama 3](https://arxiv.org/abs/2407.21783), table 4
+#   offload, and the speed of PCIe 5
+# - [Llama 3](https://arxiv.org/abs/2407.21783), table 4: operations per second

@@ -15,19 +15,20 @@
 # %% [markdown]
 # # 06b Vocabulary, dropout seeds and grouped queries
 #
-# *Untimed.* This deep dive of lesson 06 takes 15 minutes. In each of its three details, a mistake leaves a model that
-# still trains.
+# *Untimed.* This deep dive belongs to [lesson 06](06_sequence_parallelism.ipynb) and takes about 15 minutes. It builds
+# three details. A mistake in any of them raises no error, and the model still trains.
 #
 # ## A loss without gathered logits
-# For 8,192 tokens and the 128,256 words of Llama 3, the logits take 4.2 GB in float32. So the vocabulary is sharded too.
-# It is padded to a multiple of the number of ranks n, and each rank stores an n-th of the embedding and of the LM head.
+# For 8,192 tokens and the 128,256 words of Llama 3, the logits take 4.2 GB in float32. Tensor parallelism therefore
+# shards the vocabulary too. It is padded to a multiple of the number of ranks n, and each rank stores 1/n of the
+# embedding and of the LM head.
 #
-# For words of other ranks, the embedding returns zeros, and the sum over the ranks gives x. The head gives each rank
-# the logits z of its own words. The loss of a token is
+# The embedding returns zeros for the words of other ranks, so the sum over the ranks gives x. The head computes on each
+# rank the logits z of its own words. The loss of a token, with a sum over all words v, is
 #
 # $$\text{loss} = \log \sum_v e^{z_v - m} + m - z_\text{target} \qquad \text{with } m = \max_v z_v$$
 #
-# What does a rank send for it?
+# How many bytes does a rank send for the loss?
 
 # %%
 import torch
@@ -51,9 +52,11 @@ x_BSD = torch.randn(BATCH, SEQ, WORDS.hidden)
 
 predicted_loss = None  # bytes that a rank sends for the loss of 512 tokens and 258 words
 
+# %% [markdown]
+# We compute the loss on four ranks, and compare it with one process. 258 words need 2 words of padding:
+
+
 # %%
-
-
 def by_words():
     mesh = make_mesh(tp=RANKS)
     model = tp.parallelize(build_model(WORDS), mesh.tp)
@@ -83,14 +86,17 @@ unmasked, _ = loss_sum(F.pad(logits, (0, 2)), targets)
 print(f"loss per token {full / TOKENS:.4f}; if padding had the logit 0: {unmasked / TOKENS:.4f}")
 
 # %% [markdown]
-# A rank sends one number per token in each of three all-reduces: the maximum m, the sum, and the target's logit, for which
-# all other ranks give 0. Backward sends nothing, because each rank computes softmax - onehot for its own words. The last
-# line shows why padding has minus infinity as its logit. With 0 it would have some probability.
+# A rank contributes one number per token to each of three all-reduces: the maximum m, the sum, and the target's logit, for
+# which all other ranks contribute 0. Backward sends nothing, because each rank computes softmax minus one-hot for its own
+# words. The last line shows why padding has minus infinity as its logit. With the logit 0, padding would have some
+# probability.
 #
 # ## One seed, or one per rank?
 # With tensor parallelism, all ranks have the same activations outside the regions, so all must drop the same elements.
-# With sequence parallelism they have different rows, and equal masks would drop the same places of every shard.
-# `tp.RankDropout` draws a seed from the common random stream and combines it with the rank:
+# With sequence parallelism they have different rows, and equal masks would drop the same places of every shard. Inside a
+# region, as in the dropout of attention weights, masks must differ too; our model has no dropout there.
+#
+# For sequence parallelism, `tp.RankDropout` draws a seed from the common random stream and combines it with the rank:
 
 # %%
 show_source(tp.RankDropout.forward)
@@ -116,13 +122,13 @@ for way, skewed in (("tensor", False), ("rows, kept", False), ("tensor", True)):
 
 # %% [markdown]
 # In the second pair the masks differ, and the next number of the common stream is still equal. The third pair shows a
-# common accident, `manual_seed(seed + rank)` with tensor parallelism. Now x differs between ranks that should have the
+# common mistake, `manual_seed(seed + rank)` with tensor parallelism. The masks differ, so the ranks no longer have the
 # same x.
 #
 # ## Fewer heads of keys and values than ranks
-# With grouped queries, 8 query heads may share 2 heads of keys and values. On four ranks, each of these is replicated
-# on two ranks, its *KV replication group*. Each rank uses it for its own queries only, so the gradients must be summed
-# over the group:
+# With grouped queries, 8 query heads may share 2 heads of keys and values. On four ranks, each of these 2 heads is
+# replicated on two ranks, its *KV replication group*. Each rank uses the head for its own queries only, so the gradients
+# must be summed over the group:
 
 # %%
 GROUPED = tiny_config(layers=1, heads=8, kv_heads=2)
@@ -155,7 +161,7 @@ print(f"{int(sent):,} bytes per rank")
 assert sent == formulas.shared_head_bytes(GROUPED, RANKS)
 
 # %% [markdown]
-# Without this sum, the weights of a group drift apart.
+# Before the sum, every rank has a wrong gradient. Without it, the two copies of a head would drift apart.
 #
-# Sources: [Shoeybi et al. 2019](https://arxiv.org/abs/1909.08053), [Ainslie et al.
-# 2023](https://arxiv.org/abs/2305.13245).
+# **Sources.** [Shoeybi et al. 2019](https://arxiv.org/abs/1909.08053) shard the vocabulary and the loss. [Ainslie et al.
+# 2023](https://arxiv.org/abs/2305.13245) introduce grouped queries.

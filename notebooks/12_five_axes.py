@@ -16,9 +16,8 @@
 # # 12 Three, four and five axes at once
 #
 # *60 minutes to read and run, 75 to build.* A model needs 1,975,296 bytes for weights, gradients and AdamW. The cluster
-# has eight ranks in two nodes, and each rank has 600,000 bytes for them. In this lesson, we turn these numbers into a
-# layout and run it on real ranks. Alongside, we do the same arithmetic for Llama 3 405B. You need lessons 03 to 07 and
-# 09, and 10 for the experts.
+# has eight ranks in two nodes, and each rank has 600,000 bytes for them. We turn these numbers into a layout and run
+# it, and do the same arithmetic for Llama 3 405B. You need lessons 03 to 07 and 09, and 10 for the experts.
 #
 # Vote first: `"true"`, `"false"` or `"only if ..."`.
 #
@@ -31,7 +30,7 @@ vote_2 = None
 
 # %% [markdown]
 # ## The job
-# The model computes in float64, which makes a forgotten sum obvious.
+# The model computes in float64, so a forgotten sum stands out from rounding errors.
 
 # %%
 import torch
@@ -52,7 +51,7 @@ print(f"cluster: {RANKS} ranks, {PER_NODE} per node, with {ROOM:,} bytes each")
 print(f"batch:   {BATCH} sequences of {SEQ} tokens")
 
 # %% [markdown]
-# A rank has one coordinate on each of these axes. All but dp send for every micro-batch:
+# Each rank belongs to one group per axis. All axes except dp communicate in every micro-batch:
 #
 # | axis | size | shards | sends |
 # |---|---|---|---|
@@ -62,20 +61,20 @@ print(f"batch:   {BATCH} sequences of {SEQ} tokens")
 # | dp | d | the batch | gradients, once per step |
 # | ep | e | the experts | tokens, 4 times per layer |
 #
-# T is a rank's tokens per step, m the micro-batches, l the layers of a stage, and h the hidden size. Predict for tp=2,
-# dp=2, pp=2, where tp varies fastest:
+# A replica reads T tokens per step in m micro-batches. A stage has l layers, and h is the hidden size. Predict for our
+# job on tp=2, dp=2, pp=2, where tp varies fastest:
 
 # %%
 predicted_group = None  # the ranks with which rank 5 sums gradients, such as [4, 5]
 predicted_axis = None  # the axis that sends most bytes in a step: "tp", "dp" or "pp"
 predicted_norm = None  # the norm, as a multiple of the right one, if every rank counts all it holds
-predicted_tokens = None  # tokens of a replica from which tp=4 sends more than dp=4; h = 64
+predicted_tokens = None  # T from which tp=4 alone sends more than dp=4 alone; h = 64
 
 # %% [markdown]
 # ## From memory to sizes
-# Memory decides what can run at all. TP shards every layer, so it comes first. Our model has two heads, so t is at most
-# 2; for Llama 3, t = 8 fills a node. Then we add pipeline stages until the fullest one fits. The other ranks become
-# replicas.
+# Memory decides what can run at all. We begin with TP, because it divides state and activations and has no bubble. Our
+# model has two heads, so t is at most 2; for Llama 3, t = 8 fills a node. Then we add pipeline stages until the fullest
+# one fits. The remaining factor is d, the number of replicas.
 
 # %%
 from course_lib import compose, sp
@@ -115,14 +114,14 @@ for name, ours, theirs, zero in (
 print(f"ours: {JOB}, Llama 3: {LLAMA_MESH}")
 
 # %% [markdown]
-# Our job fits in the third row, and d = 8 / (2 · 2) = 2. Other layouts fit too, such as ZeRO-3 on all ranks. For Llama
-# 3 this row leaves 18 of an H100's 80 GB for activations, and ZeRO-1 leaves 59.
+# Our job fits in the third row, and d = 8 / (2 · 2) = 2. For Llama 3 this row leaves 18 of an H100's 80 GB for
+# activations, and ZeRO-1 leaves 59.
 #
-# A replica reads 4 sequences, so m = 4, and the bubble is (p-1)/(m+p-1) = 1/5 of the step.
+# A replica reads 4 sequences, one per micro-batch. So m = 4, and the bubble is (p-1)/(m+p-1) = 1/5 of the step.
 #
 # ## From sizes to ranks
-# In the order tp-dp-pp, the rank with coordinates (tp, dp, pp) has the number tp + t (dp + d pp). Neighbors share a tp
-# group. A rank's group on an axis contains the ranks that differ from it on this axis alone.
+# In the order tp-dp-pp, the rank with coordinates (tp, dp, pp) has the number tp + t (dp + d pp). A rank's group on an
+# axis contains the ranks that differ from it on this axis alone. Below, mp is tp x pp, the ranks of one replica:
 
 # %%
 from course_lib.layout import drawing, make_layout
@@ -135,7 +134,7 @@ print(drawing(LAYOUT, per_node=PER_NODE))
 rank_grid(LAYOUT, "pp", per_node=PER_NODE, title="Only the groups of pp cross nodes")
 
 # %% [markdown]
-# Only pp crosses the slow link between the nodes. Move the sliders: which order makes dp cross instead?
+# Move the sliders: which order makes dp cross the nodes instead of pp?
 
 # %%
 from course_lib.view.moved import picture_sliders
@@ -177,7 +176,7 @@ for name, (sizes, plan) in ASKED.items():
         print(textwrap.fill(reason, 100, initial_indent="    - ", subsequent_indent="      "))
 
 # %% [markdown]
-# Then `compose.parallelize` applies the techniques one after the other:
+# We return to ZeRO-2 below. `compose.parallelize` then applies the techniques in this order:
 
 # %%
 from course_lib.compose.build import build_stages
@@ -186,12 +185,10 @@ from course_lib.view import show_source
 show_source(build_stages)
 
 # %% [markdown]
-# Experts and tp come first because making their process groups takes all ranks, and at this point every rank has the
-# full model.
+# Experts and tp come first, because creating process groups takes all ranks, and at this point all have the same layers.
 #
-# We run our job (3D), then the same model on 16 ranks with cp=2 and ZeRO-1 (4D), and with four experts per MLP and ep=2
-# (5D). ep adds no ranks, because it divides experts among the ranks of dp x cp. The folded cell has the single-process
-# reference.
+# We run three jobs. *3D* is ours. *4D* adds cp=2 and ZeRO-1, on 16 ranks. *5D* has four experts per MLP and ep=2 instead
+# of ZeRO-1. ep adds no ranks, because it divides experts among the ranks of dp x cp.
 
 # %% jupyter={"source_hidden": true}
 # The three jobs, and one process that trains like them.
@@ -305,6 +302,7 @@ for name, result in runs.items():
     print(f"{name:4}{len(result):6}{losses[-1]:12.6f}{off:11.0e}{norm_off:11.0e}{agree!s:>13}")
     assert off < 1e-10
     assert norm_off < 1e-10
+print("5D has other weights, and its loss includes the routers' auxiliary loss")
 
 weights, moments = (max(one["stored"][at] for one in runs["3D"]) for at in (0, 1))
 print(f"\n3D, fullest rank: weights {weights:,}, gradients as many, moments {moments:,} bytes")
@@ -321,14 +319,16 @@ assert 2 * weights + moments < ROOM
 # | missing | sum over | gradients of |
 # |---|---|---|
 # | other tokens | dp and cp; experts: edp | all |
-# | other rows | tp, with sequence parallelism | replicated weights, such as norms |
+# | other rows | tp, with sequence parallelism | norms, experts and other replicated weights |
+# | other queries | KV replication group | replicated KV heads |
 # | other copy | first and last stage | a tied embedding |
 #
-# All of these are sums, because the loss was divided by the tokens of all ranks. The edp group contains the dc/e ranks
-# with the same experts. An expert's gradient already includes the tokens of all ep ranks, because they were sent to it.
+# All of these are sums, because the loss was divided by the tokens of all ranks. The edp group contains the d · c / e
+# ranks with the same experts. An expert's gradient already includes the tokens of all ep ranks, because they were sent
+# to it.
 #
-# Clipping needs the norm of the full gradient, in which each element counts once. But some elements are on several
-# ranks. Here are three ways to add up, in the first step of 3D:
+# Clipping needs the norm of the full gradient, in which each element counts once, although several ranks may store it.
+# We compute the norm in three ways:
 
 
 # %%
@@ -367,9 +367,10 @@ print(f"your prediction: {predicted_norm}")
 assert abs(norms[0]["each once"] / truth - 1) < 1e-12
 
 # %% [markdown]
-# If each rank clips by its own norm, replicated weights drift apart. If every copy counts, all ranks agree on a norm
-# that is too large, and clip too much. Neither raises an error. The library divides each square by the number of ranks
-# that store it. Under ZeRO, the ranks of dp store different shards, which are not copies:
+# If each rank clips by its own norm, replicated weights drift apart. If every copy counts, all ranks clip too much. Here
+# the norm is √2 to 2 times too large, because matrices are on two ranks, and norms and the embedding on four.
+# `grad_norm` divides each square by `copies`, the number of ranks that store it. Under ZeRO, the ranks of dp store
+# different shards, which are not copies:
 
 # %%
 from course_lib.compose.gradients import Gradients
@@ -378,8 +379,8 @@ show_source(Gradients.complete, comm.grad_norm)
 
 # %% [markdown]
 # ## What each axis sends, and why tp is innermost
-# The formula, `compose.wire_bytes`, uses only shapes. The kernel counted what all ranks sent in the last step. `ms` is
-# the busiest rank's computed time on links that are slow between the two nodes.
+# We compare the formula, `compose.wire_bytes`, with the kernel's count over all ranks. `ms` is the busiest rank's time,
+# computed for 100 MB/s inside a node and 5 MB/s between the two nodes.
 
 # %% jupyter={"source_hidden": true}
 # Calls and milliseconds by axis, from the ledgers.
@@ -449,9 +450,11 @@ ledger_plot(
 )
 
 # %% [markdown]
-# The kernel's count includes gloo's headers and a few control messages. For ep the formula assumes even routing. In 3D,
-# dp and tp send almost the same number of bytes, but dp needs 16 calls and tp 632, and the ranks wait for each call of
-# tp. Now we emulate these links and run the step in three orders, so that each time another axis crosses the nodes:
+# The kernel's count includes gloo's headers and a few control messages. For ep the formula assumes even routing. 5D
+# sends most over tp, because our tp replicates experts and sums their gradients. In 3D, dp and tp send almost the same
+# number of bytes, but tp needs 632 calls instead of 16, and the ranks wait for each.
+#
+# Now we emulate these links and run the step in three orders. In each, another axis crosses the nodes:
 
 # %%
 import time
@@ -485,8 +488,9 @@ for order in ORDERS:
 # The measured time includes arithmetic, the bubble and gloo's own cost. Only the order with tp across the slow link is
 # far slower.
 #
-# A common estimate for GPT-3 says: *"TP: two all-reduces per layer, NVLink 600 GB/s, about 5 ms per layer. PP: one
-# transfer per micro-batch, InfiniBand 25 GB/s, about 50 ms per batch."* Is it right for 32 sequences of 2,048 tokens?
+# A common estimate for GPT-3: *"TP: two all-reduces per layer, NVLink 600 GB/s, about 5 ms per layer. PP: one
+# transfer per micro-batch, InfiniBand 25 GB/s, about 50 ms per batch."* We check the forward of 32 sequences of 2,048
+# tokens with t = 8:
 
 # %%
 payload = 32 * 2048 * 12288 * 2  # bytes of one activation of GPT-3 in bfloat16
@@ -498,21 +502,20 @@ print(f"TP, bytes sent over 300 GB/s each way: {1e3 * ring / 300e9:5.1f} ms")
 print(f"PP, payload over 25 GB/s:              {1e3 * payload / 25e9:5.1f} ms per batch")
 
 # %% [markdown]
-# The estimate for PP is not far off. The one for TP divides the payload by 600 GB/s. But a ring sends 2(n-1)/n times as
+# The estimate for PP is not far off. For TP, it divides the payload by 600 GB/s. But a ring sends 2(t-1)/t times as
 # much, and the A100's 600 GB/s count both directions, so the time is 3.5 times as long.
 #
 # ## Where TP sends more than DP
-# A common claim: *"As a rule, TP sends more than DP, and DP more than PP. Place what sends most inside a machine, where
-# bandwidth is high."* The placement is right. The order of volumes depends on the batch, because activations grow with
-# the tokens and gradients do not.
+# Claim 1 often continues: *"Place what sends most inside a machine."* The placement is right. The order of volumes
+# depends on the batch, because activations grow with the tokens and gradients do not.
 #
 # Take a layer of 12h² parameters. As *alternatives*, n ranks use TP or DP. In a *mesh* they use both, and TP divides
 # the gradients by t:
 #
 # $$\text{alternatives: } 8\,\tfrac{n-1}{n}\,Th = 2\,\tfrac{n-1}{n}\,12h^2 \;\Rightarrow\; T = 3h \qquad \text{mesh: } 8\,\tfrac{t-1}{t}\,Th = 2\,\tfrac{d-1}{d}\,\tfrac{12h^2}{t} \;\Rightarrow\; T = 3h\,\tfrac{d-1}{d\,(t-1)}$$
 #
-# Both assume equal element sizes, and "3h/t" is the second formula for d = t only. To measure one layer, we subtract a
-# model of one layer from a model of two:
+# T is what one TP group reads, and both formulas assume elements of equal size. The second is 3h/t only if d = t. We
+# measure one layer as the difference between models of two layers and one:
 
 # %% jupyter={"source_hidden": true}
 # The bytes of one layer, from the ledgers of two models.
@@ -578,14 +581,14 @@ pp_tokens = 12 * h * LLAMA.layers / 16 * (d - 1) / d
 print(f"PP passes DP at 12hl, equal sizes:         {pp_tokens:9,.0f}")
 
 # %% [markdown]
-# A rank reads 131,072 tokens, so TP sends far more than DP. Gradients in 32 bits raise the threshold by half. With
-# sequence parallelism, a rank sends 2Th/t elements over pp, once for all l layers. This is always less than TP sends,
-# and less than DP sends up to T = 12hl.
+# T is 131,072, so TP sends far more than DP. Gradients in 32 bits raise the threshold by half. With sequence parallelism
+# and without interleaving, a rank sends at most 2Th/t elements over pp, for all its l layers together. This is always
+# less than TP sends, and less than DP sends up to about T = 12hl.
 #
 # ## ZeRO-2 and ZeRO-3 beside a pipeline
-# DeepSpeed's pipeline engine says *"ZeRO-2 and ZeRO-3 are incompatible with pipeline parallelism"*, and many repeat it
-# as a rule. The reason is cost. A pipeline needs many micro-batches, and these stages usually communicate for each. For
-# a middle stage of Llama 3:
+# DeepSpeed's pipeline engine says *"ZeRO-2 and ZeRO-3 are incompatible with pipeline parallelism"*. The reason
+# is cost. A pipeline needs many micro-batches, and ZeRO-2 and ZeRO-3 usually communicate in each of them.
+# has the unsharded weights and gradients of a rank in a middle stage of Llama 3:
 
 # %%
 from course_lib import zero
@@ -610,8 +613,8 @@ print(f"the step computes for about {step:.1f} s")
 # same by default, and PyTorch's pipelining then reduces gradients once, after the last micro-batch. During the step, a
 # rank stores weights and gradients in full.
 #
-# Our `compose` does not allow it, and refuses stages 2 and 3 beside pp. Its `zero=1` sends and stores the same amount
-# during the step. What you cannot have is the third line: 13 GB less, for 4 s more communication.
+# Our `compose` refuses ZeRO-2 and ZeRO-3 beside pp. Its ZeRO-1 sends and stores as much during the step. You only miss
+# the third row: 13 GB less for 4 s more communication.
 #
 # ## The same in PyTorch
 # `init_device_mesh` names its dimensions from slowest to fastest, the reverse of our order. Its groups equal ours:
@@ -643,16 +646,19 @@ for rank, groups in enumerate(run(in_pytorch, n=8)):
     )
 
 # %% [markdown]
+# Rank 5 sums gradients with rank 7.
+#
 # ## Break it and diagnose
-# Of five runs with dp=4, pp=2 and ep=2, one is correct (its cause is `"correct"`), and four are faulty:
+# Five runs have dp=4, pp=2 and ep=2. One is `"correct"`, and four are faulty:
 #
 # - **replicas**: the norm counts every rank's gradients, copies too
 # - **own norm**: each rank clips by the norm of its own gradients
 # - **experts**: one rank divides its experts' gradients by dp
 # - **tied**: first and last stage do not exchange the embedding's gradient
 #
-# Name the cause, the axis of the wrong communication (`"world"`, `"edp"`, `"pp"`), and the rank (a number or `"all"`).
-# Gradients are before clipping, relative to a correct run.
+# Name the cause, the axis of the wrong sum (`"world"` for the norm, `"edp"`, `"pp"`), and the rank (a number or
+# `"all"`). The output shows each rank's norm, and the norms of its gradients before clipping, divided by those of a
+# correct run.
 
 # %%
 SEED = 2
@@ -774,20 +780,21 @@ for name, result in observations.items():
 # </details>
 
 # %%
-lab.grade(diagnosis)  # lab.reveal() shows what they have
+lab.grade(diagnosis)  # lab.reveal() shows the answers
 
 # %% [markdown]
 # ## When not to use it
-# - **If fewer axes suffice.** Each axis adds possible mistakes that raise no error.
-# - **tp beyond a node**, as the third order showed.
-# - **pp with few micro-batches.** A large dp leaves few sequences to each pipeline.
-# - **cp for short sequences.** It divides the tokens like dp, and sends more.
+# - **If fewer axes suffice.** Each axis adds mistakes that raise no error.
+# - **tp beyond a node.**
+# - **pp with few micro-batches.** Its bubble is large.
+# - **cp for short sequences.** It divides tokens like dp, and sends more.
 #
 # **Claim 1: only if T lies between two thresholds**, 3h(d-1)/(d(t-1)) and about 12hl at equal element sizes.
 #
-# **Claim 2: false.** ep is inside dp x cp, because the ranks of an ep group have different data. [Megatron Core's
+# **Claim 2: false.** ep uses the ranks of other axes. [Megatron Core's
 # guide](https://github.com/NVIDIA/Megatron-LM/blob/157006d6d9bf4f55c0d4d7dacbd2b65e7bd84dc9/docs/user-guide/parallelism-guide.md)
-# prints the product, which holds without experts. It also lists DeepSeek-V3 on 1,024 GPUs with TP=2, PP=16, EP=64:
+# prints the product, which holds without experts. It also lists DeepSeek-V3 on 1,024 GPUs with TP=2, PP=16, EP=64. There
+# dp x cp is 32, so ep also uses the ranks of tp:
 
 # %%
 print(f"TP x PP x EP of that row: {2 * 16 * 64:,}, more than its 1,024 GPUs")
@@ -795,7 +802,7 @@ print(f"the product for 5D: {math.prod(MESHES['5D'].values())}; it ran on {len(r
 print(f"your votes: 1 {vote_1}; 2 {vote_2}")
 
 # %% [markdown]
-# **The table that grows.** Weights and optimizer are of the fullest rank, and all ranks sent the bytes.
+# **The table that grows.** Weights and optimizer state are bytes of the fullest rank. Bytes sent are summed over all ranks.
 
 # %%
 one = sum(p.nbytes for p in fresh(PLANS["3D"]).parameters())
@@ -807,7 +814,8 @@ for name, result in runs.items():
     print(f"{f'{name}, {len(result)} ranks':14}{weights:11,}{moments:11,}{sent:13,.0f}")
 
 # %% [markdown]
-# **Cheat-sheet.** Llama 3's two layouts with ZeRO-1, if a GPU sends 450 GB/s inside a node and 50 GB/s between nodes:
+# **Cheat-sheet.** Llama 3's two layouts with ZeRO-1, if a GPU sends 450 GB/s inside a node and 50 GB/s between nodes,
+# without overlap:
 
 
 # %%
@@ -825,8 +833,10 @@ def cheat_sheet(name, sizes, sequences, seq_len, micro_batches):
         print(f"{axis:>8}{own / 1e9:12.2f}{1e3 * own / beta:9.0f}   {'in' if inside else 'out'}")
 
 
-print("rank = tp + t (dp + d pp); sum, never average; each element of the norm once")
-print("TP passes DP at 3h as alternatives, at 3h(d-1)/(d(t-1)) in a mesh; PP at 12hl\n")
+print(
+    "rank = tp + t (dp + d pp). Sum gradients, never average. Count each element once in the norm."
+)
+print("In a mesh, TP sends more than DP from T = 3h(d-1)/(d(t-1)), and PP from about 12hl.\n")
 cheat_sheet("Llama 3 405B", LLAMA_MESH, 2048, 8192, 16)
 cheat_sheet("Llama 3, long", {"tp": 8, "cp": 16, "pp": 16, "dp": 8}, 128, 131072, 16)
 
@@ -842,17 +852,18 @@ from course_lib import comm
 
 # %% [markdown] course={"ex": "12-1"}
 # ## 12-1 A mesh by hand
-# Ten minutes, on paper; no code. Sixteen ranks on two nodes of eight; order tp-dp-pp (tp fastest), tp=2, dp=4, pp=2.
+# This takes ten minutes on paper, without code. Sixteen ranks are on two nodes of eight. The order is tp-dp-pp (tp varies
+# fastest), with tp=2, dp=4, pp=2.
 #
-# - `coordinates`: of rank 13, [tp, dp, pp]
-# - `groups`: of rank 13, the ranks of its groups of [tp, dp, pp], such as [[0, 1], [0, 1, 2], [0, 4]]
+# - `coordinates`: the coordinates of rank 13, [tp, dp, pp]
+# - `groups`: the ranks in rank 13's groups of [tp, dp, pp], such as [[0, 1], [0, 1, 2], [0, 4]]
 # - `crosses`: the axes whose groups cross nodes, such as `"tp dp"`
-# - `copies`: on how many ranks, this one included, is the fully reduced gradient of a matrix that tp shards, of a
-#   norm's weight, and of the tied embedding (sharded by tp, used by both stages)? No ZeRO: a list of three
-# - `copies, ZeRO-1`: the same, where dp's sum leaves a shard
-# - `squared norm`: without ZeRO each of the 16 ranks has matrices' gradients whose squares add up to 3 and norms'
-#   gradients whose squares add up to 4 (no embedding): the squared norm of the full model's gradient
-# - `counted twice`: the same, if every rank adds all its gradients
+# - `copies`: without ZeRO, how many ranks, rank 13 included, store the same fully reduced gradient? Give a list of three:
+#   for a matrix that tp shards, a norm's weight, and the tied embedding (sharded by tp, used by both stages)
+# - `copies, ZeRO-1`: the same with ZeRO-1, where the sum over dp leaves a shard on each rank
+# - `squared norm`: the squared norm of the full model's gradient, without ZeRO and without an embedding. On each of the
+#   16 ranks, the squares of the matrices' gradients add up to 3, and the squares of the norms' gradients to 4
+# - `counted twice`: the result if every rank adds the squares of all its gradients
 # - `tokens`: h = 1024. From how many tokens of a replica does TP send more than DP: [as alternatives on 4 ranks, together in
 #   this mesh]
 # - `experts`: with ep=2 and 8 experts per layer: [ranks in all, experts on a rank, ranks over which an expert's
@@ -886,12 +897,12 @@ mesh = {
 # END SOLUTION
 
 # %% [markdown] course={"ex": "12-1", "role": "answer"}
-# - 13 = 1 + 2 · (2 + 4 · 1). A step on tp is 1 rank, on dp 2, on pp 8: that is a node.
+# - 13 = 1 + 2 · (2 + 4 · 1). A step on tp changes the number by 1, on dp by 2, and on pp by 8, which is a node.
 # - A matrix is on the 4 ranks of dp; a norm on 4 · 2; the embedding's shard on 4, in two stages. ZeRO-1 removes the
 #   4.
-# - 16 · 3 / 4 + 16 · 4 / 8 = 12 + 8. All of it: 16 · 7.
-# - 3h; and 3h · 3 / (4 · 1).
-# - ep is inside dp: no extra ranks. 8 / 2 experts; dp / ep = 2 ranks hold the same ones.
+# - 16 · 3 / 4 + 16 · 4 / 8 = 12 + 8. If every copy counts, the sum is 16 · 7.
+# - 3h as alternatives, and 3h · 3 / (4 · 1) in the mesh.
+# - ep uses ranks of dp and adds none. A rank has 8 / 2 experts, and dp / ep = 2 ranks hold the same ones.
 
 # %% course={"ex": "12-1", "role": "check"}
 from course_lib.grading import check
@@ -905,7 +916,7 @@ check("12-1", mesh)
 #
 # - `cut`: tp shards the weight; otherwise it is replicated on all ranks of tp
 # - `expert`: the weight belongs to an expert, so ep has divided the ranks that hold it
-# - `ends`: it is a tied embedding that first and last stage both hold
+# - `ends`: the weight is a tied embedding, which the first and the last stage both hold
 # - `sharded`: ZeRO has left this rank a shard that no other rank of the same data axis has
 
 
@@ -929,7 +940,7 @@ check("12-2", holders)
 # and nothing else (no biases, norms, vocabulary); h is `hidden`. Elements have 4 bytes. A replica reads `tokens`
 # tokens in a step, in any number of micro-batches. `sizes` has tp, dp and pp; pp divides the layers.
 #
-# - **tp**: four all-reduces per layer of all tokens' activations (h elements per token); a rank has layers / pp
+# - **tp**: four all-reduces per layer, each of all tokens' activations (h elements per token). A rank has layers / pp
 #   layers
 # - **dp**: one all-reduce of the rank's gradients
 # - **pp**: activations forward and their gradients back over each of the pp - 1 stage boundaries; every rank of tp
@@ -962,10 +973,10 @@ check("12-3", sent)
 # ## 12-4 Clip across two axes
 # A rank of a tp x pp mesh holds fully reduced gradients of three kinds:
 #
-# - `"cut"`: its shard; every other rank has another shard
-# - `"copied"`: a weight that tp replicates; the ranks of its tp group hold equal tensors, other stages have others
-# - `"tied"`: the tied embedding's. Only ranks with coordinate 0 or pp.size - 1 on pp have this key. It is sharded
-#   over tp, and both stages hold the same shard
+# - `"cut"`: a shard; every other rank has another shard
+# - `"copied"`: a weight that tp replicates; the ranks of a tp group hold equal tensors, and each stage has its own weight
+# - `"tied"`: the gradient of the tied embedding. Only ranks with coordinate 0 or pp.size - 1 on pp have this key. It is
+#   sharded over tp, and both stages hold the same shard
 #
 # Write the clipping: the norm of the full model's gradient, in which every element counts once; then, where it is
 # above `max_norm`, scale all gradients in place by max_norm / norm.
@@ -1003,24 +1014,26 @@ check("12-4", clip)
 # gradients of this rank fully, in place. `gradients` is a dict:
 #
 # - `"matrix"`: sharded over tp. The other ranks of dp have other tokens
-# - `"norm"`: replicated; ranks of tp have other rows, ranks of dp other tokens
-# - `"expert"`: of the experts on this rank. Here ep is all of dp: no other rank has them, and all tokens were sent to
-#   them
-# - `"tied"`: only on the first and the last stage: each has its own partial gradient of the embedding, from its own
-#   tokens of dp
+# - `"norm"`: replicated over tp. The ranks of tp have different rows, and the ranks of dp different tokens
+# - `"expert"`: a weight of the experts on this rank. Here ep is all of dp, so no other rank has these experts, and all
+#   their tokens were sent to this rank
+# - `"tied"`: on the first and the last stage only. Each has a partial gradient of the embedding, from its own tokens of
+#   dp
 #
-# `tp`, `dp` and `pp` are process groups, each made by `dist.new_group`, also those of one rank. The losses are divided already:
-# gradients are summed. `dist.get_process_group_ranks(pp)` are the global ranks of the stages in order.
+# `tp`, `dp` and `pp` are process groups made by `dist.new_group`, also where a group has one rank. The losses are
+# divided already, so gradients are summed. `dist.get_process_group_ranks(pp)` returns the global ranks of the stages in
+# order.
 #
 # The check looks at all gradients and all messages on one to four ranks.
 #
-# Of use: `dist.all_reduce(x, group=tp)`; `dist.batch_isend_irecv([dist.P2POp(dist.isend, x, peer), dist.P2POp(dist.irecv, y,
-# peer)])` returns works to wait for; peers are global ranks. x must not change before its work is done.
+# You need `dist.all_reduce(x, group=tp)` and `dist.batch_isend_irecv([dist.P2POp(dist.isend, x, peer),
+# dist.P2POp(dist.irecv, y, peer)])`. The second returns a list of works; call `wait()` on each. Peers are global ranks.
+# Do not change x before its work is done.
 
 
 # %% course={"ex": "12-5", "role": "answer"}
 def complete(gradients, tp, dp, pp):
-    """Make every tensor of ``gradients`` the complete gradient, in place."""
+    """Reduce every tensor of ``gradients`` fully, in place."""
     # BEGIN SOLUTION
     for name, gradient in gradients.items():
         if name != "expert":
@@ -1046,16 +1059,16 @@ check("12-5", complete)
 # %% [markdown]
 # **Exit questions.** Answer, then unfold.
 #
-# **1.** 256 GPUs, tp=8, cp=2, pp=4. What is dp, and which ranks sum a matrix's gradient?
+# **1.** On 256 GPUs with tp=8, cp=2, pp=4, what is dp, and which ranks sum a matrix's gradient?
 #
 # <details><summary>Answer</summary>
-# dp = 256 / 64 = 4. The 8 ranks of dp x cp sum it, because ranks of cp have other tokens too.
+# dp = 256 / 64 = 4. The 8 ranks of dp x cp, because ranks of cp have other tokens too.
 # </details>
 #
 # **2.** Losses of tp=1 and tp=4 agree only without clipping. Why?
 #
 # <details><summary>Answer</summary>
-# The norm is wrong. Replicated weights count tp times, or a sum over tp is missing.
+# The norm counts replicated weights tp times, or lacks a sum over tp.
 # </details>
 #
 # **3.** Why is an expert's gradient not divided by dp?
@@ -1067,17 +1080,17 @@ check("12-5", complete)
 # **4.** tp=8 fills a node. Should pp or dp come next?
 #
 # <details><summary>Answer</summary>
-# pp if memory is short, because it divides the state. Otherwise dp, which has no bubble.
+# pp if memory is short. Otherwise dp, which has no bubble.
 # </details>
 #
 # **5.** A pipeline runs out of memory. Which ZeRO stage do you try first?
 #
 # <details><summary>Answer</summary>
-# Stage 1. It shards the optimizer state and sends no more than DP.
+# Stage 1, which sends no more than DP.
 # </details>
 #
-# **Sources.** Next: lesson 13 serves the model.
-# - Narayanan et al. 2021, tp in a node and pp across: [arXiv:2104.04473](https://arxiv.org/abs/2104.04473).
-# - Llama team 2024: [arXiv:2407.21783](https://arxiv.org/abs/2407.21783), section 3.3.2 and table 4.
-# - torchtitan, resharding beside a pipeline:
-#   [parallelize.py](https://github.com/pytorch/torchtitan/blob/018740b7aae7846d24954539244c78215dbd181f/torchtitan/models/llama3/infra/parallelize.py).
+# **Sources.** Next: lesson 13.
+# - [Narayanan et al. 2021](https://arxiv.org/abs/2104.04473), tp in a node and pp across
+# - [Llama team 2024](https://arxiv.org/abs/2407.21783), section 3.3.2 and table 4
+# - [torchtitan](https://github.com/pytorch/torchtitan/blob/018740b7aae7846d24954539244c78215dbd181f/torchtitan/models/llama3/infra/parallelize.py),
+#   resharding beside a pipeline
