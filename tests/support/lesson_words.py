@@ -7,12 +7,14 @@ import re
 from course_lib.grading.source import Lesson
 
 WORDS, AIM = 1_800, 1_500  # of explanation in a lesson; above the first a test fails
-NO_WORDS = re.compile(r"```.*?```|\$\$.*?\$\$|<[^>]+>|\]\([^)]*\)", re.DOTALL)
+NO_WORDS = re.compile(
+    r"```.*?```|^\|.*?$|\$\$.*?\$\$|<[^>]+>|\]\([^)]*\)", re.DOTALL | re.MULTILINE
+)
 WORD = re.compile(r"[^\W_][\w'.,-]*")
 
 
 def words_in(text: str) -> int:
-    """Words that are read: no code, no formula on a line of its own, no tag, no address."""
+    """Words of prose: no code, no table, no formula on a line of its own, no tag, no address."""
     return len(WORD.findall(NO_WORDS.sub(" ", text)))
 
 
