@@ -47,17 +47,17 @@ vote_2 = None
 # ```
 #
 # Each rank holds the full model and takes a quarter of the batch, so it can run forward and backward alone. The four
-# gradients differ, because each comes from different sequences (*rows*). The ranks add them up, and each applies the same
-# sum in its own optimizer step. Copies that start equal then stay equal, so no weights
-# are sent after the start.
+# gradients differ, because each comes from different sequences (*rows*). The ranks add them up, and each applies the
+# same sum in its own optimizer step. Copies that start equal then stay equal, so no rank sends weights after the
+# start.
 #
 # | symbol | meaning |
 # |---|---|
 # | n | ranks |
 # | alpha, beta | a link's seconds per message, and bytes per second |
-# | b | bytes of a bucket |
+# | S, b | bytes of a message, of a bucket |
 #
-# This is the model. What do you predict?
+# The next cell builds the model. What do you predict? For the last two numbers, a guess is enough.
 
 # %%
 from course_lib.model import build_model, tiny_config
@@ -84,7 +84,8 @@ predicted_error = None  # relative error of the gradient when ranks with unequal
 # row is 2 w x², so one process gets (2 + 8 + 18 + 32) / 4 = 15.
 #
 # Now give each of four ranks one row. If each divides by 4, the number of rows on *all* ranks, then the sum of the
-# gradients is 15 again. This is the one law of this lesson: **divide by the global count, then sum**.
+# gradients is 15 again. This is the one law of this lesson: **divide by the global count, then sum**. Four ranks
+# check it:
 
 # %%
 import torch
@@ -107,7 +108,8 @@ run(by_hand, n=RANKS)
 
 # %% [markdown]
 # ## From one call per parameter to buckets
-# The simplest way is a loop after backward, with one call for each gradient:
+# All ranks end with the sum of 15. For a model with many parameters, the simplest way is a loop after backward, with
+# one call per gradient:
 
 # %%
 from course_lib import dp
@@ -116,16 +118,17 @@ from course_lib.view import show_source
 show_source(dp.Naive.finish, dp._gradient)
 
 # %% [markdown]
-# The rest of a training step follows the law. `global_tokens` counts the tokens of all ranks, and we come to `accumulate`
-# later.
+# `train_step` applies the law. It divides each loss by `tokens`, the number of tokens on all ranks, and
+# `sync.finish()` sums the gradients. We come to `accumulate` later.
 
 # %%
 show_source(dp.train_step)
 
 # %% [markdown]
-# A message of S bytes takes about alpha + S/beta seconds, and for small tensors alpha dominates. A **bucket** therefore
-# copies many gradients into one flat tensor: the same bytes in fewer messages. We fill buckets from the *last* parameter
-# to the first, because backward computes the gradients in this order.
+# A message of S bytes takes about alpha + S/beta seconds, and for small tensors alpha dominates. We therefore copy
+# many gradients into one flat tensor, a **bucket**, and send the same bytes in fewer messages. We fill buckets from
+# the *last* parameter to the first, because backward computes the gradients roughly in this order. A bucket closes
+# when it has `BUCKET` bytes or more:
 
 # %%
 BUCKET = 280_000  # bytes; a block of this small model has 197,120
@@ -135,8 +138,8 @@ for number, bucket in enumerate(buckets):
 
 # %% [markdown]
 # ## Sending while backward still runs
-# Autograd can call a hook as soon as the gradient of a parameter is complete. So a bucket does not have to wait until
-# backward ends. Here the hooks only note the order:
+# Three calls now replace 39. They can also start earlier, because autograd can call a hook as soon as the gradient of
+# a parameter is complete. Here the hooks only record the order:
 
 # %%
 from course_lib.data import batch
@@ -160,12 +163,12 @@ for hook in hooks:
 # %% [markdown]
 # Bucket 0 is full after 12 of the 39 gradients, and it can be sent while backward computes the rest. `dp.Overlapped`
 # does this, and in exercise 03-4 you write it yourself. All ranks must send the buckets in one fixed order, even if a
-# later bucket is full first. Collectives are matched by their order, so otherwise the gradients of different layers would
-# be added together.
+# later bucket is full first. Collectives are matched by their order, so otherwise ranks could add the gradients of
+# different layers.
 #
 # ## Same losses, same bytes
-# The folded cell trains for eight steps in one process, and on four ranks in three ways: one call per tensor, in buckets,
-# and in buckets with overlap.
+# The folded cell defines the training loop and runs eight steps in one process. The cell after it runs them on four
+# ranks in three ways: one call per tensor, in buckets, and in buckets with overlap.
 
 # %% jupyter={"source_hidden": true}
 # Train in one process and on n ranks: losses, weights, calls, bytes and memory.
@@ -269,8 +272,8 @@ for n, factor in factors.items():
 print(f"128 ranks against 64: {factors[128] / factors[64]:.3f}; you predicted {predicted_growth}")
 
 # %% [markdown]
-# Each rank sends 0.8 % more, and the factor stays below 2. The number of tokens does not occur in the formula. What grows
-# with n is the number of turns of the ring, 2(n-1), and each costs an alpha.
+# The answer is "about the same": each rank sends 0.8 % more, and the factor stays below 2. The number of tokens does
+# not occur in the formula. What grows with n is the number of messages in sequence, 2(n-1), and each costs an alpha.
 #
 # ## What overlap hides
 # The next step is *paced*, as in lesson 00: sleep pads the forward of each block to 15 ms and its backward to 30 ms, and
@@ -325,9 +328,12 @@ picture("bucketed", "Bucketed: every rank waits for the gradients")
 picture("overlapped", "Overlapped: buckets are sent while backward continues")
 
 # %% [markdown]
-# In the first picture all buckets come after the last B box. In the second, two of the three start while backward
-# still runs. The rest is *exposed*: the ranks wait and have nothing to compute. Bucket k starts when it is full and
-# bucket k-1 has left the link, so it ends at
+# In the first picture, all buckets are sent after the last B box. In the second, two of the three start while
+# backward still runs. Communication after the last B box is *exposed*: the ranks wait and have nothing to compute.
+# (The unlabeled boxes at both ends are the token count and the loss.)
+#
+# We can compute this time. Bucket k starts when it is full and bucket k-1 has left the link, so after the start of
+# backward it ends at
 #
 # $$\text{end}_k = \max(\text{full}_k,\ \text{end}_{k-1}) + 2(n-1)\,\text{alpha} + \frac{2(n-1)}{n}\,\frac{b_k}{\text{beta}}$$
 #
@@ -364,13 +370,14 @@ share = exposed_formula["overlapped"] / exposed_formula["bucketed"]
 print(f"\noverlap cannot hide {share:.2f} of it, by formula; you predicted {predicted_exposed}")
 
 # %% [markdown]
-# The measured times are longer, because each collective waits for the slowest rank. Overlap leaves a tail, because the
-# last bucket is full only when backward ends. Smaller buckets make the tail shorter, but each further bucket costs
-# 2(n-1) alphas.
+# The measured times are longer, because each collective waits for the slowest rank, and the naive way waits 39 times.
+# Overlap leaves a tail, because the last bucket is full only when backward ends. Smaller buckets make the tail
+# shorter, but each further bucket costs 2(n-1) alphas.
 #
 # ## Accumulate gradients, send once
-# If the rows of a rank do not fit in memory, we split them into micro-batches and add up the gradients. We send once,
-# after the last micro-batch. All other backwards run inside `with sync.accumulate():`, which DDP calls `no_sync`.
+# If the rows of a rank do not fit in memory, we split them into micro-batches and add up the gradients. Only the
+# backward of the last micro-batch sends. All other backwards run inside `with sync.accumulate():`, which DDP calls
+# `no_sync`. The folded cell compares this with sending after every micro-batch:
 
 # %% jupyter={"source_hidden": true}
 # Split the two rows of each rank into two micro-batches; send once, or each time.
@@ -399,14 +406,15 @@ print(f"\nany number of micro-batches sends {int(formula):,} bytes", end="; ")
 print(f"you predicted {predicted_bytes_m4} for 4")
 
 # %% [markdown]
-# Two micro-batches need half the memory for activations and send the same bytes. Sending each time sends twice as much,
-# and here it is also wrong: the first sum is still in `.grad` when the second all-reduce adds up all ranks, so the
-# first micro-batch counts n times. In DDP, which averages, a forgotten `no_sync` costs only bytes.
+# Two micro-batches need half the memory for activations and send the same bytes. Sending after each one sends twice
+# as much, and here it is also wrong. The sum of the first micro-batch is still in `.grad` when the second all-reduce
+# adds up all ranks, so the first micro-batch counts n times. DDP averages, so there a forgotten `no_sync` costs only
+# time and bytes.
 
 # %% [markdown]
 # ## The mean is over tokens, not over ranks
-# Padding does not count. In the next batch a row has 1 to 64 tokens that count, so the ranks have different
-# numbers of tokens. What happens if each rank takes the mean over its own tokens, and we average the ranks?
+# The loss ignores padding. In the next batch each row has 1 to 64 real tokens, so the ranks have different numbers of
+# tokens. What happens if each rank takes the mean over its own tokens, and we average the ranks?
 
 # %%
 EXACT, MEAN_OF_MEANS = "sum / global tokens", "mean of the ranks' means"
@@ -441,9 +449,9 @@ print(f"you predicted {predicted_error}")
 # Clip gradients after the sum, too. Then all ranks have the same gradient and compute the same norm.
 #
 # ## The same in PyTorch
-# `DistributedDataParallel` (DDP) broadcasts rank 0's weights, fills buckets from hooks and averages over the ranks. Two
-# more calls belong to the loop: `set_epoch` lets `DistributedSampler` shuffle anew, and `zero_grad` drops the old
-# gradients.
+# `DistributedDataParallel` (DDP) broadcasts rank 0's weights, sends buckets from hooks, and averages over the ranks.
+# Two more calls belong in the loop: `set_epoch` makes `DistributedSampler` shuffle anew, and `zero_grad` drops the
+# old gradients.
 
 # %%
 import torch.distributed as dist
@@ -488,7 +496,7 @@ print("without set_epoch:", *run(in_pytorch, False, n=RANKS, init=False)[0][1])
 # Without `set_epoch` both epochs have the same order, and without the sampler every rank would read all rows.
 #
 # ## Break it and diagnose
-# One of six runs is `"correct"`, and two of the others end in a report:
+# One of six runs is `"correct"`, and each of the others has one fault:
 #
 # - **no sync**: no rank calls `finish`
 # - **n times**: each rank divides by its *own* tokens, and then the gradients are summed
@@ -496,9 +504,9 @@ print("without set_epoch:", *run(in_pytorch, False, n=RANKS, init=False)[0][1])
 # - **shapes**: one rank uses another bucket size
 # - **skipped**: one rank finds no tokens in its rows and skips a step
 #
-# For each run enter the cause, the collective that is missing or on which ranks disagree (`"all_reduce"`, `"broadcast"`,
-# else None), and the rank (a number, `"all"`, or None if correct). A report names the rank that died, which may be a
-# neighbor of the faulty rank. In that case, set CHECKED = True and run both cells again.
+# For each run, enter the cause, the collective that is missing or on which ranks disagree (`"all_reduce"`,
+# `"broadcast"` or None), and the faulty rank (a number, `"all"`, or None if correct). An error report names the rank
+# that died, which may be a neighbor of the faulty rank. Then set CHECKED = True and run both cells again.
 
 # %%
 SEED = 3
@@ -585,14 +593,15 @@ lab.grade(diagnosis)
 # %% [markdown]
 # ## When not to use it
 # - **When the model does not fit.** Each rank stores all weights, gradients and optimizer states.
-# - **When the batch is large enough.** More ranks usually mean a larger batch, and beyond 8,192 images ResNet-50 lost
+# - **When a larger batch no longer helps.** More ranks usually mean a larger batch. Beyond 8,192 images, ResNet-50 lost
 #   accuracy (Goyal et al.).
 # - **With few tokens per rank and a slow link.** Backward is then too short to hide the bytes.
 #
-# **Claim 1: only if** each rank divides by the tokens of all ranks, or all counts are equal.
+# **Claim 1: only if** each rank divides by the tokens of all ranks, or all counts are equal. The model must also
+# treat rows independently, which batch normalization does not.
 #
-# **Claim 2: false.** The last bucket is full only when backward ends. On a GPU, a collective also takes processors and
-# memory bandwidth from the backward that hides it.
+# **Claim 2: false.** The last bucket is full only when backward ends. On a GPU, a collective also uses processors and
+# memory bandwidth that the backward pass needs.
 
 # %%
 print(f"mean of means: off by {errors[MEAN_OF_MEANS]:.0%}; your vote: {vote_1}")
@@ -667,7 +676,7 @@ from course_lib import comm
 # - `leaves`: on one rank the hooks fire in the order e, c, b, d, a. After which tensor's hook is bucket 0 sent, and
 #   after which bucket 1 and bucket 2? Such as `"a a e"`
 # - `bytes`: the bytes that a rank sends in a step, by a ring
-# - `bytes, 4 micro-batches`: the same when the step has four micro-batches and sends as it should
+# - `bytes, 4 micro-batches`: the same when the step has four micro-batches and sends once
 
 # %% course={"ex": "03-1", "role": "answer"}
 # BEGIN SOLUTION
@@ -696,7 +705,7 @@ step = {
 
 # %% [markdown] course={"ex": "03-1", "role": "answer"}
 # - The six row gradients are 2, 8 | 32 | 2, 2, 2; their sum is 48, and 48 / 6 = 8.
-# - The ranks' means are 5, 32 and 2: 39 in all, 13 on average. Rank 1, with one row of six, has a third of the say.
+# - The ranks' means are 5, 32 and 2: 39 in all, 13 on average. Rank 1 has one row of six but a third of the weight.
 # - e + d are 1,800 bytes, so c still goes in. At b's hook bucket 1 is full, but bucket 0 lacks d: at d's hook both
 #   are sent.
 # - 5,000 bytes in all, and 2 · 3/4 of them are sent, once per step.
@@ -741,8 +750,8 @@ check("03-2", local_loss)
 # zeros, and gets the sum of the others like any gradient.
 #
 # The check looks at the gradients on groups of one to three ranks, and at the call: one all-reduce of the bucket's
-# bytes. `torch.cat`, `Tensor.split` and `Tensor.view_as` are of use; `comm.flatten`, `comm.unflatten` and
-# `comm.start_all_reduce_flat` are what you write here, so they refuse.
+# bytes. `torch.cat`, `Tensor.split` and `Tensor.view_as` are useful. You write what `comm.flatten`,
+# `comm.unflatten` and `comm.start_all_reduce_flat` do, so these refuse to run.
 
 
 # %% course={"ex": "03-3", "role": "answer"}
@@ -768,8 +777,8 @@ check("03-3", sum_bucket)
 
 # %% [markdown] course={"ex": "03-4"}
 # ## 03-4 Buckets that leave while backward runs
-# The class below is data parallelism with overlap, but for its two methods that matter. Write `ready`, which autograd
-# calls for each parameter, and `finish`. The rest is given and need not change.
+# The class below is data parallelism with overlap, but two of its methods are missing. Write `ready`, which autograd
+# calls for each parameter, and `finish`. You need not change the rest.
 #
 # - Bucket 0 is sent first on every rank, then bucket 1, and so on, whatever the order in which the hooks fire: on
 #   some ranks of the check a later bucket is full before an earlier one.
@@ -777,12 +786,13 @@ check("03-3", sum_bucket)
 #   nothing.
 # - On one rank of the check no parameter of a bucket is used, so none of its hooks fires. The bucket is sent all the
 #   same.
-# - A backward inside `accumulate()` sends nothing and completes nothing.
+# - A backward inside `accumulate()` sends nothing, and its gradients do not count as complete.
 # - After `finish` the next step can begin.
 #
 # The check looks at the gradients of three steps and at the weights after them, on groups of one to three ranks. It
-# also looks at the calls: one all-reduce per bucket and step. When backward computes its last gradient and when it
-# returns, every bucket that may leave must be sent, without a wait.
+# also looks at the calls: one all-reduce per bucket and step. Two moments are checked: when backward has computed its
+# last gradient, and when it returns. At both, every bucket that may be sent must have been sent, and you must not
+# have waited for any.
 
 
 # %% course={"ex": "03-4", "role": "answer"}
@@ -911,7 +921,8 @@ check("03-5", train)
 # **3.** Why does a rank not send each bucket as soon as it is full?
 #
 # <details><summary>Answer</summary>
-# Collectives are matched by order, and hooks may run in different orders on different ranks.
+# Hooks may run in different orders on different ranks. Collectives are matched by order, so ranks would then add
+# different buckets.
 # </details>
 #
 # **4.** The ranks agree and the bytes are right, but SGD diverges where one process did not. What do you check?

@@ -15,10 +15,10 @@
 # %% [markdown]
 # # 11 Groups in anger: which rank may send, when, and in which order
 #
-# *50 minutes to read and run, 60 to build.* A run on four ranks hangs. Rank 0 waits for rank 1, rank 1 for rank 3, rank 3
-# for rank 2, and rank 2 for rank 0. Each rank makes exactly the calls that it should make. In this lesson you cause this
-# hang and find it. You also see how groups delay each other, and how two groups add up the wrong numbers without an
-# error. You need lessons 00, 02 and 03.
+# *50 minutes to read and run, 60 to build.* A run on four ranks hangs. Rank 0 waits for rank 1, rank 1 for rank 3,
+# rank 3 for rank 2, and rank 2 for rank 0. Each rank makes exactly the calls that it should make. In this lesson you
+# cause this hang and find it. You also see how groups delay each other, and how two groups add up the wrong numbers
+# without an error. You need lessons 00, 02 and 03.
 #
 # Vote first: write `"true"`, `"false"` or `"only if ..."`.
 #
@@ -33,7 +33,7 @@ vote_3 = None
 
 # %% [markdown]
 # ## Four ranks in four groups
-# In a large run, every rank is in several groups at once. Here TP = 2 and DP = 2:
+# Every rank is in several groups at once. Here TP = 2 and DP = 2:
 #
 # ```
 #          tp
@@ -45,8 +45,8 @@ vote_3 = None
 #          tp
 # ```
 #
-# The all-reduces of TP are small, and the ranks wait until each has finished. The all-reduces of DP are large buckets of
-# gradients that no rank needs before the optimizer step.
+# TP splits each layer, so its ranks wait for every all-reduce before they continue. In this lesson these calls are
+# small. The all-reduces of DP are large buckets of gradients that no rank needs before the optimizer step.
 #
 # | symbol | meaning |
 # |---|---|
@@ -77,8 +77,8 @@ predicted_sums = None  # two ranks sum 1 + 1 and 100 + 100, their groups made in
 
 # %% [markdown]
 # ## One group is one queue
-# We start the all-reduce of a bucket and then make two small calls. First, all calls use one group. Then the bucket gets a
-# second group of the *same* two ranks. In the third run, these two groups share one link.
+# We start the all-reduce of a bucket and then make two small calls. First, all calls use one group. Then `sub_axis`
+# gives the bucket a second group of the *same* two ranks. In the third run, these groups share one link.
 
 # %%
 from course_lib.launch import run
@@ -144,17 +144,18 @@ timeline(
 )
 
 # %% [markdown]
-# On one group, the small calls wait for the bucket, because a group carries its calls one after another, in the order in
-# which they were started. NCCL does this, and so do our emulated links. Therefore each axis gets a group of its own, even
-# if two axes have the same ranks.
+# On one group, the small calls wait for the bucket, because a group carries its calls one after another, in the order
+# in which they were started. PyTorch does this with NCCL, and so do our emulated links. Therefore each axis gets a
+# group of its own, even if two axes have the same ranks.
 #
-# The last line of the table shows what groups cannot do. When both groups send over one link, the small calls wait again.
-# A group separates queues, not wires. Often the wires are separate too, with TP on NVLink and DP on network cards.
+# The last line of the table shows what groups cannot do. When both groups send over one link, the small calls wait
+# again. A group separates queues, not wires. Often the wires are separate too, with TP on NVLink and DP on network
+# cards.
 #
 # ## When two axes share a wire
-# Here is the backward pass of four layers. Each layer has two halves of 30 ms (padded by sleep), each half ends with an
-# all-reduce on tp, and after each layer a bucket is sent on dp. All axes of a rank share one link, which carries one
-# transfer at a time. Look at the first call on tp in each layer.
+# Here is the backward pass of four layers. Each layer has two halves of 30 ms (padded by sleep), and each half ends
+# with an all-reduce on tp. After each layer, a bucket is sent on dp. All axes of a rank share one link.
+# Look at the first call on tp after each bucket.
 
 # %% jupyter={"source_hidden": true}
 # Run the step on separate links, on one link, and on one link with priorities.
@@ -197,7 +198,8 @@ timeline(
 )
 
 # %% [markdown]
-# A 51 ms bucket delays a call for which the ranks wait, although no rank waits for the bucket.
+# A bucket takes 51 ms, but the next half computes for only 30 ms. The call on tp therefore waits another 21 ms,
+# although no rank needs the bucket yet.
 #
 # > **Box: priorities.** P3 and ByteScheduler split large tensors and send urgent pieces first. `comm.Priorities` does this
 # > for groups: it *holds* a bucket back until the program computes, and *splits* it into pieces that finish before the
@@ -206,7 +208,7 @@ timeline(
 # >
 # > | what is shared | setting | effect |
 # > |---|---|---|
-# > | the GPU's scheduler | `is_high_priority_stream` in `ProcessGroupNCCL.Options` | a hint to start this group's kernels before other waiting kernels |
+# > | the GPU's scheduler | `is_high_priority_stream` in `ProcessGroupNCCL.Options` | a hint to start this group's waiting kernels first |
 # > | the network | `trafficClass` in `ncclConfig_t`; `NCCL_IB_TC` overrides it | the network can treat a communicator's packets differently |
 # > | processors (SMs) | `maxCTAs` in `ncclConfig_t` | an NCCL kernel uses at most so many thread blocks |
 #
@@ -234,12 +236,13 @@ for name, result in steps.items():
     print(f"{1e3 * seen.exposed:7.0f} ms{sum(calls):7}{sent:16,}")
 
 # %% [markdown]
-# Held and split, the step sends the same bytes in more calls, and it is faster than with buckets sent at once.
+# With priorities ("held and split"), the step sends the same bytes in more calls. By the formula it is 36 ms faster
+# than "at once".
 #
 # ## What a clock may not decide
-# A common claim: a scheduler should send whatever is ready, `if tp_ready: ... elif pp_ready: ... elif dp_ready: ...`. But
-# each rank finds out for itself what is ready. Suppose that ranks 1 and 2 compute a little faster, so their buckets are
-# ready before their calls on tp:
+# A common claim: a scheduler should send whatever is ready, `if tp_ready: ... elif pp_ready: ... elif dp_ready: ...`.
+# But each rank decides alone what is ready. Suppose that on ranks 1 and 2 the buckets are ready before the calls on
+# tp. Each rank waits for its first call before it starts the second:
 
 
 # %%
@@ -267,9 +270,8 @@ def report(fn, *args, **conditions):
 report(by_what_is_ready, n=4, timeout=2)
 
 # %% [markdown]
-# There is only a deadline and one line for each rank. Rank 0 waits for 1 on tp, 1 for 3 on dp, 3 for 2 on tp,
-# and 2 for 0 on dp. This is the ring from the beginning. With `checked=True` each rank reports where it waits, and the
-# ring is found before any deadline:
+# The report shows only the deadline and the line at which each rank waited. With `checked=True`, each rank reports
+# the rank for which it waits, and the ring from the beginning is found before any deadline:
 
 # %%
 report(by_what_is_ready, n=4, checked=True)
@@ -277,8 +279,8 @@ report(by_what_is_ready, n=4, checked=True)
 # %% [markdown]
 # A rank is stuck if it waits for a rank that is stuck or has returned. Exercise 11-3 turns this sentence into code.
 #
-# One rule prevents such rings: **all ranks start their calls on overlapping groups in one order.** The order must come
-# from the program, which is the same on all ranks, and never from a clock.
+# One rule prevents such rings: **all ranks start their calls on overlapping groups in one order.** The order must
+# come from the program or from a schedule that all ranks share, and never from a clock.
 #
 # ## Started, but not waited for
 # Is it enough to start both calls before waiting for either? gloo runs started calls side by side, so here it is enough:
@@ -288,15 +290,15 @@ report(by_what_is_ready, False, n=4)
 report(by_what_is_ready, False, n=4, checked=True)
 
 # %% [markdown]
-# The run returned, but checked mode refuses it, because on GPUs it is not safe. An NCCL call is a kernel that occupies
-# part of the GPU until its partners have joined. Two of them, started in opposite orders, may each occupy the resources
-# that the other needs. NCCL's guide therefore requires one order of the calls on all communicators, the same on all
-# ranks. Since version 2.26, `NCCL_LAUNCH_ORDER_IMPLICIT=1` (off by default) follows the order in which the program starts
-# them, but you must still make this order the same on all ranks.
+# The run returned, but checked mode refuses it, because it is not safe on GPUs. An NCCL call is a kernel that
+# occupies part of the GPU until its partners have joined. Two such kernels may each occupy the resources that the
+# other needs. NCCL's guide therefore requires that the calls of all communicators *run* in one order, the same on all
+# ranks. Starting them in one order is not enough, because each group has its own CUDA stream. Since version 2.26,
+# `NCCL_LAUNCH_ORDER_IMPLICIT=1` (off by default) runs them in the order in which the program starts them.
 #
 # ## Groups made in different orders
-# How do two ranks agree which group is which? They count: each `new_group` gets the next number as its name, whatever its
-# members are. Below, rank 1 makes its groups in the order of first use, and it uses `gradients` first:
+# How do two ranks agree which group is which? They count: each `new_group` gets the next number as its name, whatever
+# its members are. Below, rank 1 makes its two groups in the other order, but both ranks use them in the same order:
 
 
 # %%
@@ -327,27 +329,27 @@ print("right is [2.0, 200.0]; your prediction:", predicted_sums)
 report(two_sums, n=2)
 
 # %% [markdown]
-# Activations were added to gradients, and no error was raised. If the program waits for each call, the same mistake is a
-# hang. Both ranks then wait at the *same* line:
+# Activations were added to gradients, and no error was raised. If the program waits for each call, the same mistake
+# is a hang. Both ranks then wait at the *same* line, but in different groups:
 
 # %%
 report(one_after_the_other, n=2, timeout=2)
 
 # %% [markdown]
-# The report alone does not say why. Checked mode compares the groups before they are made:
+# The report does not say why. Checked mode compares the groups before they are made:
 
 # %%
 report(two_sums, n=2, checked=True)
 
 # %% [markdown]
-# These lines look correct. They are meant for 64 GPUs with TP 8, PP 4 and DP 2, and each rank makes its own groups:
+# These lines for 64 GPUs with TP 8, PP 4 and DP 2 look correct. Each rank makes its own groups:
 #
 # ```python
 # tp_ranks = [rank - tp_rank + i for i in range(8)];  tp_group = dist.new_group(tp_ranks)
 # pp_ranks = [rank + i * 8 for i in range(4)];        pp_group = dist.new_group(pp_ranks)
 # ```
 #
-# They contain two mistakes. The pp list begins at the rank itself, but it should begin at the first rank of its group.
+# They contain two mistakes. The pp list begins at the rank itself instead of the first rank of its group.
 # And *every* rank must call `new_group` for *every* group, member or not, in one order. With
 # `use_local_synchronization=True` only members call, but overlapping groups still need one order.
 
@@ -363,7 +365,8 @@ print("your prediction:", predicted_new_groups)
 
 # %% [markdown]
 # ## The same in PyTorch
-# The loop makes all groups on all ranks in one order, and each rank keeps its own. `init_device_mesh` does this for a mesh.
+# The loop makes all groups on all ranks in one order, and each rank keeps its own. `init_device_mesh` does this for a
+# mesh. Rank r sends 10^r, so the digits of a sum show which ranks took part.
 
 # %%
 import torch.distributed as dist
@@ -376,7 +379,7 @@ def in_pytorch():
     dist.init_process_group("gloo")
     rank, mine, sums = dist.get_rank(), {}, {}
     for name, groups in GROUPS.items():
-        for ranks in groups:  # those of other ranks too
+        for ranks in groups:  # also groups of other ranks
             group = dist.new_group(ranks, group_desc=name)
             if rank in ranks:
                 mine[name] = group
@@ -406,7 +409,7 @@ for rank, (sums, groups) in enumerate(theirs):
 # %% [markdown]
 # ## Break it and diagnose
 # Five runs on four ranks, one of them `"correct"`. Each makes two groups for every pair of tp, `acts` and `norms`, starts
-# a sum on both and waits. Then it calls on tp, and then on dp. Correct sums begin with 3 and 300 on ranks 0 and 1, and
+# a sum on both and waits. Then it calls on tp, then on dp. Correct sums begin with 3 and 300 on ranks 0 and 1, and
 # with 7 and 700 on ranks 2 and 3.
 #
 # - **creation**: one rank made `norms` before `acts`
@@ -414,9 +417,9 @@ for rank, (sums, groups) in enumerate(theirs):
 # - **axis**: one rank calls on dp instead of tp, and then on dp again
 # - **skipped**: one rank skips its last call, on dp
 #
-# For each run enter the cause, the axis and the faulty rank (of two, the lower one), or None if correct. The axis is
-# `"norms"` for groups made in the wrong order, and else the axis of the call that came too early, in place of another, or
-# not at all. One run leaves two suspects, and CHECKED = True shows which is faulty.
+# For each run, enter the cause, the axis and the faulty rank (of two, the lower one), or None if correct. The axis is
+# `"norms"` for groups made in the wrong order. Otherwise it is the axis of the call that came too early, in place of
+# another, or not at all. One run leaves two suspects, and CHECKED = True shows which is faulty.
 
 # %%
 SEED = 11
@@ -480,7 +483,7 @@ for lab_run in lab:
 # %% [markdown]
 # <details><summary>How to read it</summary>
 #
-# - **It returns, and a pair has mixed sums**: *creation*. Both ranks of the pair show it. Checked mode lists the group
+# - **It returns, and a pair has mixed sums**: *creation*. Checked mode lists the group
 #   that each rank was about to make, and one differs.
 # - **All four wait, two at tp, two at dp**: *order*. tp is due first, so the ranks at dp called too early.
 # - **One has returned, three wait**: *axis*. The rank that returned got a call on dp from its partner, which then waits at
@@ -493,16 +496,17 @@ lab.grade(diagnosis)
 
 # %% [markdown]
 # ## When not to use it
-# - **Priorities on separate links.** They change nothing there.
-# - **A group for everything.** Each group is made by all ranks, members or not.
+# - **Priorities on separate links.** No call delays another there, and each further piece costs alphas.
+# - **A group for everything.** All ranks must make each group, and each NCCL communicator takes GPU memory.
 # - **Checked mode in a long run.** Each call waits for all its ranks, so turn it on only to find a fault.
 #
-# **Claim 1: only if** their links are separate and all ranks start their calls in one order. A group separates queues, but
-# axes can still share a wire, and opposite orders block for ever.
+# **Claim 1: only if** their links are separate and all ranks start their calls in one order. A group separates
+# queues, but axes can still share a wire or a GPU's processors, and opposite orders can block forever.
 #
-# **Claim 2: false.** Groups are named by counting, so a rank that skips another rank's group counts wrongly from there on.
+# **Claim 2: only if** it uses `use_local_synchronization=True`. By default groups are named by counting, so a rank that
+# skips another rank's group counts wrongly afterwards.
 #
-# **Claim 3: false.** Each rank decides alone what is ready. Ranks that decide differently can block each other for ever.
+# **Claim 3: false.** Ranks that decide differently what is ready can block each other forever.
 
 # %%
 print(
@@ -521,7 +525,7 @@ def cheat_sheet():
     print(
         "send    urgent calls first: tp, pp, dp; hold and split the rest; never decide by a clock"
     )
-    print("find    a hang: follow who waits for whom to a ring or a returned rank; checked=True\n")
+    print("find    a hang: look for a ring of waiting ranks or a returned rank; use checked=True\n")
     print(f"{'largest piece for a gap of 1 ms':36}{'2 ranks':>10}{'8 ranks':>10}{'64 ranks':>10}")
     for said, link in {
         "5 us, 300 GB/s": Link(5e-6, 300e9),
@@ -622,9 +626,9 @@ check("11-1", table)
 
 # %% [markdown] course={"ex": "11-2"}
 # ## 11-2 The piece that fits
-# The largest piece of a bucket with a ring all-reduce that finishes within a gap, in float32 elements (4 bytes each):
-# an integer, 0 where even an empty piece takes longer. Times are in microseconds, `beta` in bytes per microsecond.
-# `ranks` is 2 or more.
+# Compute the largest piece of a bucket whose ring all-reduce finishes within a gap. Return its number of float32
+# elements (4 bytes each), an integer, and 0 if even an empty piece takes longer. Times are in microseconds, and
+# `beta` is in bytes per microsecond. `ranks` is 2 or more.
 
 
 # %% course={"ex": "11-2", "role": "answer"}
@@ -655,7 +659,7 @@ check("11-2", elements_that_fit)
 
 # %% course={"ex": "11-3", "role": "answer"}
 def never(waits, returned):
-    """Sorted ranks of ``waits`` that wait for ever.
+    """Sorted ranks of ``waits`` that wait forever.
 
     ``waits`` maps a rank to a list of ranks, which may be empty; ``returned`` is a list of ranks.
     """
@@ -674,10 +678,10 @@ check("11-3", never)
 
 # %% [markdown] course={"ex": "11-4"}
 # ## 11-4 A bucket that gives way
-# Some small tensors are to be summed over tp, one after the other: wait for each. A bucket, of one dimension, is to
-# be summed over dp. It gives way: send it in pieces of `most` elements (the last may be shorter), in order, and
-# *start* one piece after each wait for a small call. Start the remaining pieces when there are no more small calls.
-# Do not wait for a piece before the last small call has finished.
+# Sum some small tensors over tp, one after the other, and wait for each sum. Also sum a one-dimensional bucket over
+# dp, which must give way to the small calls. Send it in pieces of `most` elements (the last may be shorter), in
+# order, and *start* one piece after each wait for a small call. Start the remaining pieces when there are no more
+# small calls. Do not wait for a piece before the last small call has finished.
 #
 # The check looks at the sums on two and four ranks and on one, at the order and the bytes of all calls, and at when
 # you wait. `comm.all_reduce(x, axis)` waits; `comm.start_all_reduce(x, axis)` returns a handle with `wait()`;
@@ -754,14 +758,14 @@ check("11-5", make_groups)
 # **3.** A run hangs, and both ranks of a group wait in the same line. What do you suspect?
 #
 # <details><summary>Answer</summary>
-# They are not in the same group: groups were made in different orders, or an axis was confused with another.
+# They wait in different groups: groups were made in different orders, or one rank used the wrong axis.
 # </details>
 #
 # **4.** A job passes on gloo and sometimes hangs on GPUs. Name one cause.
 #
 # <details><summary>Answer</summary>
-# Calls on overlapping groups are started in different orders. gloo runs them side by side, but on a GPU each call is a
-# kernel that occupies resources until its partners have joined.
+# Calls on overlapping groups are started in different orders. gloo runs them side by side, but NCCL kernels occupy
+# the GPU until their partners have joined.
 # </details>
 #
 # **5.** 4,096 ranks, TP 8, PP 16, DP 32. How many groups does rank 17 make, and how many is it in?
