@@ -87,7 +87,7 @@ schedule_picture(simulated["1f1b"], title="1F1B: every rank waits for 9 of 33 un
 
 # %%
 predicted_interleaved = None  # the step with two stages of half the size on each rank
-predicted_messages = None  # how many times as many messages it sends
+predicted_sends = None  # how many times as many messages it sends
 predicted_zb_h1 = None  # the step when other ranks wait for the input gradient only
 predicted_saved = None  # fraction of a block's saved activations that are stored until W
 predicted_best = None  # the shortest step that any order can reach, one stage per rank
@@ -122,7 +122,7 @@ for chunks in (1, 2, 4):
     print(f"{found.bubble_of_ideal:10.1%}{max(schedule.peak_in_flight()) / chunks:26.2f}", end="")
     print(f"{pp.stage_boundaries(schedule):12}")
     assert abs(formula - found.bubble_of_total) < 1e-9
-print(f"your predictions: step {predicted_interleaved}, messages {predicted_messages} times as many")
+print(f"your predictions: step {predicted_interleaved}, messages {predicted_sends} times as many")
 
 # %% [markdown]
 # ## A backward in two operations: I and W
@@ -604,9 +604,9 @@ lab.grade(diagnosis)
 #
 # - **lost W** and **W twice**: one rank's gradient is below or above 1. The others are right, because that rank still
 #   sends dx.
-# - **whole B**: all gradients are right, but the step is longer. From the last rank to rank 0, each first backward
-#   starts one I (20 ms) later, but I and W (40 ms) later after the faulty rank. That rank stores less, because it
-#   defers no W.
+# - **whole B**: all gradients are right, but the step is longer. From the last rank to rank 0, the first backwards
+#   start one I (20 ms) apart, but I and W (40 ms) apart from a faulty rank to the next. That rank stores less, because
+#   it defers no W.
 # - **delays all W**: the faulty rank stores all eight micro-batches.
 # </details>
 
@@ -715,8 +715,8 @@ import torch.distributed as dist
 # - `step`: when the last action ends
 # - `in flight at most, by rank`: three numbers
 # - `bubble of total`: the fraction of the step in which a rank waits, such as `2/9`
-# - `step of 1F1B`: the same p and m with unsplit backwards of 2
-# - `W at once`: the step if every rank does each W right after its I
+# - `step of 1F1B`: the step of 1F1B with the same p and m, where a full backward takes 2
+# - `W at once`: the step if every rank runs each W right after its I
 
 # %% course={"ex": "08-1", "role": "answer"}
 # BEGIN SOLUTION

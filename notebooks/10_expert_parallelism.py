@@ -409,8 +409,8 @@ timeline(
 # forward all-reduces the counts.
 #
 # **Bias.** An auxiliary loss adds its own gradient to that of the text. DeepSeek-V3 keeps only a very small one, and
-# adds a bias to the scores, for the choice but not for the weights. After each step, the bias of each overloaded expert
-# decreases by a fixed amount, and the others increase:
+# adds to the scores a bias that affects the choice but not the weights. After each step, the bias of each overloaded
+# expert decreases by a fixed amount, and the others increase:
 
 # %%
 from course_lib.ep.moe import Routes
@@ -708,7 +708,7 @@ for lab_run in lab:
 # %% [markdown]
 # <details><summary>How to read it</summary>
 #
-# Below 1e-10 is rounding.
+# Differences below 1e-10 are rounding.
 #
 # - **One rank's loss is off**: *order*, on that rank. All counts and bytes are right.
 # - **Bytes on ep instead of edp, copies of experts apart**: *group*. Gradients of different experts were added up, and
@@ -806,7 +806,7 @@ from course_lib import comm
 #   first choices before second ones, then by token
 # - `bytes`: what each rank sends, forward and backward; a row has 8 float32 elements
 # - `dropped`: pairs that each rank drops with capacity factor 1, rounded up
-# - `balance`: E Σ f_e p_e of all six tokens, without capacity. The probabilities, added up over the six tokens, are
+# - `balance`: E Σ f_e p_e over all six tokens, without capacity. The probabilities, added up over the six tokens, are
 #   [2.4, 1.2, 1.2, 1.2]; divide so that an even load gives 1
 # - `summed with`: now dp = 8 and ep = 4. Over which ranks are the gradients of rank 5's experts summed? Include rank 5
 # - `too large`: in the same layout, each rank divides its loss by its own tokens, and the gradients of experts are
@@ -840,7 +840,8 @@ table = {
 # END SOLUTION
 
 # %% [markdown] course={"ex": "10-1", "role": "answer"}
-# - Pairs by rank and expert: [3, 1, 2, 0] and [2, 1, 1, 2]. Ranks compute 7 and 5, the mean is 6.
+# - Pairs by rank and expert: [3, 1, 2, 0] and [2, 1, 1, 2]. Rank 0 computes 7 pairs and rank 1 computes 5; the mean is
+#   6.
 # - Rank 0's rows: expert 0 is the first choice of tokens 0 and 1 and the second of 2; expert 1 the second of 1; expert
 #   2 the first of 2, the second of 0.
 # - Rank 0 sends two pairs, rank 1 three: each rank sends 2 · (2 + 3) rows of 32 bytes.
@@ -973,9 +974,9 @@ check("10-4", moe_layer)
 # error here. The default group exists. `dist.all_to_all_single(output, input, output_splits, input_splits)` takes the
 # splits as lists of Python numbers; without them it splits evenly.
 #
-# The check looks at outputs on two, three and four ranks and on one, also with an expert that no token chooses, a rank
-# without tokens and rows of float64. No input may be overwritten. Two all-to-alls send each needed row and no other.
-# You may send the counts in any way.
+# The check looks at outputs on one to four ranks. In some cases no token chooses an expert, a rank has no tokens, or
+# rows are float64. No input may be overwritten. Two all-to-alls send each needed row and no other. You may send the
+# counts in any way.
 
 
 # %% course={"ex": "10-5", "role": "answer"}
