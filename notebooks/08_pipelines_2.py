@@ -670,7 +670,7 @@ def cheat_sheet(p, m):
         "zb-h1": "(p-1)(F+I-W)",
         "zb-h2": "(p-1)(F+I-2W), not below 0",
         "zb-v": "0 at F = I = W",
-        "dualpipe-v": "(p-1)(F+I-W)/2",
+        "dualpipe-v": "(p-1)F/2 at F = I = W",
     }
     for name, formula in words.items():
         schedule = make(name, p, m)
