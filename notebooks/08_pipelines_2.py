@@ -74,8 +74,7 @@ simulated = {name: simulate(each, costs_of(each)) for name, each in schedules.it
 schedule_picture(simulated["1f1b"], title="1F1B: every rank waits for 9 of 33 units")
 
 # %% [markdown]
-# Every rank waits for (p-1)(F+B) = 9 units in all: for its first activations, for gradients, and at the end for the
-# other ranks.
+# Every rank waits for (p-1)(F+B) = 9 units.
 #
 # | symbol | meaning |
 # |---|---|
@@ -88,7 +87,7 @@ schedule_picture(simulated["1f1b"], title="1F1B: every rank waits for 9 of 33 un
 
 # %%
 predicted_interleaved = None  # the step with two stages of half the size on each rank
-predicted_hops = None  # how many times as many messages it sends
+predicted_sends = None  # how many times as many messages it sends
 predicted_zb_h1 = None  # the step when other ranks wait for the input gradient only
 predicted_saved = None  # fraction of a block's saved activations that are stored until W
 predicted_best = None  # the shortest step that any order can reach, one stage per rank
@@ -109,8 +108,8 @@ schedule_picture(
 #
 # $$\text{bubble} = (p-1)\,\frac{F+B}{v}, \qquad \text{of ideal} = \frac{p-1}{mv}, \qquad \text{of total} = \frac{p-1}{mv+p-1}$$
 #
-# The price is memory and messages. Rank 0 stores up to 11 thin forwards, as much as 5.5 full ones, where 1F1B stores
-# 4. And activations cross pv-1 stage boundaries instead of p-1:
+# The price is memory and messages. Rank 0 stores up to 11 thin forwards, as much as 5.5 full ones, where 1F1B stores 4.
+# Activations cross pv-1 stage boundaries instead of p-1:
 
 # %%
 print(f"{'chunks':>6}{'step':>7}{'bubble: of total':>18}{'formula':>9}{'of ideal':>10}", end="")
@@ -123,7 +122,7 @@ for chunks in (1, 2, 4):
     print(f"{found.bubble_of_ideal:10.1%}{max(schedule.peak_in_flight()) / chunks:26.2f}", end="")
     print(f"{pp.stage_boundaries(schedule):12}")
     assert abs(formula - found.bubble_of_total) < 1e-9
-print(f"your predictions: step {predicted_interleaved}, messages {predicted_hops} times as many")
+print(f"your predictions: step {predicted_interleaved}, messages {predicted_sends} times as many")
 
 # %% [markdown]
 # ## A backward in two operations: I and W
@@ -134,9 +133,9 @@ print(f"your predictions: step {predicted_interleaved}, messages {predicted_hops
 #
 # So a rank can send dx as soon as I is done, and run W later. (In the Zero Bubble paper, our I is called B.)
 #
-# `pp.DeferredWeightGradients` does this without a change to the model. Inside its `with` block it intercepts only
-# products with a weight, and makes the weight a constant for autograd, so that backward computes I alone. It saves x
-# and dy of each linear, and `run` computes W from them later. Here is one block:
+# `pp.DeferredWeightGradients` does this without a change to the model. Inside its `with` block, it intercepts each
+# product with a weight. Autograd sees the weight as a constant, so backward computes I alone. `run` computes W later,
+# from the saved x and dy of each linear. Here is one block:
 
 # %%
 whole, block = (build_model(CONFIG, seed=0).stage(2, 3) for _ in range(2))
@@ -170,11 +169,12 @@ pairs = zip(whole.parameters(), block.parameters(), strict=True)
 assert all(torch.equal(one.grad, other.grad) for one, other in pairs)
 
 # %% [markdown]
-# The norms have their gradients after I, and only the linears wait for W. But their x and dy take three quarters of what
-# forward had saved, so a deferred W costs memory. We therefore count a micro-batch as *in flight* from its F to its W.
+# The norms have their gradients after I, and only the linears wait for W. But their x and dy take three quarters of
+# what forward had saved, so a deferred W costs memory. We therefore count a micro-batch as *in flight* from its F to
+# its W.
 #
-# Does the previous rank really start sooner? In the folded cell, two ranks run one micro-batch, with 30 ms for each F, I
-# and W:
+# Does the previous rank now start sooner? In the folded cell, two ranks run one micro-batch, with 30 ms for each F,
+# I and W:
 
 # %% jupyter={"source_hidden": true}
 # One micro-batch on two ranks, with a full and with a split backward.
@@ -223,8 +223,8 @@ timeline(separate.traces, conditions=Conditions(PACE), title="Rank 1 sends dx be
 # W of rank 1 runs beside I of rank 0, so the step is one W shorter.
 #
 # ## ZB-H1 and ZB-H2: W fills the gaps
-# When should a rank run its Ws? ZB-H1 keeps 1F1B's order of F and I. A W runs where the rank would otherwise wait, and before
-# a forward that would exceed p micro-batches in flight. The remaining Ws run at the end, where 1F1B waits:
+# When should a rank run its Ws? ZB-H1 keeps 1F1B's order of F and I. A W runs where the rank would otherwise wait, and
+# before a forward that would exceed p micro-batches in flight. The remaining Ws run at the end, where 1F1B waits:
 
 # %%
 schedule_picture(simulated["zb-h1"], title="ZB-H1: W fills the gap at the end; 27 instead of 33")
@@ -254,14 +254,14 @@ print(
 print(f"your prediction for ZB-H1: {predicted_zb_h1}")
 
 # %% [markdown]
-# ZB-H2 stores 7 micro-batches per rank instead of 4, yet its step is no shorter than that of ZB-H1. Both reach the
-# bound: rank 3 cannot start before (p-1)F, and then it works for m(F+I+W). What ZB-H2 shortens is the **span** (*longest
-# rank*), the time from a rank's own first action to its own last one. Its picture is a parallelogram.
+# ZB-H2 stores 7 micro-batches per rank instead of 4, yet its step is no shorter. Both schedules reach the bound: rank 3
+# cannot start before (p-1)F, and then it works for m(F+I+W). What ZB-H2 shortens is the **span** (*longest rank*), the
+# time from a rank's own first action to its own last one. Its picture is a parallelogram.
 #
 # ## The optimizer's barrier decides
 # Is a shorter span worth anything? If each rank updates its own weights and starts the next batch, the parallelograms
 # of two steps fit together. If all ranks must meet first, for example to compute a gradient norm for clipping, they do
-# not. We simulate five steps in a row:
+# not fit. We simulate five steps in a row:
 
 
 # %%
@@ -283,16 +283,16 @@ for name, schedule in schedules.items():
     print(f"{name:12}{one.makespan:16.2f}{(many - one.makespan) / (STEPS - 1):9.2f}{one.work:6.0f}")
 
 # %% [markdown]
-# "Zero bubble" refers to the column *without*: ZB-H2 and ZB-V take 24 units there, all of them work. The authors do
-# remove the barrier. Each rank steps at once, and a step that should have been clipped is undone later, which is
-# rare in stable training.
+# "Zero bubble" refers to the column *without*: there, a step of ZB-H2 or ZB-V takes 24 units, all of them work. The
+# authors do remove the barrier. Each rank updates its weights at once and, in the rare case that the step had to be
+# clipped, undoes the update later.
 #
 # ## A V-shaped placement: ZB-V and DualPipe-V
 # ZB-V has the short span of ZB-H2, but no rank stores more micro-batches than rank 0 under 1F1B. Each rank has two thin
 # stages again, but the second ones are placed in reverse order, so rank 0 has the first stage and the last one. A
 # micro-batch ends where it began, and its backward starts there without a message. Every rank has an early stage, whose
-# activations are stored for a long time, and a late one, whose activations are freed soon. So all ranks need the same
-# memory.
+# activations are stored for a long time, and a late one, whose activations are freed soon. So all ranks have equally
+# many micro-batches in flight.
 
 # %%
 schedule_picture(simulated["zb-v"], title="ZB-V: no rank waits within its span, with 1F1B's memory")
@@ -301,9 +301,9 @@ schedule_picture(simulated["zb-v"], title="ZB-V: no rank waits within its span, 
 # Follow micro-batch 0 from rank 0 to rank 3 in yellow boxes and back in paler ones. On rank 0, its pale I follows at
 # once.
 #
-# DeepSeek's DualPipe feeds micro-batches in from both ends, so every rank has two stages, and the parameters are stored
-# twice. DualPipe-V is one half of it, folded into the same V. In its steady state it pairs a forward with a *full*
-# backward, so that the messages of one (tokens for experts, lesson 10) hide behind the computation of the other.
+# DeepSeek's DualPipe feeds micro-batches in from both ends, so every rank has two stages, and all parameters are stored
+# twice. DualPipe-V is one half of DualPipe, folded into the same V, and stores them once. In its steady state it pairs
+# a forward with a *full* backward, so that the messages of one hide behind the computation of the other.
 
 # %%
 schedule_picture(
@@ -313,7 +313,7 @@ schedule_picture(
 
 # %% [markdown]
 # ## All schedules: memory against bubble
-# The solid lines are the best schedules that a search found within each memory. No order can beat the dotted bounds.
+# The solid lines show the best schedule that a search found within each memory. No order can beat the dotted bounds.
 
 # %% jupyter={"source_hidden": true}
 # Memory and bubble of each schedule, of the best that a search finds, and the bounds.
@@ -349,12 +349,11 @@ trade_plot(
 )
 
 # %% [markdown]
-# ZB-H2 lies to the right of ZB-H1 and no lower, because this picture counts total time, with a barrier. Interleaving
-# needs more memory than the V.
+# ZB-H2 needs more memory than ZB-H1 and is no lower, because this picture counts total time, with a barrier.
 #
 # ## Six schedules on four ranks
-# Do real ranks behave like the simulation? In the engine of lesson 07, a forward and its I now run inside
-# `DeferredWeightGradients`, and W is one more action:
+# Do real ranks behave like the simulation? If a row contains W, the engine of lesson 07 runs F and I inside
+# `DeferredWeightGradients`. W itself is one more action:
 
 # %%
 from course_lib.pp.engine import Engine
@@ -437,9 +436,9 @@ late = max(overshoot(results.traces) for results in runs.values())
 print(f"sleeps took up to {late:.1%} longer than asked on this machine")
 
 # %% [markdown]
-# All six compute the gradients of one process, up to rounding. *In flight* counts pairs of stage and micro-batch, so two
-# thin stages are one micro-batch. The measured steps are longer than the simulated ones, because each message takes a
-# millisecond or two and sleeps end late. Here is ZB-V as it ran:
+# All six compute the gradients of one process, up to rounding. With two stages per rank, two in flight are as large as
+# one micro-batch. The measured steps are longer than the simulated ones, because each message takes a millisecond or
+# two and sleeps end late. Here is ZB-V as it ran:
 
 # %%
 timeline(
@@ -449,7 +448,8 @@ timeline(
 )
 
 # %% [markdown]
-# **The table that grows.** For the fullest rank, in one step:
+# **The table that grows.** For the fullest rank, in one step. In the V, rank 0 stores both the embedding and the LM
+# head:
 
 # %%
 print(
@@ -516,7 +516,8 @@ for name in KINDS:
 # - **delays all W**: it runs all Ws at the end
 #
 # Name cause and rank of each run, such as `("lost W", 2)` or `("correct", None)`. *Gradient* is g·s / s·s for a rank's
-# gradient g and the gradient s of one process. *First* is the start of a rank's first backward.
+# gradient g and the gradient s of one process; it is 1 where they agree. *First* is the start of a rank's first
+# backward.
 
 # %%
 SEED = 1
@@ -601,12 +602,12 @@ lab.grade(diagnosis)
 # %% [markdown]
 # <details><summary>How to read it</summary>
 #
-# - **lost W** and **W twice**: one rank's gradient is below or above 1. The others are right, because that rank sent dx.
-# - **whole B**: all gradients are right, but the step is longer. From the last rank up, each first backward starts one
-#   I later, but one I and one W later after the faulty rank. That rank also stores less, because it defers no W.
+# - **lost W** and **W twice**: one rank's gradient is below or above 1. The others are right, because that rank still
+#   sends dx.
+# - **whole B**: all gradients are right, but the step is longer. From the last rank to rank 0, the first backwards
+#   start one I (20 ms) apart, but I and W (40 ms) apart from a faulty rank to the next. That rank stores less, because
+#   it defers no W.
 # - **delays all W**: the faulty rank stores all eight micro-batches.
-#
-# `lab.reveal()` shows the causes.
 # </details>
 
 # %% [markdown]
@@ -626,10 +627,10 @@ for transfer in (0, 0.1, 0.25, 0.5):
     print(f"{transfer:<12}" + "".join(f"{step:13.2f}" for step in steps))
 
 # %% [markdown]
-# ZB-H2 hardly changes, because its forwards run far ahead. In the last line, every other schedule has lost at least 6 units.
+# In the last line, only ZB-H2 loses little (1.5 units), because its additional forwards fill the time of the transfers.
 #
-# **Claim 1: false.** The bubble is divided by v. But rank 0 stores 1 + (p-1)/(pv) times as much as under 1F1B, and
-# messages cross pv-1 stage boundaries instead of p-1.
+# **Claim 1: false.** The bubble is divided by v if p divides m. But rank 0 stores 1 + (p-1)/(pv) times as much as under
+# 1F1B, and messages cross pv-1 stage boundaries instead of p-1.
 
 # %%
 more = max(schedules["interleaved"].peak_in_flight()) / 2 / max(schedules["1f1b"].peak_in_flight())
@@ -638,8 +639,8 @@ print(
 )
 
 # %% [markdown]
-# **Claim 2: only if** F, I and W take the same time, messages take none, there is memory enough, and ranks need not meet
-# at the optimizer. For a model of 1.5B parameters, Qi et al. measured a W of half of F (table 9):
+# **Claim 2: only if** W is long enough to fill the gaps, messages take no time, memory is large enough, and ranks need
+# not meet at the optimizer. For a model of 1.5B parameters, Qi et al. measured a W of half of F (table 9):
 
 # %%
 times = Costs(f=18.522, i=18.086, w=9.337, comm=0.601)  # ms
@@ -649,7 +650,7 @@ for name in ("1f1b", "zb-h1", "zb-h2"):
 print(f"your vote: {vote_2}")
 
 # %% [markdown]
-# The paper counts the same 24.3 % for 1F1B and 10.8 % for ZB-H2.
+# Table 5 of the paper has the same three values.
 #
 # **Cheat-sheet.** For F = I = W; *of total* is with a barrier, *of span* without:
 
@@ -669,7 +670,7 @@ def cheat_sheet(p, m):
         "zb-h1": "(p-1)(F+I-W)",
         "zb-h2": "(p-1)(F+I-2W), not below 0",
         "zb-v": "0 at F = I = W",
-        "dualpipe-v": "full backwards overlap with forwards",
+        "dualpipe-v": "(p-1)F/2 at F = I = W",
     }
     for name, formula in words.items():
         schedule = make(name, p, m)
@@ -687,8 +688,8 @@ cheat_sheet(p=8, m=32)
 
 # %% [markdown]
 # ## Your turn, and five questions to leave with
-# [Five exercises](../exercises/08_pipelines_2.ipynb) take 65 minutes. Then beat these schedules in
-# [the arena](08b_schedule_arena.ipynb).
+# [Five exercises](../exercises/08_pipelines_2.ipynb) take 65 minutes. Then beat these schedules in [the
+# arena](08b_schedule_arena.ipynb).
 
 # %% course={"role": "given"}
 import torch
@@ -696,8 +697,8 @@ import torch.distributed as dist
 
 # %% [markdown] course={"ex": "08-1"}
 # ## 08-1 Where W goes, by hand
-# Fifteen minutes, on paper; no code. ZB-H1 on p = 3 ranks with m = 4 micro-batches, stage r on rank r. F, I and W take 1 each, a
-# message no time. The order of F and I is that of 1F1B:
+# Fifteen minutes, on paper; no code. ZB-H1 on p = 3 ranks with m = 4 micro-batches, stage r on rank r. F, I and W take
+# 1 each, and messages take no time. The order of F and I is that of 1F1B:
 #
 # ```
 # rank 0   0F0 0F1 0F2 0I0 0F3 0I1 0I2 0I3
@@ -705,16 +706,17 @@ import torch.distributed as dist
 # rank 2   2F0 2I0 2F1 2I1 2F2 2I2 2F3 2I3
 # ```
 #
-# Put in the Ws, oldest first. A rank does one where it would have to wait for its next F or I, and before an F that
-# would make four in flight (from F to W). The remaining Ws are at the end. Everything starts as early as it can.
+# Insert the Ws, oldest first. A rank runs a W where it would otherwise wait for its next F or I. It also runs one
+# before an F that would be its fourth micro-batch in flight (from F to W). The remaining Ws run at the end. Every
+# action starts as early as it can.
 #
 # - `row 0`, `row 1`, `row 2`: the rows, twelve cells each
 # - `start of 0I0`: when rank 0 begins its first I
 # - `step`: when the last action ends
 # - `in flight at most, by rank`: three numbers
 # - `bubble of total`: the fraction of the step in which a rank waits, such as `2/9`
-# - `step of 1F1B`: the same p and m with unsplit backwards of 2
-# - `W at once`: the step if every rank does each W right after its I
+# - `step of 1F1B`: the step of 1F1B with the same p and m, where a full backward takes 2
+# - `W at once`: the step if every rank runs each W right after its I
 
 # %% course={"ex": "08-1", "role": "answer"}
 # BEGIN SOLUTION
@@ -744,9 +746,9 @@ filled = {
 # END SOLUTION
 
 # %% [markdown] course={"ex": "08-1", "role": "answer"}
-# Every rank waits for two units before its first I. Look at the rows from rank to rank: W of micro-batch k comes
-# after I of micro-batch k + r. With W at once the first I still comes early, but no W is left to fill the gaps:
-# m(F+I+W) + (p-1)(F+I).
+# Every rank waits for two units before its first I. Compare the rows: on rank r, W of micro-batch k comes after I of
+# micro-batch k + r. With W at once the first I still comes early, but no W is left to fill the gaps: m(F+I+W) +
+# (p-1)(F+I).
 
 # %% course={"ex": "08-1", "role": "check"}
 from course_lib.grading import check
@@ -755,13 +757,17 @@ check("08-1", filled)
 
 # %% [markdown] course={"ex": "08-2"}
 # ## 08-2 The warm-up of interleaving
-# Interleaved 1F1B on p ranks with v chunks each: how many forwards does a rank do before it begins to alternate one
-# forward and one backward? Micro-batches are processed in rounds of p (m is a multiple of p): a round passes all
-# chunks before the next one begins, and in backward too. A rank must have done every chunk but the last for the first
-# round; and each rank further from the end needs *two* more, not one as in 1F1B: one for the way there and one for
-# the way back. There are no more than m v forwards.
+# Interleaved 1F1B on p ranks with v chunks each: how many forwards does a rank run before it begins to alternate one
+# forward and one backward? Micro-batches run in rounds of p (m is a multiple of p). A round passes all chunks before
+# the next one begins, in backward too.
 #
-# Write the one line. Rank 3 of 4, two chunks, m = 8: it begins to alternate after 4. v is 2 or more.
+# - Every rank first runs all chunks but the last for the first round.
+# - Each rank further from the end needs *two* more forwards, one for the way to the last rank and one for the way back.
+#   In 1F1B it needs one more.
+# - A rank has no more than m v forwards.
+#
+# Write the one line, for v of 2 or more. An example: with p = 4, v = 2 and m = 8, rank 3 begins to alternate after four
+# forwards.
 
 
 # %% course={"ex": "08-2", "role": "answer"}
@@ -779,9 +785,9 @@ check("08-2", warm_up)
 
 # %% [markdown] course={"ex": "08-3"}
 # ## 08-3 A linear's split backward
-# y = x Wᵀ + b, as in `F.linear(x, weight, bias)`. Write the backward: the gradient of x now, the gradients of weight
-# and bias on request. Return `(dx, later)`, where `later()` computes and returns `(dweight, dbias)`. A second `later()`
-# returns the same values or raises an error.
+# y = x · weightᵀ + bias, as in `F.linear(x, weight, bias)`. Write its backward, which computes the gradient of x at
+# once, and the gradients of weight and bias on request. Return `(dx, later)`, where `later()` computes and returns
+# `(dweight, dbias)`. A second `later()` returns the same values or raises an error.
 #
 # x may be (T, D) or (B, S, D); dy has the same dims with F features at the end; weight is (F, D). The gradients of
 # weight and bias sum over all positions, and have the dtype of the inputs. x and dy must not change, and no autograd
@@ -809,7 +815,8 @@ check("08-3", split_backward)
 
 # %% [markdown] course={"ex": "08-4"}
 # ## 08-4 The rows of ZB-H1
-# Write the schedule for any p and any m of at least p, stage r on rank r. A row is a list of cells such as `"0F3"`, `"0I3"`, `"0W3"`.
+# Write the schedule for any p and any m of at least p, stage r on rank r. A row is a list of cells such as `"0F3"`,
+# `"0I3"`, `"0W3"`.
 #
 # Your rows are judged by their simulation at F = I = W: `validate` finds them legal, every backward is split, the
 # step is as short as possible, and no rank has more than p in flight, from F to W. You choose the order.
@@ -842,13 +849,17 @@ check("08-4", rows_of_zb_h1)
 
 # %% [markdown] course={"ex": "08-5"}
 # ## 08-5 Send early, in raw PyTorch
-# Backward of one micro-batch on one rank, with torch and `torch.distributed` alone; the default group exists. Rank r
-# holds stage r and has run its forward. Receive the gradient of y, send the gradient of x *before* any gradient of a
-# weight or bias is computed, and then add the gradients of the parameters to their `.grad`. The function is called for
-# several micro-batches, one after the other.
+# Write the backward of one micro-batch on one rank, with torch and `torch.distributed` alone. The default group exists.
+# Rank r holds stage r and has run its forward.
 #
-# `torch.autograd.grad(y, inputs, dy)` computes the gradients of `inputs` alone and returns them; with `retain_graph=True` the graph is
-# there for a second time.
+# 1. Receive the gradient of y.
+# 2. Send the gradient of x *before* you compute the gradient of any weight or bias.
+# 3. Add the gradients of the parameters to their `.grad`.
+#
+# The function is called for several micro-batches, one after the other.
+#
+# `torch.autograd.grad(y, inputs, dy)` computes the gradients of `inputs` alone and returns them.
+# `retain_graph=True` keeps the graph for a second call.
 #
 # The check runs on one to four ranks. It compares the gradients of all weights and biases, expects one message per
 # micro-batch with the right peer and bytes, and expects no gradient of a weight or bias before the message is sent.
@@ -905,10 +916,10 @@ check("08-5", backward_in_halves)
 # A W needs its I, and the rank waits for its first I. Only forwards can fill this gap.
 # </details>
 #
-# **3.** You change ZB-H1 to ZB-H2 and measure the same step. What does the training loop do?
+# **3.** You replace ZB-H1 with ZB-H2, but the step takes as long as before. What in the training loop explains this?
 #
 # <details><summary>Answer</summary>
-# All ranks meet between two steps, most likely for the gradient norm. ZB-H2 shortens only the span.
+# All ranks meet between two steps, most likely to compute the gradient norm. ZB-H2 shortens only the span.
 # </details>
 #
 # **4.** All Ws run at the end of the step. What goes wrong?
@@ -920,8 +931,8 @@ check("08-5", backward_in_halves)
 # **5.** Why does rank 0 have the last stage in a V, and what must you watch?
 #
 # <details><summary>Answer</summary>
-# The first stage stores a micro-batch longest and the last one shortest, so all ranks need the same memory. But the
-# embedding and the LM head share a rank, so its stages should have fewer blocks.
+# The first stage stores a micro-batch longest and the last one shortest, so all ranks need the same memory for
+# activations. But the embedding and the LM head share a rank, so its stages should have fewer blocks.
 # </details>
 #
 # **Sources.** Next: lesson 09 shards the sequence.

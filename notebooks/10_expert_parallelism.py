@@ -16,8 +16,7 @@
 # # 10 Expert parallelism: tokens are sent to the weights
 #
 # *50 minutes to read and run, 70 to build.* DeepSpeed and torchtitan once made the same mistake: with experts on ep
-# ranks, their gradients were ep times too large
-# ([DeepSpeed #5259](https://github.com/deepspeedai/DeepSpeed/pull/5259),
+# ranks, their gradients were ep times too large ([DeepSpeed #5259](https://github.com/deepspeedai/DeepSpeed/pull/5259),
 # [PyTorch #160285](https://github.com/pytorch/pytorch/issues/160285)). In torchtitan the loss curves did not show it.
 # Here you send tokens to experts, count the bytes, and repeat this mistake. You need lessons 02 and 03.
 #
@@ -33,7 +32,7 @@ vote_2 = None
 # %% [markdown]
 # ## Many MLPs where there was one
 # A *mixture of experts* has E MLPs where a dense model has one, and a router sends each token through K of them. The
-# MLPs have E times as many parameters, but need only K times the arithmetic. E MLPs may not fit where one did. So each
+# MLPs have E times as many parameters, but need only K times the arithmetic. E MLPs may not fit on one GPU. So each
 # rank of data parallelism stores only E/n of the experts, and the tokens are sent to them:
 #
 # ```
@@ -88,7 +87,7 @@ predicted_factor = None  # experts' gradients averaged as in DDP, over the right
 # %% [markdown]
 # ## A router by hand
 # The router is a small linear layer with one logit per expert. Softmax turns the logits into probabilities p. The K
-# largest are chosen, and each is divided by their sum:
+# largest are chosen, and each is divided by their sum. These K *weights* multiply the outputs of the chosen experts:
 
 # %%
 logits_TE = torch.tensor([[2.0, 1.0, 0.0, 0.0], [0.0, 0.0, 3.0, 1.0], [2.0, 0.0, 2.5, 0.0]])
@@ -100,8 +99,8 @@ for token, p in enumerate(logits_TE.softmax(-1)):
 print("pairs by expert:", routes.chosen_E.tolist())
 
 # %% [markdown]
-# The choice has no gradient. The weights have one, and through them the router learns. With K = 1 the weight is p itself,
-# because p / p would always be 1. In one process, the layer is a loop over the experts:
+# The choice has no gradient. The weights have one, and through them the router learns. With K = 1 the weight is p
+# itself, because p / p would always be 1. In one process, the layer is a loop over the experts:
 
 # %%
 from course_lib.view import show_source
@@ -110,9 +109,10 @@ show_source(ep.MoE.through_experts)
 
 # %% [markdown]
 # ## Dispatch and combine
-# Now a row must reach the rank of its expert and come back. Here four ranks have two tokens each, K is 1, expert e is on
-# rank e, and it adds 0.5. Token 31 is token 1 of rank 3. Each rank sorts its rows, because an all-to-all needs the rows
-# for one rank next to each other. No rank knows how many rows will arrive, so counts are sent first:
+# Now a row must reach the rank of its expert and come back. Here four ranks have two tokens each, K is 1, expert e is
+# on rank e, and each expert adds 0.5. A token is one number: 31 is token 1 of rank 3. Each rank sorts its rows, because
+# an all-to-all needs the rows for one rank next to each other. No rank knows how many rows will arrive, so counts are
+# sent first:
 
 # %%
 from course_lib import comm
@@ -142,10 +142,10 @@ for rank, (sends, *rows) in enumerate(run(there_and_back, n=RANKS)):
     print(f"rank {rank}  {sends!s:15}{arrived:26}{returned:15}{home}")
 
 # %% [markdown]
-# Compare `returned` and `home` on rank 0. Rows come back in the order in which they were sent, so each rank must put
-# them into their places.
+# Compare `returned` and `home` on rank 0. Rows come back in the order in which they were sent, so each rank must
+# restore its own order.
 #
-# The library's layer does the same. The backward of `comm.all_to_all_v` is the same all-to-all in the other direction:
+# The library's layer does the same, and its backward runs the same all-to-alls in the other direction:
 
 # %%
 show_source(ep.ExpertParallelMoE.through_experts)
@@ -180,7 +180,7 @@ for rank, told in enumerate(run(groups, n=RANKS)):
 # divided its loss by the tokens of *all* ranks.
 #
 # The folded cell also averages, as DDP does: each rank takes the mean over its own tokens, and each sum is divided by
-# the number of its ranks.
+# the size of its axis.
 
 # %% jupyter={"source_hidden": true}
 # First gradients, summed and averaged, as multiples of those of one process.
@@ -225,9 +225,9 @@ for averaged in (False, True):
 print(f"your prediction: {predicted_factor}")
 
 # %% [markdown]
-# This is the mistake of the two libraries. The gradient of an expert contains the tokens of all dp ranks, but the
-# average divides it by the size of edp, so it is ep times too large. AdamW hides a constant factor. SGD and a clipped
-# gradient norm do not.
+# The last two lines show the mistake of the two libraries. The gradient of an expert contains the tokens of all dp
+# ranks, but the average divides it by the size of edp, so it is ep times too large. AdamW hides a constant factor. SGD
+# and a clipped gradient norm do not.
 #
 # ## Training on four ranks: every row counted
 # The folded cell trains four steps, in one process and on four ranks with ep = 1 (plain data parallelism), 2 and 4. It
@@ -300,9 +300,11 @@ print(
 )
 
 # %% [markdown]
-# The kernel also counts headers. Each pair whose expert is on another rank costs four rows: there
-# and back, in forward and in backward. A rank sends two of them for each of its own pairs that leave, and two for each
-# pair of another rank that it computes:
+# With a larger ep, a rank sends fewer gradients and more tokens. The kernel also sees message headers and the counts
+# that are sent first.
+#
+# Each pair whose expert is on another rank costs four rows: there and back, in forward and in backward. A rank sends
+# two of them for each of its own pairs that leave, and two for each pair of another rank that it computes:
 
 # %%
 load = runs[4][0]["loads"][0][0]  # of the first layer, before any training
@@ -322,7 +324,7 @@ print(
 )
 
 # %% [markdown]
-# Rank 3 sends the most, because it computes the most pairs. Two of the experts are too popular:
+# Rank 3 sends the most, because it computes the most pairs. Two experts are too popular:
 
 # %%
 from course_lib.view.experts import load_plot
@@ -332,7 +334,7 @@ load_plot(load, title="An untrained router on real text: two of eight experts ge
 # %% [markdown]
 # > **Box: FP8 for two of the four rows.** DeepSeek-V3 dispatches rows in FP8, with one scale per 128 elements, and
 # > combines results in bfloat16 ([arXiv:2412.19437](https://arxiv.org/abs/2412.19437), section 3.3.3). In backward,
-# > the gradients sent to the experts are FP8 too. This is what it saves for one pair:
+# > the gradients sent to the experts are FP8 too. With rows of 7,168 elements, this saves a quarter of the bytes:
 
 # %%
 row = torch.randn(7168 // 128, 128, generator=torch.Generator().manual_seed(0))
@@ -346,8 +348,8 @@ print(f"({(2 * fp8 + 2 * bf16) / (4 * bf16):.2f})")
 
 # %% [markdown]
 # ## All ranks wait for the busiest one
-# No rank can finish combine before the busiest rank has computed, so the layer takes as long as its busiest rank. The
-# folded cell runs three layers with an even load and three with a skewed one, at 0.3 ms per row:
+# No rank can finish combine before the busiest rank has computed its rows, so the layer takes as long as on its busiest
+# rank. The folded cell runs three layers with an even load and three with a skewed one, at 0.3 ms per row:
 
 # %% jupyter={"source_hidden": true}
 # Three layers with experts of 0.3 ms per row; messages and waiting are real.
@@ -371,7 +373,7 @@ def paced_layers(skew):
     layer = PacedMoE(experts_model().blocks[0].ffn, mesh.ep, mesh.dp_cp)
     token = torch.arange(TOKENS)
     x_TD = torch.zeros(TOKENS, CONFIG.hidden, dtype=CONFIG.dtype)
-    x_TD[token, token % EXPERTS] = 2.0  # token t likes expert t, then t + 1
+    x_TD[token, token % EXPERTS] = 2.0  # token t chooses expert t, then t + 1
     x_TD[token, (token + 1) % EXPERTS] = 1.0
     x_TD[:, EXPERTS] = skew
     with torch.no_grad():
@@ -394,20 +396,21 @@ for name, result in paced.items():
 timeline(
     paced["skewed"].traces,
     title="A skewed load: three ranks wait for rank 0 in every layer",
-    note=f"Paced: {1e3 * PER_ROW:g} ms a row. all_gather and all_reduce carry counts.",
+    note=f"Paced: {1e3 * PER_ROW:g} ms per row. all_gather and all_reduce carry counts.",
 )
 
 # %% [markdown]
-# The skewed layers take about twice as long. In each second all-to-all, ranks 1 to 3 wait for rank 0.
+# The skewed layers take about twice as long, not 2.5 times, because messages take as long as before.
 #
 # ## Balancing the load: a loss, a bias, a capacity
-# **Auxiliary loss.** E Σ f_e p_e is 1 for an even load and more for a skewed one. Here f_e is the fraction of all pairs
-# that chose expert e, and p_e its mean probability. Only p has a gradient, which pushes it down where f is large. f
-# counts the tokens of *all* ranks, so each forward all-reduces the counts.
+# **Auxiliary loss.** Add E Σ f_e p_e to the loss, times a small coefficient. Here f_e is the fraction of all pairs that
+# chose expert e, and p_e its mean probability. The term is 1 for an even load, and larger if popular experts also have
+# a large p. Only p has a gradient, which pushes it down where f is large. f counts the tokens of *all* ranks, so each
+# forward all-reduces the counts.
 #
-# **Bias.** An auxiliary loss adds its own gradient to that of the text. DeepSeek-V3 instead adds a bias to the scores,
-# for the choice but not for the weights. After each step, the bias of an overloaded expert decreases by a fixed amount,
-# and the bias of an underloaded one increases:
+# **Bias.** An auxiliary loss adds its own gradient to that of the text. DeepSeek-V3 keeps only a very small one, and
+# adds to the scores a bias that affects the choice but not the weights. After each step, the bias of each overloaded
+# expert decreases by a fixed amount, and the others increase:
 
 # %%
 from course_lib.ep.moe import Routes
@@ -473,8 +476,8 @@ for coefficient, biased in ((0.0, False), (0.01, False), (0.1, False), (0.0, Tru
 # bias is almost as good as 0.01 here.
 #
 # **Capacity.** An expert takes at most T K / E pairs of a rank's tokens, times a capacity factor, first choices first.
-# Other pairs are dropped: their tokens pass the layer on the residual. This bounds the load, but whether a token is
-# dropped depends on the other tokens. A layer without capacity is *dropless*.
+# Other pairs are dropped. A token that loses all its pairs passes only through the residual connection. Capacity bounds
+# the load, but whether a token is dropped depends on the other tokens. A layer without capacity is *dropless*.
 
 
 # %%
@@ -499,7 +502,8 @@ for skew, capacity_factor in ((0, 1.0), (2, 1.0), (2, 1.25), (2, 2.0), (2, None)
 print(f"your prediction for the first line: {predicted_dropped} dropped")
 
 # %% [markdown]
-# Even without skew, a capacity factor of 1 drops pairs, because random choices are never exactly even.
+# Even without skew, a capacity factor of 1 drops pairs, because random choices are uneven. With skew, a larger factor
+# drops fewer pairs, but the load is less even.
 #
 # ## The same in PyTorch
 # `dist.all_to_all_single` takes the two lists of splits, and backward is the same call with the lists exchanged:
@@ -589,8 +593,8 @@ print(f"outputs and gradients of x, router and experts differ by {apart:.0e} at 
 # - **order**: on one rank, each result goes to the next token
 #
 # For each run, name the cause, the axis of the right sum or all-to-all (`"ep"`, `"edp"` or `"dp"`), and the rank (a
-# number or `"all"`; None if correct). "Off" compares with one process, `k` is rank 0's gradient as a multiple of the
-# right one, and "apart" compares copies after one step.
+# number or `"all"`). Both are None if correct. "Off" compares with one process, `k` is rank 0's gradient as a multiple
+# of the right one, and "apart" compares copies after one step.
 
 # %%
 SEED = 3
@@ -704,12 +708,12 @@ for lab_run in lab:
 # %% [markdown]
 # <details><summary>How to read it</summary>
 #
-# Below 1e-10 is rounding.
+# Differences below 1e-10 are rounding.
 #
 # - **One rank's loss is off**: *order*, on that rank. All counts and bytes are right.
 # - **Bytes on ep instead of edp, copies of experts apart**: *group*. Gradients of different experts were added up, and
 #   no error is raised, because their shapes agree.
-# - **k of experts is 1/4, copies agree**: *divided*. AdamW hides it in the loss.
+# - **k of experts is 1/4, copies agree**: *divided*.
 # - **Copies of the router apart**: *router*.
 # </details>
 
@@ -718,16 +722,17 @@ lab.grade(diagnosis)
 
 # %% [markdown]
 # ## When not to use it, and both claims settled
-# - **All experts fit.** Replicate them: gradients are sent once per step and hide behind backward, but tokens are sent
-#   four times per layer, and the next computation waits for them.
+# - **All experts fit, and a rank has many tokens per step.** Replicate them: gradients are sent once per step and hide
+#   behind backward, but tokens are sent four times per layer, and the next computation waits for them.
 # - **Slow links inside the ep group.** Keep ep inside a node, or limit the nodes per token, as DeepSeek-V3 does.
 # - **Few tokens.** An expert multiplies n K T / E rows. Below 295, an H100 (989 TFLOP/s in bfloat16, 3.35 TB/s) reads
 #   the weights longer than it computes.
 #
-# **Claim 1: only if the load is even** and communication is free. All ranks wait for the busiest one, and for four
+# **Claim 1: only if the load is even** and communication is free. All ranks wait for the busiest one, and for the
 # all-to-alls.
 #
-# **Claim 2: false.** The gradient of an expert is summed over edp, because the tokens of its ep group are in it already.
+# **Claim 2: false.** The gradient of an expert is summed over edp, because the tokens of its ep group are in it
+# already. Code that averages must still divide it by the size of dp.
 
 # %%
 times = {name: summarize(read(result.traces)[0]).makespan for name, result in paced.items()}
@@ -735,10 +740,10 @@ print(f"skewed took {times['skewed'] / times['even']:.2f} times as long; your vo
 print(f"your vote on the second: {vote_2}")
 
 # %% [markdown]
-# **The table that grows.** Per rank, in the last step of the training above:
+# **The table that grows.** Per rank, in the last step of the training above. A larger ep stores less:
 
 # %%
-print(f"{'a rank':12}{'state':>11}{'bytes sent':>12}{'of it tokens':>14}{'busiest':>9}")
+print(f"{'per rank':12}{'state':>11}{'bytes sent':>12}{'of it tokens':>14}{'busiest':>9}")
 print(f"{'one process':12}{alone['state']:11,}")
 for ep_size, result in runs.items():
     one = result[0]
@@ -786,8 +791,8 @@ from course_lib import comm
 
 # %% [markdown] course={"ex": "10-1"}
 # ## 10-1 Six tokens and four experts, by hand
-# Fifteen minutes, on paper; no code. Two ranks with three tokens each, ep = 2: rank 0 holds experts 0 and 1, rank 1 holds 2 and
-# 3. Each token has two experts, its first choice first:
+# Fifteen minutes, on paper; no code. Two ranks with three tokens each, ep = 2: rank 0 holds experts 0 and 1, and rank 1
+# holds experts 2 and 3. Each token has two experts, its first choice first:
 #
 # | | token 0 | token 1 | token 2 |
 # |---|---|---|---|
@@ -795,17 +800,17 @@ from course_lib import comm
 # | rank 1 | 0, 3 | 1, 0 | 3, 2 |
 #
 # - `by expert`: the pairs that each of the four experts computes, without capacity
-# - `imbalance`: pairs of the busiest rank over the mean of ranks
+# - `imbalance`: the pairs of the busiest rank, divided by the mean over all ranks
 # - `splits`: the rows that each rank hands to the all-to-all, for [[rank 0 to 0, 0 to 1], [1 to 0, 1 to 1]]
 # - `rows`: rank 0's rows in the order in which they are sent, as numbers of tokens: by expert, and within an expert
 #   first choices before second ones, then by token
 # - `bytes`: what each rank sends, forward and backward; a row has 8 float32 elements
 # - `dropped`: pairs that each rank drops with capacity factor 1, rounded up
-# - `balance`: E Σ f_e p_e of all six tokens, without capacity. The probabilities, added up over the six tokens, are [2.4, 1.2,
-#   1.2, 1.2]; divide so that an even load gives 1
-# - `summed with`: now dp = 8 and ep = 4. The ranks over which the gradients of rank 5's experts are summed, rank 5 included
-# - `too large`: there, each rank divides its loss by its own tokens, and experts' gradients are averaged over edp. How many
-#   times too large are they?
+# - `balance`: E Σ f_e p_e over all six tokens, without capacity. The probabilities, added up over the six tokens, are
+#   [2.4, 1.2, 1.2, 1.2]; divide so that an even load gives 1
+# - `summed with`: now dp = 8 and ep = 4. Over which ranks are the gradients of rank 5's experts summed? Include rank 5
+# - `too large`: in the same layout, each rank divides its loss by its own tokens, and the gradients of experts are
+#   averaged over edp. By what factor are they too large?
 
 # %% course={"ex": "10-1", "role": "answer"}
 # BEGIN SOLUTION
@@ -835,14 +840,15 @@ table = {
 # END SOLUTION
 
 # %% [markdown] course={"ex": "10-1", "role": "answer"}
-# - Pairs by rank and expert: [3, 1, 2, 0] and [2, 1, 1, 2]. Ranks compute 7 and 5, the mean is 6.
-# - Rank 0's rows: expert 0 is the first choice of tokens 0 and 1 and the second of 2; expert 1 the second of 1; expert 2 the
-#   first of 2, the second of 0.
+# - Pairs by rank and expert: [3, 1, 2, 0] and [2, 1, 1, 2]. Rank 0 computes 7 pairs and rank 1 computes 5; the mean is
+#   6.
+# - Rank 0's rows: expert 0 is the first choice of tokens 0 and 1 and the second of 2; expert 1 the second of 1; expert
+#   2 the first of 2, the second of 0.
 # - Rank 0 sends two pairs, rank 1 three: each rank sends 2 · (2 + 3) rows of 32 bytes.
 # - The capacity is 6/4 rounded up: 2. Expert 0 has three pairs of rank 0. Each rank decides alone.
 # - 4 · (5 · 2.4 + (2 + 3 + 2) · 1.2) / 12 / 6.
-# - With ep = 4 the groups are 0 to 3 and 4 to 7; rank 1 has the same place as rank 5. An average over its two ranks divides by
-#   2, where 8 is right.
+# - With ep = 4 the groups are 0 to 3 and 4 to 7; rank 1 stores the same experts as rank 5. An average over the two
+#   ranks divides by 2, where 8 is right.
 
 # %% course={"ex": "10-1", "role": "check"}
 from course_lib.grading import check
@@ -851,13 +857,14 @@ check("10-1", table)
 
 # %% [markdown] course={"ex": "10-2"}
 # ## 10-2 The gradient of an expert
-# Backward is done, and this rank's expert has a gradient. The loss was divided by the tokens of all ranks. Write the one line
-# that returns the gradient with which the optimizer steps.
+# Backward is done, and this rank's expert has a gradient. The loss was divided by the tokens of all ranks. Write the
+# one line that returns the gradient with which the optimizer steps.
 #
-# `ep` are the ranks that share all experts, `edp` those that hold the same ones, `data` all ranks with different tokens.
+# `ep` is the axis of the ranks that share all experts, `edp` the axis of the ranks that hold the same experts, and
+# `data` the axis of all ranks with different tokens.
 #
-# The check looks at gradients on four ranks with ep = 2, 1 (and tp = 2) and 4, on six with ep = 2, and on one. The given
-# gradient must not change, and a rank makes at most one all-reduce, and none where no sum is missing.
+# The check looks at gradients on four ranks with ep = 2, 1 (and tp = 2) and 4, on six with ep = 2, and on one. The
+# given gradient must not change. A rank calls at most one all-reduce, and none where no sum is missing.
 
 
 # %% course={"ex": "10-2", "role": "answer"}
@@ -883,7 +890,7 @@ check("10-2", expert_gradient)
 # - With two choices or more the weights are divided by the sum of the chosen ones; with one choice the weight is the
 #   probability.
 # - An expert takes at most `room` pairs: first all first choices, in the order of tokens, then all second ones, and
-#   so on. A pair beyond `room` is missing in the dict; the weights of the others do not change.
+#   so on. The dict has no entry for a pair beyond `room`; the weights of the others do not change.
 # - Logits may be as large as 800 or as small as -800. The given lists must not change.
 #
 # `route([[2.0, 1.0, 0.0], [3.0, 0.0, 1.0]], 2, 1)` gives `[{0: 0.731, 1: 0.269}, {2: 0.119}]` (rounded): the second
@@ -922,12 +929,12 @@ check("10-3", route)
 # by all tokens or by none. A weight may be 0 or negative; top_k may be 1.
 #
 # `comm.all_gather(x, axis)` joins tensors of all ranks, without gradient; `comm.all_to_all_v(x, axis, sends, receives)`
-# is the uneven all-to-all with a gradient. `torch.empty_like(rows).index_copy(0, places, rows)` puts rows into
-# places, for autograd too.
+# is the uneven all-to-all with a gradient. `torch.empty_like(rows).index_copy(0, places, rows)` puts rows into places
+# and has a gradient.
 #
 # The check looks at outputs and gradients of x, of the weights and of the experts, on two and three ranks, on pairs of
-# four ranks and on one. Rows are sent by two all-to-alls forward and two backward, the rows of the pairs and no others.
-# The library's layer and its parts refuse.
+# four ranks and on one. It expects two all-to-alls in forward and two in backward, which send the rows of the pairs and
+# no others. The library's layer and its parts raise an error here.
 
 
 # %% course={"ex": "10-4", "role": "answer"}
@@ -963,13 +970,13 @@ check("10-4", moe_layer)
 
 # %% [markdown] course={"ex": "10-5"}
 # ## 10-5 There and back in raw PyTorch
-# Forward only, top_k = 1, one expert on each rank, with `torch.distributed`: `course_lib` refuses. The default group
-# exists. `dist.all_to_all_single(output, input, output_splits, input_splits)` takes the splits as lists of Python
-# numbers; without them it splits evenly.
+# Write the forward for top_k = 1 and one expert on each rank, with `torch.distributed` alone: `course_lib` raises an
+# error here. The default group exists. `dist.all_to_all_single(output, input, output_splits, input_splits)` takes the
+# splits as lists of Python numbers; without them it splits evenly.
 #
-# The check looks at outputs on two, three and four ranks and on one, also with an expert that no token chooses, a rank
-# without tokens and rows of float64. No input may be overwritten, and rows are sent by two all-to-alls, each needed row
-# and no other. You may send the counts in any way.
+# The check looks at outputs on one to four ranks. In some cases no token chooses an expert, a rank has no tokens, or
+# rows are float64. No input may be overwritten. Two all-to-alls send each needed row and no other. You may send the
+# counts in any way.
 
 
 # %% course={"ex": "10-5", "role": "answer"}
@@ -1003,7 +1010,7 @@ check("10-5", through_experts)
 # %% [markdown]
 # **Exit questions.** Answer, then unfold.
 #
-# **1.** dp = 64 and ep = 8. Over how many ranks is the gradient of an expert summed, and the router's?
+# **1.** dp = 64 and ep = 8. Over how many ranks are the gradients of an expert and of the router summed?
 #
 # <details><summary>Answer</summary>
 # Over the 8 ranks of edp (64/8), and over all 64.
@@ -1019,13 +1026,13 @@ check("10-5", through_experts)
 # **3.** Why must counts be sent before rows, and why is that costly on a GPU?
 #
 # <details><summary>Answer</summary>
-# Each rank must allocate memory for the arriving rows, so the host waits for the router.
+# Each rank must allocate memory for the arriving rows. So the host must wait until the GPU has sent the counts.
 # </details>
 #
 # **4.** A token is dropped by its second expert. What is its output?
 #
 # <details><summary>Answer</summary>
-# The first expert's result times its weight, which does not increase.
+# The first expert's result times its unchanged weight.
 # </details>
 #
 # **5.** An expert fits on one GPU. Why EP and not TP?
@@ -1034,7 +1041,7 @@ check("10-5", through_experts)
 # EP keeps full matrices and sends a token to at most K ranks. TP needs every token on all ranks.
 # </details>
 #
-# **Sources.** Next: lesson 11, several groups over the same ranks.
+# **Sources.** Next: lesson 11, several groups over ranks.
 # - Lepikhin et al. 2020, *GShard*, capacity: [arXiv:2006.16668](https://arxiv.org/abs/2006.16668).
 # - Fedus et al. 2021, the auxiliary loss: [arXiv:2101.03961](https://arxiv.org/abs/2101.03961).
 # - Gale et al. 2022, dropless: [arXiv:2211.15841](https://arxiv.org/abs/2211.15841).
