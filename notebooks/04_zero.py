@@ -15,9 +15,9 @@
 # %% [markdown]
 # # 04 ZeRO: no rank needs to store everything
 #
-# *50 minutes to read and run, 70 to build.* A model of 7.5 billion parameters needs 120 GB for training with AdamW, even
-# without its activations. You have 64 GPUs of 80 GB, and data parallelism still runs out of memory, because it stores
-# all 120 GB on every GPU. ZeRO splits this state into shards, one per rank. You need lesson 03.
+# *50 minutes to read and run, 70 to build.* Training 7.5 billion parameters with AdamW in mixed precision takes 120 GB,
+# even without activations. On 64 GPUs of 80 GB, data parallelism still runs out of memory, because every GPU stores all
+# 120 GB. ZeRO splits weights, gradients and optimizer state into shards, one per rank. You need lesson 03.
 #
 # Vote first: write `"true"`, `"false"` or `"only if ..."`.
 #
@@ -30,25 +30,25 @@ vote_2 = None
 
 # %% [markdown]
 # ## 16 bytes per parameter, on every rank
-# Mixed precision with AdamW stores 2 bytes per parameter for the bfloat16 weight, 2 for its gradient and 12 for the
-# optimizer: a float32 weight and two moments. Data parallelism (DP) replicates them all. Each stage of ZeRO shards one
-# part more:
+# The ZeRO paper counts 2 bytes per parameter for the weight, 2 for its gradient and 12 for AdamW: a float32 copy of the
+# weight and two moments. (Frameworks that sum gradients in float32 need 2 more.) Data parallelism (DP) replicates all
+# 16 bytes. Each stage of ZeRO shards one more part, here over four ranks:
 #
 # ```
 #               weights   gradients   optimizer
-#   DP          ########  ########    ################################################   on every rank
-#   stage 1     ########  ########    ############                                       1/n of the optimizer
-#   stage 2     ########  ##          ############                                       ... and of the gradients
-#   stage 3     ##        ##          ############                                       ... and of the weights
+#   DP          ########  ########    ################################################   everything on every rank
+#   stage 1     ########  ########    ############                                       1/n of the optimizer state
+#   stage 2     ########  ##          ############                                       ... and 1/n of the gradients
+#   stage 3     ##        ##          ############                                       ... and 1/n of the weights
 # ```
-#
-# A rank that stores a quarter of the optimizer state can update a quarter of the weights. Which gradients does it
-# need, and which ranks need the updated weights?
 #
 # | symbol | meaning |
 # |---|---|
-# | n, M | ranks; micro-batches in a step |
-# | `_F`, `_f` | suffix of a full flat tensor, and of its shard |
+# | n | ranks |
+# | M | micro-batches per step |
+#
+# A rank that stores a quarter of the optimizer state can update a quarter of the weights. Which gradients does it
+# need, and which ranks need the updated weights?
 #
 # You will train this model on four ranks. Its *root* is everything outside the blocks. What do you predict?
 
@@ -66,8 +66,8 @@ print(f"{P:,} parameters of 4 bytes, in {CONFIG.layers} blocks of {BLOCK:,} byte
 # %%
 predicted_gb = None  # GB per rank in stage 1: 7.5 billion parameters, mixed precision, 64 ranks
 predicted_stage_1 = None  # bytes that a rank sends in stage 1, divided by those of DP
-predicted_stage_2_m4 = None  # the same of stage 2, when the step has 4 micro-batches
-predicted_stage_3 = None  # the same of stage 3, one micro-batch
+predicted_stage_2_m4 = None  # the same ratio for stage 2, with 4 micro-batches per step
+predicted_stage_3 = None  # the same ratio for stage 3, with one micro-batch
 predicted_peak = None  # stage 3's peak memory on 4 ranks, divided by DP's
 
 # %% [markdown]
@@ -103,8 +103,8 @@ for n, printed in PRINTED.items():
 print(f"your prediction for stage 1 on 64: {predicted_gb}")
 
 # %% [markdown]
-# With more ranks, stage 1 approaches 4 bytes per parameter and stage 2 approaches 2, but stage 3 has no floor. Which
-# stage is the first to fit 70 billion parameters into 80 GB, and on how many ranks? Move the sliders.
+# With more ranks, stage 1 approaches 4 bytes per parameter and stage 2 approaches 2, but stage 3 has no such floor.
+# Which stage fits 70 billion parameters into 80 GB, and on how many ranks? Move the sliders.
 
 # %% jupyter={"source_hidden": true}
 from course_lib.view import memory_plot
@@ -117,7 +117,7 @@ def memory(ranks, billions):
         for stage in range(4)
     }
     fit = [name for name, state in states.items() if state.total <= 80e9]
-    note = f"In 80 GB fit: {', '.join(fit) or 'none'}; activations come on top."
+    note = f"What fits into 80 GB: {', '.join(fit) or 'nothing'}."
     title = f"{billions} billion parameters on {ranks} ranks, mixed precision with AdamW"
     return memory_plot(states, title=title, note=note)
 
@@ -133,9 +133,9 @@ picture_sliders(
 
 # %% [markdown]
 # ## An all-reduce has two halves
-# In lesson 03 an all-reduce gave every rank the sum of all gradients. A rank that updates a quarter of the weights
-# needs only a quarter of this sum. A reduce-scatter delivers exactly that: it adds the tensors of all ranks and leaves
-# one shard of the sum on each. An all-gather gives every rank all shards. We run these two, and then an all-reduce:
+# An all-reduce gives every rank the sum of all gradients. A rank that updates a quarter of the weights needs only a
+# quarter of this sum. A reduce-scatter delivers exactly that: it adds the tensors of all ranks and leaves one shard of
+# the sum on each rank. An all-gather then gives every rank all shards. We compare these two with an all-reduce:
 
 # %%
 import torch
@@ -164,12 +164,13 @@ for rank, seen in enumerate(run(two_halves, n=RANKS)):
     print(f"rank {rank}: {seen}")
 
 # %% [markdown]
-# The two halves return what the all-reduce returns, and they send the same number of bytes. So the optimizer step can
-# take place between them at no cost, and the second half then carries weights instead of gradients. This is stage 1.
+# The two halves return what the all-reduce returns, and they send the same 24 bytes. So the optimizer step can take
+# place between them without more traffic, and the second half then carries weights instead of gradients. This is stage
+# 1.
 #
 # ## Stage 1: each rank updates its shard
-# Tensors have different sizes, but ranks need equal shards. So we concatenate the parameters into one *flat parameter*,
-# pad it to a multiple of n, and split it:
+# Tensors have different sizes, but the shards must be equal. So we concatenate the parameters of each bucket into one
+# *flat parameter*, pad it to a multiple of n, and split it:
 
 
 # %%
@@ -190,9 +191,8 @@ for rank, mine in enumerate(run(owners, n=RANKS)):
 
 # %% [markdown]
 # A shard may begin or end inside a tensor. AdamW still computes the right update, because it treats every element
-# alike. An optimizer that needs the norm of a full matrix, such as LAMB, cannot use these shards.
-#
-# In the code, `finish` reduce-scatters gradients, and `refresh` gathers weights after the optimizer step:
+# alike. In the code, `full_F` is the full flat parameter and `shard_f` one rank's shard. After backward, `finish`
+# reduce-scatters the gradients. After the optimizer step, `refresh` gathers the weights:
 
 # %%
 from course_lib.view import show_source
@@ -204,24 +204,25 @@ show_source(zero.FlatParameter.start_gather, zero.FlatParameter.start_reduce)
 # %% [markdown]
 # ## Stage 2: gradients are sent during backward
 # Stage 1 stores all gradients until backward ends. Stage 2 reduce-scatters a bucket as soon as backward has filled it,
-# and then frees it. Autograd calls `_ready` when a gradient is computed:
+# and then frees it. Autograd calls `_ready` when it has computed a gradient, and `collect` copies it into its bucket:
 
 # %%
 show_source(zero.Zero2._ready, zero.Zero2._send_next, zero.Zero2.accumulate)
 
 # %% [markdown]
-# This has a price. The next micro-batch cannot add its gradients to a bucket that was freed. So *every* micro-batch
+# Freeing the buckets has a price: the next micro-batch finds no full gradient to add to. So *every* micro-batch
 # reduce-scatters its gradients, and the sum accumulates in the shard.
 #
 # ## Stage 3: one block's weights at a time
 # A block needs its weights in its forward and in its backward. Stage 3 gathers them before each and frees them
-# afterwards. While one block computes, the gather of the next one already runs (*prefetch*).
+# afterwards. While one block computes, the gather of the next one already runs (*prefetch*). Parameters that are
+# gathered together are a *unit*: here each block, and the root. The code shows the last two rows of this table:
 #
 # | event | what happens |
 # |---|---|
-# | forward of a block begins | wait for its weights; start to gather the next block |
+# | forward of a unit begins | wait for its weights; start to gather the next unit |
 # | forward ends | free the weights, if `reshard_after_forward` says so |
-# | backward begins | gather again; start to gather the block before |
+# | backward begins | wait for its weights, gathered again; start to gather the unit before |
 # | backward ends | free the weights; start to reduce-scatter the gradients |
 
 # %%
@@ -232,8 +233,8 @@ show_source(zero.Zero3._before_backward, zero.Zero3._after_backward)
 # two first. A unit that stays gathered saves one of its two gathers.
 #
 # ## The same losses, different bytes
-# We train four steps in each of the four ways. Losses and weights must be equal. Here everything is float32: 4 bytes
-# for a weight, 4 for its gradient and 8 for the moments.
+# We train four steps in each way. Losses and weights must agree up to rounding. Here everything is float32: 4 bytes per
+# weight, 4 per gradient and 8 for the moments.
 
 # %% jupyter={"source_hidden": true}
 # Train for four steps; measure what a rank sends and stores.
@@ -248,7 +249,7 @@ def adam(parameters):
 
 
 def make(way, model, axis, **options):
-    """(what sends gradients, what steps): with ZeRO one and the same."""
+    """Return what sends the gradients and what steps; with ZeRO this is one object."""
     if way == "dp":
         return dp.Overlapped(model.parameters(), axis, BUCKET), adam(model.parameters())
     if way == "zero 3":
@@ -260,7 +261,7 @@ def make(way, model, axis, **options):
 
 
 def state_of(model, optimizer):
-    """Between two steps, gradients gone: parameters, shards and optimizer, each storage once."""
+    """Return the bytes of parameters, shards and optimizer between two steps, without gradients."""
     if not isinstance(optimizer, zero.Sharded):
         return state_bytes(model, optimizer).total
     shards = [flat.shard for flat in optimizer.every_flat]
@@ -288,7 +289,7 @@ def train(way):
     for step in range(STEPS):
         optimizer.zero_grad()
         state = state_of(model, optimizer)
-        mesh.ledger.clear()  # the ledger keeps the last step alone
+        mesh.ledger.clear()  # count the last step only
         with (
             mesh.kernel_bytes() as kernel,
             PeakLiveBytes(buffers) as live,
@@ -297,7 +298,7 @@ def train(way):
             total = dp.train_step(model.loss_sum, [rows(step, mesh)], sync, optimizer)
         losses.append(total.item())
         meters.append((live.peak, list(live.timeline)))
-    sent = mesh.ledger.wire_bytes()  # before stage 3 gathers once more, to be looked at
+    sent = mesh.ledger.wire_bytes()  # before weights_of gathers once more
     optimizer.zero_grad()
     peak, line = min(meters[1:])  # the backend may free a little late
     return {
@@ -354,25 +355,26 @@ for way, result in runs.items():
 print(f"\nyour predictions: stage 1 {predicted_stage_1}, stage 3 {predicted_stage_3}")
 
 # %% [markdown]
-# Three halves of an all-reduce instead of two would be 1.5 times the bytes of DP. Stage 3 sends 1.40 times as much,
-# because the root and the last block are gathered only once. Stages 1 and 2 store the same state between steps and
-# differ only during a step:
+# The kernel counts up to 0.2 % more than the formula, because it also sees headers and control messages. Stage 3's two
+# gathers and one reduce-scatter would be 1.5 times the bytes of DP. The factor is only 1.40, because the root and the
+# last block are gathered once. Stages 1 and 2 differ only during a step:
 
 # %%
 from course_lib.view import live_plot
 
 picture = live_plot(
     {way: runs[way][0]["line"] for way in WAYS},
-    title="All that is alive on rank 0 during one step",
+    title="Memory of rank 0 during one step",
     note="State between steps is included.",
     stretched=True,
 )
 picture
 
 # %% [markdown]
-# Each line begins at the stored state. During backward, DP climbs by a full set of gradients and by the buckets that it
-# sends. Stage 1 climbs by one set, from half the height, and stage 2 climbs less, because it frees its buckets. The
-# small peaks of stage 3 are blocks that are gathered and freed.
+# Each line begins at the stored state. During backward, DP adds all gradients and a copy of them in the buckets that it
+# sends. (PyTorch's DDP stores this copy too, unless `gradient_as_bucket_view=True`.) Stage 1 needs no copy, and stage 2
+# adds less, because it frees its buckets. The small peaks of stage 3 are blocks that are gathered and freed. The peaks
+# in numbers:
 
 # %%
 for way in WAYS:
@@ -384,7 +386,8 @@ for way in WAYS:
 print(f"your prediction for stage 3: {predicted_peak}")
 
 # %% [markdown]
-# The peak of stage 3 is more than a quarter of DP's, because activations are not sharded and some blocks are gathered.
+# The peak of stage 3 is more than a quarter of DP's. While a block's gradient is reduced, that gradient and the next
+# blocks are in memory in full, and activations are not sharded.
 #
 # ## Micro-batches, and what Llama 3 does
 # DP and stage 1 communicate once per step, stages 2 and 3 in every micro-batch:
@@ -392,7 +395,7 @@ print(f"your prediction for stage 3: {predicted_peak}")
 
 # %%
 def bytes_sent(counts):
-    """By way and number of micro-batches, all in one launch."""
+    """Return the bytes that a rank sends, by way and number of micro-batches."""
     mesh, sent = make_mesh(), {}
     for way in WAYS:
         model = build_model(CONFIG, seed=0)
@@ -415,10 +418,10 @@ print(f"your prediction for stage 2 with 4: {predicted_stage_2_m4}")
 
 # %% [markdown]
 # Stage 2 sends (M+1)/2 times the bytes of DP, and stage 3 up to 3M/2 times. A pipeline (lesson 07) needs many
-# micro-batches, hence a common claim: *ZeRO-2 and ZeRO-3 never go with a pipeline.* That is not true. Llama 3 combined
+# micro-batches. Hence a common claim: *ZeRO-2 and ZeRO-3 never go with a pipeline.* That is not true. Llama 3 combined
 # a pipeline with sharded optimizer state, gradients and weights, but did not reshard the weights after forward.
-# torchtitan does the same by default, and PyTorch's pipelines reduce gradients only after the last micro-batch. What
-# would each choice cost Llama 3 405B?
+# torchtitan does the same by default, and PyTorch's pipelines reduce gradients once per step. What would each choice
+# cost Llama 3 405B on 16,384 GPUs with 50 GB/s each?
 
 # %%
 weights = 405e9 / (8 * 16)  # per rank: tp = 8, pp = 16
@@ -437,13 +440,13 @@ compute = 6 * 405e9 * 2**24 / (16_384 * 400e12)  # FLOPs of 16 M tokens at 400 T
 print(f"the step itself: {compute:.1f} s")
 
 # %% [markdown]
-# In the first two rows the messages take longer than the step, or nearly as long. In the last row they take 0.4 s but
-# need 19 GB of memory, so choose it when the 19 GB fit. Our `compose` package does not offer it: with a
-# pipeline it accepts stage 1 at most, which stores the same 19 GB.
+# In the first two rows the messages take longer than the step, or nearly as long. In the last row they take 0.4 s, but
+# full weights and gradients need 19 GB. Stage 1 sends and stores as much, and it is the highest stage that our
+# `compose` package accepts with a pipeline.
 #
-# ## Who waits
-# In the next run a block takes 15 ms forward and 30 ms backward, padded by sleep, and an emulated link carries 100 MB/s.
-# *Exposed* is the time in which a rank waits for messages and computes nothing.
+# ## How much communication is hidden
+# In the next run a block takes 15 ms forward and 30 ms backward, padded by sleep. An emulated link carries 100 MB/s.
+# The *exposed* time is when a rank waits for messages and computes nothing.
 
 # %% jupyter={"source_hidden": true}
 # Measure a step of each way with padded compute and emulated links.
@@ -493,11 +496,12 @@ timeline(
 
 # %% [markdown]
 # While a block computes, the next one is gathered. Only the first gathers and the last reduce-scatters have nothing to
-# hide behind. Our stage 1 sends fewer bytes but waits longer, because it sends all of them after backward. Megatron-LM's
-# stage 1 can hide them behind backward and the next forward.
+# hide behind. Without prefetch the wait is about twice as long. Our stage 1 sends fewer bytes but waits longer,
+# because it sends all of them after backward. Megatron-LM's stage 1 can hide them behind backward and the next forward.
 #
 # ## The same in PyTorch
-# `fully_shard`, known as FSDP2, is stage 3 with one shard per tensor. It averages gradients over the ranks.
+# `fully_shard`, known as FSDP2, is stage 3 with one shard per tensor. It averages gradients over the ranks, so each
+# rank computes its own mean loss.
 
 # %%
 import torch.distributed as dist
@@ -536,20 +540,22 @@ print(f"state stored by ranks, bytes: {[state for _, state in theirs]}")
 print(f"ours:                         {[one['state'] for one in runs['zero 3']]}")
 
 # %% [markdown]
-# The deep dive [04b FSDP in practice](04b_fsdp_in_practice.ipynb) covers wrapping, mixed precision and hybrid sharding.
+# The weights agree, and the states differ by less than 200 bytes. The deep dive is
+# [04b FSDP in practice](04b_fsdp_in_practice.ipynb).
 #
 # ## Break it and diagnose
-# One of the six runs below is correct (its cause is `"correct"`), and five are faulty:
+# One of the six runs is correct, and five are faulty:
 #
-# - **twice**: gradients are divided by the number of ranks once more
-# - **double**: the norm for clipping is taken of full gradients, and its square is summed over the ranks once more
-# - **shifted**: one rank puts the padding in front, so that its gradient is one element off
+# - **twice**: every rank divides its gradients by the number of ranks a second time
+# - **double**: the squared gradient norm is summed over the ranks, although every rank already has the full norm
+# - **shifted**: one rank puts the padding in front, so that its gradient is shifted by one element
 # - **late**: every rank gathers *before* its optimizer steps
 # - **stale**: one rank gathers into a copy that its model never uses
 #
-# The table compares weights with those of one process after one step: a row per rank, a column per owner; `x` is wrong.
-# The norm is the one for clipping, relative to one process. For each run, name the cause, the collective in which it
-# shows (`"reduce_scatter"`, `"all_gather"`, or `"all_reduce"` for a norm), and the rank (a number, or `"all"`).
+# The grid on the right compares the weights after one step with those of one process: a row per rank, a column per
+# owner of a shard, `x` where they differ. The gradient norm is divided by that of one process. For each run, name the
+# cause, the collective that shows it (`"reduce_scatter"`, `"all_gather"`, or `"all_reduce"` for a norm), and the rank,
+# or `"all"`.
 
 # %%
 SEED = 4
@@ -654,7 +660,8 @@ for lab_run in lab:
 # - **A column is wrong.** All ranks agree, so one owner made a wrong step from a wrong gradient: *shifted*.
 # - **A row is wrong except for its own column.** This rank's model never received the gathered weights: *stale*.
 # - **Only the diagonal is right.** No rank has the new weights of the others: *late*.
-# - **Everything is wrong, and all ranks agree.** A norm of 1/n is *twice*, and one of √n is *double*.
+# - **Everything is wrong, and all ranks agree.** The norm decides: 1/n of the right one is *twice*, √n times is
+#   *double*.
 # </details>
 
 # %%
@@ -663,10 +670,11 @@ lab.grade(diagnosis)
 # %% [markdown]
 # ## When not to use it
 # - **The model fits.** Stage 1 sends no extra bytes, but stages 2 and 3 save memory that you do not need.
-# - **A slow link and few tokens.** A gather of stage 3 takes as long for one token as for a million.
-# - **Activations fill the memory.** ZeRO does not shard them; lessons 05, 06 and 09 do.
+# - **The link is slow and the batch small.** Stage 3 gathers as many bytes for one token as for a million.
+# - **Activations fill the memory.** These stages do not shard them; lessons 05, 06 and 09 do.
 #
-# **Claim 1: only if a step has one micro-batch.** With M of them, stage 2 sends (M+1)/2 times as much.
+# **Claim 1: only if a step has one micro-batch** and all messages have the same precision. With M micro-batches,
+# stage 2 sends (M+1)/2 times as much.
 #
 # **Claim 2: false.** Only the state between steps is divided by n. Activations and gathered blocks are not.
 
@@ -685,7 +693,7 @@ for way, result in runs.items():
     print(f"{1e3 * exposed[way]:7.0f} ms")
 
 # %% [markdown]
-# **Cheat-sheet.** A parameter takes 2 + 2 + 12 bytes, all messages are in bfloat16, and every block is gathered twice.
+# **Cheat-sheet.** A parameter takes 16 bytes, all messages are in bfloat16, and every unit is gathered twice.
 
 
 # %%
@@ -727,27 +735,28 @@ from torch import nn
 from course_lib import comm
 
 # %% [markdown] course={"ex": "04-1"}
-# ## 04-1 Who owns, keeps and sends what, by hand
+# ## 04-1 Shards, memory and traffic, by hand
 # Ten minutes, on paper; no code.
 #
 # **Shards.** A model has three tensors: a of 5 elements, b of 2 and c of 3. They are concatenated in this order and
 # sharded over four ranks.
 #
 # - `flat`: places in the flat tensor, padding included
-# - `owners`: which tensors rank 0, 1, 2 and 3 own a part of, such as `"a b bc abc"`
+# - `owners`: which tensors the shard of rank 0, 1, 2 and 3 takes elements from, such as `"a b bc abc"`
 # - `padding`: places of padding in the shard of each rank, such as `[1, 0, 0, 1]`
 #
-# **Kept.** 2 billion parameters in mixed precision with AdamW: 2 bytes of weights, 2 of gradients, 12 of optimizer state
-# each. Activations do not count. Lists are [DP, stage 1, stage 2, stage 3].
+# **Memory.** A model has 2 billion parameters and is trained in mixed precision with AdamW. Each parameter has 2 bytes
+# of weight, 2 of gradient and 12 of optimizer state. Activations do not count. Each answer is a list: [DP, stage 1,
+# stage 2, stage 3].
 #
-# - `kept, GB`: what a rank keeps, on 8 ranks
-# - `kept, 1000 ranks`: the same per parameter, in bytes, on 1000 ranks
+# - `kept, GB`: GB that a rank stores, on 8 ranks
+# - `kept, 1000 ranks`: bytes per parameter that a rank stores, on 1000 ranks
 #
-# **Sent.** The same model on 8 ranks; weights and gradients are sent in 2 bytes each, and stage 3 keeps no weights
-# gathered between forward and backward.
+# **Traffic.** The same model is trained on 8 ranks. Weights and gradients are sent in 2 bytes each, and stage 3 frees
+# all weights between forward and backward.
 #
-# - `sent, GB`: what a rank sends in a step with one micro-batch
-# - `sent, 4 micro-batches`: the same with four
+# - `sent, GB`: GB that a rank sends in a step with one micro-batch
+# - `sent, 4 micro-batches`: the same with four micro-batches
 
 # %% course={"ex": "04-1", "role": "answer"}
 # BEGIN SOLUTION
@@ -773,11 +782,11 @@ table = {
 # END SOLUTION
 
 # %% [markdown] course={"ex": "04-1", "role": "answer"}
-# - `aaa aab bcc c..`: shards of three places, the last two of them padding.
+# - `aaa aab bcc c..`: each shard has three places, and the last two places are padding.
 # - Stage 1 stores 4 + 12/8 bytes per parameter, stage 2 2 + 14/8, stage 3 16/8. With 1000 ranks almost only the
 #   replicated bytes are left in stages 1 and 2.
-# - One reduce-scatter or all-gather of the 4 GB sends 7/8 of them, 3.5 GB. DP and stage 1 have two per step, stage 2
-#   M + 1, stage 3 3M.
+# - One reduce-scatter or all-gather of the 4 GB sends 7/8 of them, 3.5 GB. DP and stage 1 make two per step, stage 2
+#   makes M + 1, and stage 3 makes 3M.
 
 # %% course={"ex": "04-1", "role": "check"}
 from course_lib.grading import check
@@ -793,7 +802,7 @@ check("04-1", table)
 
 # %% course={"ex": "04-2", "role": "answer"}
 def bounds(elements, n, rank):
-    """(begin, end): the own elements are flat[begin:end], padding left out."""
+    """Return (begin, end): this rank owns the elements flat[begin:end], without padding."""
     shard = -(-elements // n)  # places in a shard: rounded up
     # BEGIN SOLUTION
     return min(rank * shard, elements), min((rank + 1) * shard, elements)
@@ -808,14 +817,14 @@ check("04-2", bounds)
 # %% [markdown] course={"ex": "04-3"}
 # ## 04-3 A step of stage 1
 # Every rank has the same flat weights [P], and its own flat gradients [P]. Write the step: each rank updates its own
-# shard, with the sum of all ranks' gradients, and every rank gets all new weights. n need not divide P: pad with
-# zeros at the end.
+# shard with the sum of all ranks' gradients, and every rank gets all new weights. P need not be a multiple of n, so pad
+# with zeros at the end: `F.pad(x, (0, k))` appends k zeros to x.
 #
-# `update` is the optimizer: it keeps a moment of the size that it is given, and treats every element alike.
+# `update` is the optimizer. It stores a moment as long as its shard, and it treats every element alike.
 #
-# The check looks at the weights after three steps on one to four ranks (once a rank has only padding), at one shard
-# for `update` per step, and at the bytes sent: as many as one all-reduce of the padded gradients. `weights` and
-# `gradients` must not change. `F.pad(x, (0, k))` puts k zeros behind x.
+# The check compares the weights after three steps on one to four ranks; in one case a rank has only padding. It also
+# checks that `update` is called once per step with one shard, and that the bytes sent are those of one all-reduce of
+# the padded gradients. Do not write to `weights` and `gradients`.
 
 
 # %% course={"ex": "04-3", "role": "answer"}
@@ -823,7 +832,7 @@ def sharded_step(weights, gradients, update, axis):
     """The new weights [P], the same on every rank of ``axis``.
 
     ``update(shard, gradient)`` returns the new shard; call it once, with 1-D tensors of equal
-    length. ``comm.reduce_scatter(x, axis)`` gives this rank's piece of the sum of all x, and
+    length. ``comm.reduce_scatter(x, axis)`` gives this rank's shard of the sum of all x, and
     ``comm.all_gather(x, axis)`` all ranks' x in rank order.
     """
     # BEGIN SOLUTION
@@ -840,21 +849,21 @@ from course_lib.grading import check
 check("04-3", sharded_step)
 
 # %% [markdown] course={"ex": "04-4"}
-# ## 04-4 Gradients leave while backward runs
+# ## 04-4 Gradients are sent while backward runs
 # The class below is stage 2 without its two most important methods. `shards[k]` is this rank's shard of bucket k, and
 # the optimizer updates only these shards.
 #
-# - Autograd calls `ready` when a parameter's gradient of one backward is computed. When that fills a bucket, the
-#   bucket is sent, this rank's shard of the sum is added to `shards[k].grad`, and the full gradients are freed:
+# - Autograd calls `ready` when a parameter's gradient of one backward is computed. If the bucket is now full,
+#   reduce-scatter it, add this rank's shard of the sum to `shards[k].grad`, and free the full gradients:
 #   `p.grad = None`.
-# - A step may have several micro-batches, each with a backward of its own. Every one sends its buckets.
+# - A step may have several micro-batches, each with a backward of its own. Every backward sends its buckets.
 # - `step` updates the shards, gathers them into all parameters, and resets the shards' gradients.
 #
-# Losses are divided already: gradients are summed. Backward completes the buckets in one order on all ranks, and `ready` may
-# wait for what it sends.
+# Each loss is already divided by the global number of tokens, so sum the gradients. Backward fills the buckets in the
+# same order on all ranks, and `ready` may wait until its reduce-scatter has finished.
 #
-# The check trains two models in turn, on one to four ranks. It looks at the shards' gradients, at the weights after
-# two steps, and at calls and bytes. The gradients of all buckets must never be alive at once.
+# The check trains two models in turn, on one to four ranks. It compares the shards' gradients, the weights after two
+# steps, and the calls and bytes. The gradients of all buckets must never be in memory at the same time.
 
 
 # %% course={"ex": "04-4", "role": "answer"}
@@ -867,7 +876,7 @@ class Zero2:
     def __init__(self, buckets, axis, make_optimizer):
         self.buckets, self.axis = buckets, axis
         self.bucket_of = {p: k for k, bucket in enumerate(buckets) for p in bucket}
-        self.missing = [set(bucket) for bucket in buckets]  # whose gradient has not come yet
+        self.missing = [set(bucket) for bucket in buckets]  # parameters without a gradient yet
         self.shards = [
             nn.Parameter(self.padded(bucket).chunk(axis.size)[axis.rank].clone())
             for bucket in buckets
@@ -877,7 +886,7 @@ class Zero2:
             p.register_post_accumulate_grad_hook(self.ready)
 
     def padded(self, tensors):
-        """All elements of ``tensors`` in one flat tensor, zeros behind them up to n shards."""
+        """Return all elements of ``tensors`` in one flat tensor, padded with zeros to n shards."""
         flat = torch.cat([tensor.detach().flatten() for tensor in tensors])
         return F.pad(flat, (0, -len(flat) % self.axis.size))
 
@@ -897,7 +906,7 @@ class Zero2:
         # END SOLUTION
 
     def step(self):
-        """Update the own shards; then every parameter has its new value, on all ranks.
+        """Update this rank's shards, then give every parameter its new value, on all ranks.
 
         A parameter gets new values by ``p.data = values.view_as(p)``.
         """
@@ -919,20 +928,19 @@ check("04-4", Zero2)
 
 # %% [markdown] course={"ex": "04-5"}
 # ## 04-5 Gather, use, free, in raw PyTorch
-# Forward and backward of a chain of layers in stage 3, with `torch.distributed` alone: `course_lib` refuses here, and
-# autograd is not needed. The default process group exists already. Layer l is y = tanh(x @ W), W [d, d]; the two
-# functions below compute it and its backward. A rank has only its *shard* of each W: W flattened, padded with zeros
-# at the end, and split into n equal shards.
+# Run forward and backward of a chain of layers in stage 3, with `torch.distributed` alone. `course_lib` raises an error
+# here, and autograd is not needed. The default process group exists already. A layer is y = tanh(x @ W), with W [d, d];
+# the two functions below compute it and its backward. A rank has only its *shard* of each W: W is flattened, padded
+# with zeros at the end, and split into n equal shards.
 #
 # Gather a layer's weights before its forward and again before its backward, and free them after each. Of each layer's
-# dW only this rank's shard of the sum over the ranks stays. (The last layer may stay gathered from forward to
-# backward.)
+# dW, sum over the ranks and store only this rank's shard. (The last layer may stay gathered from forward to backward.)
 #
-# The check compares y, the gradients and the bytes on one to four ranks. No argument may be overwritten, and the
-# weights of all layers must never be alive at once.
+# The check compares y, the gradients and the bytes on one to four ranks. Do not overwrite an argument. The weights of
+# all layers must never be in memory at the same time.
 #
-# Of use: `dist.all_gather(parts, shard)` and `dist.reduce_scatter(mine, parts)`, where `parts` is a list of n tensors. Both fill
-# their first argument.
+# You can use `dist.all_gather(parts, shard)` and `dist.reduce_scatter(mine, parts)`, where `parts` is a list of n
+# tensors. Both fill their first argument.
 
 
 # %% course={"ex": "04-5", "role": "given"}
@@ -949,10 +957,10 @@ def layer_backward(x, y, W, dy):
 
 # %% course={"ex": "04-5", "role": "answer"}
 def sharded_pass(shards, x, dy):
-    """(y, gradients) of this rank's rows x [rows, d], whose output has the gradient dy [rows, d].
+    """Return (y, gradients) for this rank's rows x [rows, d]; dy [rows, d] is the gradient of y.
 
-    ``shards`` are the own shards of the layers' weights, first layer first, all of one length.
-    ``gradients`` is a list like it: the own shard of each layer's dW, summed over the ranks.
+    ``shards`` lists this rank's shard of each layer's weight, first layer first, all of one length.
+    ``gradients`` lists this rank's shard of each layer's dW, summed over the ranks, likewise.
     """
     # BEGIN SOLUTION
     n, d = dist.get_world_size(), x.shape[1]
@@ -985,7 +993,7 @@ check("04-5", sharded_pass)
 # %% [markdown]
 # **Exit questions.** Answer, then unfold.
 #
-# **1.** 13 billion parameters, mixed precision with AdamW, 16 ranks of 40 GB. Which stage is the first whose state fits?
+# **1.** You have 13 billion parameters of 16 bytes and 16 ranks of 40 GB. Which stage is the first that fits?
 #
 # <details><summary>Answer</summary>
 # Stage 1 stores 61.75 GB and stage 2 37.4 GB. Stage 2 fits, but leaves only 2.6 GB for activations.
@@ -1000,14 +1008,14 @@ check("04-5", sharded_pass)
 # **3.** Where does the 1.5 of stage 3 come from, and when is it less, or more?
 #
 # <details><summary>Answer</summary>
-# Gather, gather and reduce-scatter are three halves of an all-reduce. It is less when blocks stay gathered, and M times
-# as much with M micro-batches.
+# Two gathers and one reduce-scatter are three halves of an all-reduce. It is less when blocks stay gathered, and M
+# times as much with M micro-batches.
 # </details>
 #
-# **4.** Losses are right with one micro-batch, and wrong with four, in stage 2 alone. What do you look at?
+# **4.** Stage 2 has the right losses with one micro-batch and wrong ones with four. Where do you look?
 #
 # <details><summary>Answer</summary>
-# Was the shard's gradient replaced instead of added to? Was `p.grad` not freed, and so sent again?
+# Is the shard's gradient replaced instead of added to? Is `p.grad` not freed, so that it is sent again?
 # </details>
 #
 # **5.** One rank's checkpoint is lost. What is lost in stage 3, and what in stage 1?
@@ -1016,6 +1024,6 @@ check("04-5", sharded_pass)
 # In stage 3, 1/n of everything. In stage 1, 1/n of the optimizer state; every rank has the weights.
 # </details>
 #
-# **Sources.** Next: lesson 05 never gathers a weight.
+# **Sources.** Next: lesson 05.
 # - Rajbhandari et al. 2019, *ZeRO*: [arXiv:1910.02054](https://arxiv.org/abs/1910.02054), table 1.
 # - Llama 3: [arXiv:2407.21783](https://arxiv.org/abs/2407.21783), section 3.3.2 and table 4.

@@ -15,20 +15,20 @@
 # %% [markdown]
 # # 04b FSDP in practice
 #
-# *Untimed.* FSDP is ZeRO-3 in PyTorch. Lesson 04 used it with four lines. In a real run you decide what to wrap, when to
-# free weights, in which precision to send, and across how many ranks to shard. We measure each decision with PyTorch's
-# own `fully_shard` on four gloo ranks. You need lesson 04.
+# *Untimed.* FSDP (fully sharded data parallelism) is PyTorch's ZeRO-3. Lesson 04 used it with four lines. In a real run
+# you also decide what to wrap, when to free weights, in which precision to send, and across how many ranks to shard. We
+# measure each decision with PyTorch's own `fully_shard` on four gloo ranks. You need lesson 04.
 #
-# There are two generations. The tutorials of PyTorch call FSDP1 deprecated, so new code uses FSDP2.
+# FSDP has two generations. PyTorch's tutorial calls FSDP1 deprecated, so use FSDP2 in new code.
 #
 # | | FSDP1, `FullyShardedDataParallel` | FSDP2, `fully_shard` |
 # |---|---|---|
-# | a shard is | a slice of one flat parameter per unit, as in our `zero` | a slice of each tensor (a DTensor) |
+# | a shard is | a slice of one flat parameter per unit, as in our `zero` | a slice of each tensor's first dimension (DTensor) |
 # | units | `auto_wrap_policy=` | one call per module |
 # | the module | is wrapped, so parameter names change | is changed in place and keeps its parameter names |
 #
-# The folded cell trains two steps with any of these settings. It counts calls and computes the bytes that a ring
-# sends for them.
+# The folded cell trains the model of lesson 04 for two steps with any of these settings. For the second step it counts
+# the collective calls, computes the bytes that a rank sends for them in a ring, and measures the peak memory.
 
 # %% jupyter={"source_hidden": true}
 # Train with FSDP on four ranks: losses, calls, bytes by group, state and peak memory.
@@ -143,8 +143,9 @@ def table(found, first=""):
 
 # %% [markdown]
 # ## What to wrap
-# A call of `fully_shard` makes a module a *unit*: its parameters are gathered and freed together. Inner modules come
-# first, and the last call collects what is left. Which units are best: the whole model, each block, or each linear?
+# Each call of `fully_shard` makes a module a *unit*: its parameters are gathered and freed together. Call it for the
+# inner modules first. The last call, for the model, makes the *root* unit from all remaining parameters. Which units
+# are best: the whole model, each block, or each linear layer?
 
 
 # %%
@@ -179,14 +180,16 @@ table(found, "units")
 assert len({round(one["loss"], 3) for one in found.values()}) == 1
 
 # %% [markdown]
-# All losses are equal. One unit for the model gathers all weights at once, so its peak is the highest. It sends fewer
-# bytes only because FSDP2 does not reshard the root after forward. Linears have the lowest peak, but their many small
-# messages pay latency each time. A block is the usual unit, because its messages are large and only a few blocks are
-# gathered at a time.
+# All losses agree. If the whole model is one unit, all weights are gathered at once, and the peak is the highest. This
+# unit is also the root, which FSDP2 does not reshard after forward, so it sends fewer bytes. With one unit per linear
+# layer the peak is the lowest, but each of the 131 calls pays latency. A block is the usual unit, because its messages
+# are large and only a few blocks are gathered at a time. Our `Zero3` makes one call fewer than FSDP2, because it does
+# not reshard the last block after forward.
 #
 # ## When to free the weights
-# With `reshard_after_forward=False` the weights of a unit stay gathered from forward to backward. With micro-batches
-# you can go further and keep weights and gradients until the last one, as lesson 04 proposed for pipelines:
+# With `reshard_after_forward=False` the weights of a unit stay gathered from forward to backward. With M micro-batches
+# per step you can go further, as in the last row of lesson 04's table for Llama 3: store full weights and gradients
+# until the last micro-batch. The three calls in `keep_until_last` do this. The first one is like DDP's `no_sync`.
 
 
 # %%
@@ -217,13 +220,15 @@ table(found)
 assert found["keep for the step, M = 2"]["sent"] == dp.wire_bytes(WEIGHTS, RANKS)
 
 # %% [markdown]
+# Weights that stay gathered until backward save one of two gathers, but a second micro-batch still doubles the bytes.
 # The last row sends as much as plain data parallelism, whatever M is. In return its peak includes the weights and
 # gradients of the whole model.
 #
 # ## Which precision to send
 # The shards of a float32 model stay in float32 and serve as master weights. A `MixedPrecisionPolicy` gathers them in
 # `param_dtype` and reduces gradients in `reduce_dtype`, by default the same type. Do not call `model.bfloat16()` before
-# `fully_shard`, because the shards would be bfloat16 too, and small updates would be lost.
+# `fully_shard`: the shards would be bfloat16 too, and small updates would be lost. We compare each policy with a DP
+# whose gradients have its `reduce_dtype`:
 
 # %%
 BF16, FP32 = torch.bfloat16, torch.float32
@@ -248,13 +253,15 @@ for name, width in zip(variants, (4, 2, 4), strict=True):
     print(f"{name:32}{found[name]['sent'] / plain:.2f} of DP with gradients of {width} bytes")
 
 # %% [markdown]
-# The factor is 1.48 instead of 1.5 because the root is gathered once. Llama 3 reduces in float32, which protects the
-# sum over many ranks from rounding. The factor then drops to 1: with two gathers of 2 bytes and one reduction of 4,
-# stage 3 sends no more than a DP that reduces in float32.
+# The first two factors are 1.48 instead of 1.5, because the root is gathered once. Llama 3 reduces in float32, which
+# protects the sum over many ranks from rounding. The factor then drops to 0.99. For each parameter, stage 3 now has two
+# gathers of 2 bytes and a reduce-scatter of 4 bytes. DP has as much: an all-reduce in float32 is a reduce-scatter and a
+# gather of 4 bytes each. Both bfloat16 losses differ a little, because forward now computes in bfloat16.
 #
-# ## HSDP: shard inside a node, replicate across
+# ## HSDP: shard inside a node, replicate across nodes
 # A gather over thousands of ranks takes many steps and crosses slow links. Hybrid sharding (HSDP) shards inside each
-# group of ranks, usually a node, and replicates the shards across groups. We take two nodes of two ranks:
+# group of ranks, usually a node, and replicates the shards across groups. A device mesh with two dimensions selects it.
+# Here ranks 0 and 1 are one node, and ranks 2 and 3 are another:
 
 # %%
 variants = {
@@ -268,12 +275,13 @@ for name, one in found.items():
 assert found["HSDP, 2 x 2"]["sent by group"][0, 2] == dp.wire_bytes(WEIGHTS // 2, 2)
 
 # %% [markdown]
-# Only the all-reduce of a gradient shard crosses the nodes, in group (0, 2). The price is twice the state, because the
-# shards are half of the model instead of a quarter.
+# All gathers and reduce-scatters stay inside the node, in group (0, 1). Only the all-reduce of a gradient shard, in
+# group (0, 2), crosses to the other node. The price is twice the state, because a shard is half of the model instead of
+# a quarter.
 #
-# ## A checkpoint that forgets the ranks
-# Each rank writes its shards, and no rank ever gathers the model. On loading, each rank reads what its own shards need,
-# so four ranks can save and two can continue:
+# ## A checkpoint for any number of ranks
+# With distributed checkpoints (DCP), each rank writes its shards, and no rank ever gathers the model. On loading, each
+# rank reads what its own shards need. So four ranks can save, and two can continue:
 
 # %%
 import torch.distributed.checkpoint as dcp
@@ -312,6 +320,9 @@ print("loaded by 2 ranks:     ", *(f"{loss:.4f}" for loss in loaded))
 assert max(abs(a - b) for a, b in zip(went_on, loaded, strict=True)) < 1e-4
 
 # %% [markdown]
+# The two ranks continue with the same losses as the four that never stopped. They built their model from another seed,
+# so all their weights come from the checkpoint.
+#
 # **Sources.**
 # - [Getting started with FSDP2](https://docs.pytorch.org/tutorials/intermediate/FSDP_tutorial.html), with a guide for
 #   the migration from FSDP1.
