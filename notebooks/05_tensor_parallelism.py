@@ -770,7 +770,7 @@ for n, result in runs.items():
     print(f"{'one process' if n == 1 else f'tp on {n}':18}{line}{wait}")
 
 # %% [markdown]
-# **Cheat-sheet** for GPT-3 in bfloat16 and one sequence of 2,048 tokens. The vocabulary is sharded too.
+# **Cheat-sheet** for GPT-3 in bfloat16 and one sequence of 2,048 tokens. The vocabulary is sharded.
 
 
 # %%
