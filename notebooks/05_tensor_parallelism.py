@@ -15,10 +15,10 @@
 # %% [markdown]
 # # 05 Tensor parallelism: one layer, sharded over ranks
 #
-# *50 minutes to read and run, 60 to build.* A layer of GPT-3 has 12 · 12,288² = 1.8 billion weights. Under ZeRO-3
-# each rank stores a shard of them, but it must gather all of them before it can compute. Tensor parallelism
-# never gathers a weight. Each rank multiplies with its own shard, and the ranks add up their results, so activations
-# cross the network instead of weights. You need lessons 00 and 02 to 04.
+# *50 minutes to read and run, 60 to build.* A layer of GPT-3 has 12 · 12,288² = 1.8 billion weights. Under ZeRO-3 each
+# rank stores a shard of them, but it must gather all of them before it can compute. Tensor parallelism never gathers a
+# weight. Each rank multiplies with its own shard, and the ranks add up their results, so activations cross the network
+# instead of weights. You need lessons 00 and 02 to 04.
 #
 # Vote first: write `"true"`, `"false"` or `"only if ..."`.
 #
@@ -31,7 +31,7 @@ vote_2 = None
 
 # %% [markdown]
 # ## One MLP, two ranks
-# An MLP computes y = GELU(x A) B. To share this work between two ranks, Megatron-LM splits A by columns, B by rows:
+# An MLP computes y = GELU(x A) B. To share this work between two ranks, Megatron-LM splits A by columns and B by rows:
 #
 # ```
 #                 A = [ A0 | A1 ]            B = [ B0 ]
@@ -472,9 +472,9 @@ show_step("one node")
 show_step("two nodes")
 
 # %% [markdown]
-# The gaps between the boxes of a rank are waiting. After each all-reduce comes a norm that needs the finished sum. In
-# data parallelism only the optimizer needs the gradients, so they can be sent during backward. Here is data parallelism
-# on the same slow link:
+# In the gaps between its boxes, a rank waits. After each all-reduce comes a norm that needs the finished sum. In data
+# parallelism only the optimizer needs the gradients, so they can be sent during backward. Here is data parallelism on
+# the same slow link:
 
 # %%
 traces["DP, two nodes"] = least_exposed(
@@ -553,8 +553,9 @@ timeline(
 
 # %% [markdown]
 # ## The same in PyTorch
-# `parallelize_module` turns the weights into DTensors that are sharded like ours. By default q, k and v each let x
-# enter, which costs three all-reduces in backward. With `PrepareModuleInput` DTensor makes the same calls as our code.
+# `parallelize_module` turns the weights into DTensors that are sharded like ours. By default f is applied for q, k and
+# v separately, which costs three all-reduces in backward. With `PrepareModuleInput` DTensor makes the same calls as our
+# code.
 
 # %%
 import torch.distributed as dist
@@ -749,7 +750,7 @@ lab.grade(diagnosis)
 # column linears are replicated; here embedding and LM head are too.
 #
 # **Claim 2: only if there is independent work.** In the plain form the next computation needs the result of the
-# all-reduce. Blocks of rows are independent. In backward, the weight gradient does not need f's all-reduce either, and
+# all-reduce. Blocks of rows are independent. In backward, the weight gradient does not need f's all-reduce, and
 # Megatron runs both at once.
 
 # %%
@@ -759,7 +760,7 @@ print(f"on 4 ranks a rank saves {saved:.2f} of the activations; your vote: {vote
 print(f"hidden of TP's communication: {1 - seen.exposed / seen.comm:.2f}; your vote: {vote_2}")
 
 # %% [markdown]
-# **The table that grows.** The exposed time is from the step in one node.
+# **The table that grows.** The exposed time was measured in one node.
 
 # %%
 print(f"{'per rank and step':18}{'state':>11}{'activations':>13}{'bytes sent':>12}{'exposed':>10}")
@@ -1046,7 +1047,7 @@ check("05-5", attention_step)
 # **1.** Why is the first matrix split by columns?
 #
 # <details><summary>Answer</summary>
-# One rank then has each inner feature completely, which GELU needs.
+# Each inner feature is then complete on one rank, as GELU needs it.
 # </details>
 #
 # **2.** 32 layers, hidden size 4,096, 8 ranks, 8 × 2,048 tokens, 2 bytes per element. What does a rank send for its

@@ -103,9 +103,9 @@ predicted_ratio = None  # rank 0's saved activations on 4 ranks of 1F1B, divided
 
 # %% [markdown]
 # ## One micro-batch, there and back
-# Two ranks show the mechanism. Autograd does not see the network, so rank 1 makes the received x a *leaf*
-# that requires a gradient. After its backward it sends `x.grad` to rank 0, which continues backward from there.
-# Computation is *paced*: it is padded by sleep to 20 and 40 ms, because ranks on a laptop share its cores.
+# Two ranks show the mechanism. Autograd does not see the network, so rank 1 makes the received x a *leaf* that requires
+# a gradient. After its backward it sends `x.grad` to rank 0, which continues backward from there. Computation is
+# *paced*: it is padded by sleep to 20 and 40 ms, because ranks on a laptop share its cores.
 
 # %%
 PACE = {"F": F, "B": B}

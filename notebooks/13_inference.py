@@ -16,11 +16,10 @@
 # # 13 Inference: one token after the other
 #
 # *50 minutes to read and run, 60 to build.* In training, a GPU is busy computing. When the same model answers requests,
-# the GPU mostly waits for its own memory. This lesson serves a model on one GPU to find its limits. You need
+# the GPU mostly waits for its own memory. This lesson serves a model on one GPU and finds what limits it. You need
 # lesson 01, and for the last third lessons 05 and 07.
 #
-# Vote first: `"true"`, `"false"` or `"only if ..."`. A *decode step* gives one more token to each running
-# request.
+# Vote first: `"true"`, `"false"` or `"only if ..."`. A *decode step* gives one more token to each running request.
 #
 # 1. *A decode step for 32 requests takes hardly longer than a step for one.*
 # 2. *An H100 computes three times as fast as an A100, so it decodes three times as fast.*
@@ -58,8 +57,8 @@ for name, (flops, memory) in GPUS.items():
 
 # %% [markdown]
 # The second number is the limit. For each token the GPU reads all these weights from its memory, 2 bytes each, and
-# multiplies them with one row of activations, the vector of that token. More rows cost hardly more time, because a
-# weight that has been read is used for all of them. With R rows, a product does R operations per byte of weights, and
+# multiplies them with one row of activations, the vector of that token. A few more rows cost hardly more time, because
+# a weight that has been read is used for all of them. With R rows, a product does R operations per byte of weights, and
 # the H100 reaches the bend of its roofline (lesson 01) at 295 rows:
 
 # %%
@@ -141,7 +140,7 @@ predicted_steps = None  # steps for all requests in 4 slots, if slots are refill
 # ## The KV cache
 # Under a causal mask, a position never attends to a later one, so its keys and values stay the same when the text
 # grows. If we store them, a new token costs one row instead of the whole text. We answer the requests without a cache,
-# then with one. The `Scheduler` decides which of them take part in a step.
+# then with one. The `Scheduler` decides which take part in a step.
 
 # %%
 from course_lib.inference import Replica, Scheduler, serve
@@ -300,8 +299,7 @@ assert drawn == sampled(slots=1) == sampled(slots=8)
 print("\nin 1, 4 and 8 slots:", repr(PROMPTS[1] + decode(torch.tensor(drawn[1]))))
 
 # %% [markdown]
-# The text is the same in 1, 4 and 8 slots. On a GPU it may differ, because another batch size can change the rounding
-# of logits.
+# The text is the same in 1, 4 and 8 slots. On a GPU it may differ, because another batch size can change the rounding.
 #
 # ## On many ranks
 #
@@ -350,7 +348,7 @@ for rank, (pair, token) in enumerate(run(choose_by_hand, n=2)):
 #
 # ## The same in PyTorch
 # Here is a greedy loop with `torch.distributed` alone. It shards the weights in place, and a hook adds the partial sums
-# after `o` and `down`. It has no cache, so each token costs all rows again.
+# after `o` and `down`. Without a cache, it computes all rows again for each token.
 
 # %%
 import torch.distributed as dist

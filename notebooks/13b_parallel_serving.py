@@ -180,7 +180,7 @@ print(f"the claimed 55 per second at 58 ms are {55 * 0.058:.1f} samples at once"
 # The claimed 58 ms are right only if all 50 ms are overhead (last row). If a sample is a single decoded token, reading
 # takes 3.6 ms, the rest is overhead, and 58 ms is nearly right. If all 50 ms are reading and arithmetic (first row),
 # TP8 takes 14.25 ms and wins in latency and in throughput. The second row is the break-even point: TP8 wins if more
-# than 9.1 ms of the 50 divide by 8. The claimed 55 samples per second follow from none of the rows. At 58 ms, one
+# than 9.1 of the 50 ms divide by 8. The claimed 55 samples per second follow from none of the rows. At 58 ms, one
 # sample at a time gives 17 per second, and eight together give 138.
 #
 # When does the winner change? Let o be the overhead, W the time to read the weights, and c the time for each request,
@@ -390,8 +390,8 @@ assert len({one["steps"] for one in shared}) == 1
 #
 # ## Prefill and decode on separate GPUs
 # While a GPU computes the prefill of a new request, all running requests wait. Disaggregated serving (DistServe,
-# Splitwise) therefore gives prefill and decode separate GPUs. In return, the KV cache of every request must be sent
-# from one group of GPUs to the other. Here rank 0 does the prefill, and rank 1 decodes:
+# Splitwise) therefore gives prefill and decode separate GPUs. This has a cost: the KV cache of every request must be
+# sent from one group of GPUs to the other. Here rank 0 does the prefill, and rank 1 decodes:
 
 
 # %%
@@ -452,7 +452,7 @@ for name, speed in {
     )
 
 # %% [markdown]
-# On GPUs that do both, every running request would wait 360 ms, the time in which a GPU could read its weights for 69
+# On GPUs that do both, every running request would wait 360 ms. In that time the GPUs could read their weights for 69
 # decode steps. Chunked prefill spreads this wait over several steps. With separate GPUs only the new request waits, 7
 # to 215 ms longer than its prefill, and less if each layer is sent as soon as it is computed. Whether this pays depends
 # on the network.
@@ -470,7 +470,7 @@ for name, speed in {
 # slower.
 #
 # The table shows our eight requests. Under DP each replica has its own weights and slots, so the ranks together store
-# four times as much as one process. TP and PP divide weights and cache, CP divides the cache only:
+# four times as much as one process. TP and PP divide weights and cache; CP divides only the cache:
 
 # %%
 print(f"{'rank 0':14}{'weights':>12}{'cache':>11}{'sent by all':>13}{'steps or ticks':>16}")
