@@ -881,8 +881,8 @@ check("05-1", pair)
 def row_linear(h_TFt, weight_DFt, bias_D, axis):
     """y_TD on every rank.
 
-    ``h_TFt`` (tokens, F/n) are this rank's features, ``weight_DFt`` (D, F/n) its part of the
-    weight, as nn.Linear keeps it; ``bias_D`` (D) is the same on all ranks.
+    ``h_TFt`` (tokens, F/n) are this rank's features, ``weight_DFt`` (D, F/n) its shard of the
+    weight, stored as in nn.Linear; ``bias_D`` (D) is the same on all ranks.
     """
     # BEGIN SOLUTION
     return comm.reduce_from(F.linear(h_TFt, weight_DFt), axis) + bias_D
@@ -908,11 +908,11 @@ check("05-2", row_linear)
 
 # %% course={"ex": "05-3", "role": "answer"}
 class Copy(torch.autograd.Function):
-    """f: a replicated x enters a region where every rank goes its own way."""
+    """f: a replicated x enters a region in which the ranks use it differently."""
 
     @staticmethod
     def forward(ctx, x, axis):
-        """Returns x; keeps in ``ctx`` what backward will need."""
+        """Return x; save in ``ctx`` what backward needs."""
         # BEGIN SOLUTION
         ctx.axis = axis
         return x.view_as(x)
@@ -927,7 +927,7 @@ class Copy(torch.autograd.Function):
 
 
 class Reduce(torch.autograd.Function):
-    """g: partial sums leave that region as their sum."""
+    """g: partial sums leave the region as their sum."""
 
     @staticmethod
     def forward(ctx, x, axis):
@@ -1011,9 +1011,9 @@ check("05-4", ParallelMLP)
 def attention_step(x_BSD, weights, head_dim, dy_BSD):
     """(y_BSD, dx_BSD, gradients) on every rank.
 
-    ``weights`` has the whole q, k, v and o, (D, D) each as nn.Linear keeps them, without bias; they
-    and ``x_BSD`` are equal on all ranks and want no gradient yet. ``dy_BSD`` is the gradient that
-    comes back to y. ``gradients`` is a dict of the gradients of this rank's rows of q, k and v,
+    ``weights`` has the full q, k, v and o, each (D, D) and stored as in nn.Linear, without bias.
+    They and ``x_BSD`` are equal on all ranks and do not require a gradient yet. ``dy_BSD`` is the
+    gradient of y. ``gradients`` is a dict of the gradients of this rank's rows of q, k and v,
     (D/n, D), and columns of o, (D, D/n).
     """
     # BEGIN SOLUTION

@@ -764,7 +764,7 @@ traced = {
     # STUB
     # "row 0": None,  # what rank 0 does, as a text
     # "row 1": None,  # what rank 1 does
-    # "in flight at most, by rank": None,  # a list of three numbers: micro-batches kept at once
+    # "in flight at most, by rank": None,  # a list of three numbers: micro-batches in flight at once
     # "start of 0B0": None,  # the time at which rank 0 begins its first backward
     # "step": None,  # the time at which the last action ends
     # "bubble of total": None,  # the share of the step in which a rank waits
