@@ -18,7 +18,7 @@
 # *50 minutes to read and run, 60 to build.* A layer of GPT-3 has 12 · 12,288² = 1.8 billion weights. Under ZeRO-3 each
 # rank stores a shard of them, but it must gather all of them before it can compute. Tensor parallelism never gathers a
 # weight. Each rank multiplies with its own shard, and the ranks add up their results, so activations cross the network
-# instead of weights. You need lessons 00 and 03.
+# instead of weights. You need lessons 00 and 02 to 04.
 #
 # Vote first: write `"true"`, `"false"` or `"only if ..."`.
 #
@@ -45,12 +45,12 @@ vote_2 = None
 # is multiplied with feature k only, and each rank stores the rows that match its features. So the ranks send nothing
 # between the two matrices. Each rank ends with a partial sum of y, and one all-reduce adds the two.
 #
-# Now think about backward. Both ranks received the same x, and each computes a gradient for it from its own features.
+# Think about backward. Both ranks received the same x, and each computes a gradient for it from its own features.
 # Is either of these the gradient of x?
 #
 # | symbol | meaning |
 # |---|---|
-# | n | ranks that share a layer; `t` in names: `W_FtD` has F/t rows |
+# | n | ranks that share a layer; a name such as `W_FtD` writes F/n as `Ft` |
 # | B, S, D | sequences, positions, hidden size, as in `x_BSD` |
 # | F | inner features of the MLP, here 4 D |
 # | L, b | layers; bytes per element |
@@ -81,10 +81,10 @@ predicted_hidden = None  # fraction of the communication that hides behind compu
 # Rank 0 stores column [2, 1] of A and row [1, 0] of B. Its feature is h = 4, and its partial sum is [4, 0]. Rank 1 has
 # h = 5 and the partial sum [10, 5].
 #
-# Now go backward from dy = [1, 1]. On rank 0, dh = dy · [1, 0] = 1, so dx = 1 · [2, 1]. On rank 1, dh = 3, so dx = 3 ·
-# [-1, 3]. Each rank followed only the paths through its own feature. The gradient of x is therefore the sum, [-1, 10],
-# and this is the second all-reduce. The gradients of the weights need no message, because each rank has everything
-# that enters them. Two ranks confirm it:
+# Go backward from dy = [1, 1]. On rank 0, dh = dy · [1, 0] = 1, so dx = 1 · [2, 1]. On rank 1, dh = 3, so dx = 3 ·
+# [-1, 3]. Each rank followed only the paths through its own feature. The gradient of x is therefore the sum, [-1, 10].
+# This sum is the second all-reduce. The gradients of the weights need no message, because each rank has everything that
+# enters them. Two ranks confirm these numbers:
 
 # %%
 import torch
@@ -122,9 +122,9 @@ for rank, values in enumerate(run(by_hand, n=2)):
 # | f, `comm.copy_to` | identity | all-reduce | x enters a sharded region |
 # | g, `comm.reduce_from` | all-reduce | identity | partial sums leave it |
 #
-# g sends nothing in backward, because a sum passes its gradient to each summand unchanged. f is the mirror image:
-# forward copies x to every rank, so backward adds the gradients of the copies. The next cell uses both, and then
-# forgets f.
+# g sends nothing in backward, because a sum passes its gradient to each summand unchanged. f is the mirror image: in
+# forward every rank uses x, so backward adds the gradients of all these uses. The next cell uses both operators, and
+# then g without f.
 
 # %%
 from course_lib.view import show_source
@@ -151,12 +151,12 @@ x = torch.tensor([[1.0, 2.0]], requires_grad=True)
 assert run(by_autograd, True, n=2)[1]["dx"] == x.grad.flatten().tolist()
 
 # %% [markdown]
-# In the last line the outputs are right, but the ranks have different gradients, and both are wrong. No error is
-# raised, and a test of the outputs passes.
+# In the last line the outputs are right, but the ranks have different gradients, and both are wrong. A test of the
+# outputs passes.
 #
 # ## Columns first, then rows
-# Could we split A by rows and B by columns instead? Without GELU we could. But then each rank would have a partial sum
-# of every feature, and GELU of a sum is not the sum of the GELUs:
+# Could we split A by rows and B by columns instead? Then each rank would have a partial sum of every feature. But GELU
+# of a sum is not the sum of the GELUs:
 
 # %%
 import torch.nn.functional as F
@@ -166,11 +166,10 @@ print("gelu(a) + gelu(b):", (F.gelu(a) + F.gelu(b)).tolist())
 print("gelu(a + b):      ", F.gelu(a + b).tolist())
 
 # %% [markdown]
-# The all-reduce would have to come before GELU, where it would carry F numbers per token instead of D. With columns
-# first, each feature is computed completely on one rank.
+# The ranks would have to add the partial sums before GELU, where they have F elements per token instead of D. With
+# columns first, one rank computes each feature completely.
 #
-# These are the library's two layers. PyTorch stores a weight as (out, in), so the columns of A are rows of that
-# tensor.
+# These are the library's two layers. PyTorch stores a weight as (out, in), so the columns of A are rows of that tensor.
 
 # %%
 from course_lib import tp
@@ -182,7 +181,7 @@ show_source(tp.ColumnLinear.forward, tp.RowLinear.forward)
 # added *after* the all-reduce. Added before it, the bias would enter the sum n times.
 #
 # ## An MLP and attention on four ranks
-# Does the pair equal the MLP of one process? We compare outputs and gradients:
+# Does the pair equal the MLP of one process in outputs and gradients?
 
 # %%
 from course_lib.model.layers import MLP
@@ -228,7 +227,8 @@ print("shards of rank 0:", [list(result[0][name].shape) for name in ("columns", 
 # columns, with full heads on each rank, and o by rows. The number of heads must then be a multiple of n. Because q, k
 # and v read the same x, f is applied once for all three.
 #
-# In the library, the sharding of a model is a table from module names to replacements. `enters` applies f:
+# The library lists how to shard each module by its name. `enters` applies f, and `key_value` is `column` for keys and
+# values (for `dropout` see 06b):
 
 # %%
 BLOCKS = {key: entry for key, entry in tp.GPT.items() if key.startswith("blocks.")}
@@ -237,8 +237,8 @@ for key, entry in BLOCKS.items():
 
 # %% [markdown]
 # ## What a rank sends and what it stores
-# A layer has two pairs, attention and MLP. Each makes an all-reduce of the size of x forward and one backward. In a
-# ring all-reduce a rank sends 2(n-1)/n times the payload. In a step a rank sends
+# A layer has two such pairs, attention and MLP. Each pair makes one all-reduce forward and one backward, both of the
+# size of x. In a ring all-reduce a rank sends 2(n-1)/n times the payload, so in a step it sends
 #
 # $$4L \cdot 2\,\frac{n-1}{n} \cdot B\,S\,D\,b \text{ bytes}$$
 #
@@ -317,14 +317,14 @@ print(f"\n{per_layer} all-reduces per layer; you predicted {predicted_calls} cal
 print(f" and {predicted_bytes} bytes")
 
 # %% [markdown]
-# The loss is the same as in one process. The kernel counted up to 1 % more bytes than the formula, because gloo adds
-# headers to its messages.
+# The loss is the same as in one process. The weights differ by rounding, which AdamW amplifies. The kernel counted up
+# to 1 % more bytes than the formula, because gloo adds headers to its messages.
 #
-# The formula contains the number of tokens but not the number of parameters. In data parallelism it is the other way
-# round (lesson 12).
+# The formula contains the number of tokens but not the number of parameters. In data parallelism it is the reverse
+# (lesson 12).
 #
-# Now to memory. Inside a region, a rank saves only its own features for backward. Outside, each rank has all of x and
-# saves the inputs of norms and column linears in full:
+# Between f and g, a rank saves only its own features for backward. Outside, each rank has all of x and saves the inputs
+# of norms and column linears in full:
 
 # %%
 from course_lib.recompute import saved_by_block
@@ -364,7 +364,7 @@ memory_plot(
 # floor: the activations that every rank saves in full. Lesson 06 lowers it.
 #
 # ## Why it stays inside a node
-# When do the ranks wait? Here is one step of two layers. Computation is padded by sleep, and the links are emulated:
+# When do the ranks wait? We measure one step of two layers. Computation is padded by sleep, and the links are emulated:
 # fast inside a node, slow between nodes.
 
 # %% jupyter={"source_hidden": true}
@@ -472,9 +472,9 @@ show_step("one node")
 show_step("two nodes")
 
 # %% [markdown]
-# Look between the boxes of a rank. After each all-reduce comes a norm that needs the finished sum, so the rank waits.
-# In data parallelism only the optimizer needs the gradients, and they can be sent while backward is still running.
-# Here is data parallelism on the same slow link:
+# In the gaps between its boxes, a rank waits. After each all-reduce comes a norm that needs the finished sum. In data
+# parallelism only the optimizer needs the gradients, so they can be sent during backward. Here is data parallelism on
+# the same slow link:
 
 # %%
 traces["DP, two nodes"] = least_exposed(
@@ -495,8 +495,8 @@ print(f"you predicted {predicted_hidden} of TP's")
 # crosses the network.
 #
 # ## Hiding the messages by splitting the product
-# A message cannot hide behind a computation that needs its result. But if we split the rows of the product into n
-# blocks, the partial sum of one block can move around the ring while the rank computes the next block:
+# A message cannot hide behind a computation that needs its result. But we can split the rows of the product into n
+# blocks. Then the partial sum of one block moves around the ring while the rank computes the next block:
 
 # %%
 PRODUCT, LINK = {"F": 0.030}, Link(alpha=0.001, beta=2e6)  # so slow that the picture is clear
@@ -553,8 +553,9 @@ timeline(
 
 # %% [markdown]
 # ## The same in PyTorch
-# `parallelize_module` turns the weights into DTensors that are sharded like ours. By default q, k and v each let x
-# enter, which costs three all-reduces in backward. With `PrepareModuleInput` DTensor makes the same calls as our code.
+# `parallelize_module` turns the weights into DTensors that are sharded like ours. By default f is applied for q, k and
+# v separately, which costs three all-reduces in backward. With `PrepareModuleInput` DTensor makes the same calls as our
+# code.
 
 # %%
 import torch.distributed as dist
@@ -626,8 +627,8 @@ print(f"{'ours':31}{sum(runs[4][0]['calls']):3} calls, {int(blocks_bytes(4)):,} 
 # - **heads**: one rank took the query heads of its neighbor
 #
 # For each run, name cause, collective (`"forward"` or `"backward"` if an all-reduce is missing there, else None) and
-# rank (a number, or `"all"`; None if correct). "Off" compares with one process, "apart" compares the ranks. Gradients
-# are of a norm in the first step.
+# rank (a number, or `"all"`; None if correct). "Off" compares with one process, "apart" compares the ranks. "Norm
+# gradient" is the gradient of one norm's weight in the first step.
 
 # %%
 SEED = 1
@@ -725,14 +726,14 @@ for lab_run in lab:
 # %% [markdown]
 # <details><summary>How to read it</summary>
 #
-# Below 1e-5 is rounding.
+# Values below 1e-5 are rounding.
 #
 # - **A call missing forward**: *no sum*. Even the first losses differ between ranks.
-# - **Calls missing backward**: *no f*. The first loss is right, so a test of outputs passes.
+# - **Calls missing backward**: *no f*. The first loss is right.
 # - **All calls made, only the last loss off**: *bias*. Biases start at 0, and n times 0 is 0. Only a trained model
 #   shows this fault at once.
 # - **First loss off, ranks agree, calls right**: *heads*. Two ranks with the same sum of query weights store the same
-#   heads: the faulty rank has those of the *next* rank.
+#   heads: the faulty rank stores the heads of the *next* rank.
 #
 # </details>
 
@@ -745,12 +746,12 @@ lab.grade(diagnosis)
 # - **For small layers.** Matrices become thinner with n, but messages do not become smaller.
 # - **When the model fits without it.** With many tokens, data parallelism sends less and hides most of it.
 #
-# **Claim 1: false.** Weights and the activations inside the regions are divided by n. Norms, residuals and the inputs
-# of column linears are replicated; here the vocabulary is too.
+# **Claim 1: false.** Weights and activations between f and g are divided by n. Norms, residuals and the inputs of
+# column linears are replicated; here embedding and LM head are too.
 #
 # **Claim 2: only if there is independent work.** In the plain form the next computation needs the result of the
-# all-reduce. Blocks of rows are independent. In backward, the weight gradient does not need f's all-reduce either, and
-# Megatron runs the two together.
+# all-reduce. Blocks of rows are independent. In backward, the weight gradient does not need f's all-reduce, and
+# Megatron runs both at once.
 
 # %%
 saved = runs[4][0]["activations"] / runs[1][0]["activations"]
@@ -759,7 +760,7 @@ print(f"on 4 ranks a rank saves {saved:.2f} of the activations; your vote: {vote
 print(f"hidden of TP's communication: {1 - seen.exposed / seen.comm:.2f}; your vote: {vote_2}")
 
 # %% [markdown]
-# **The table that grows.** The exposed time is from the step in one node.
+# **The table that grows.** The exposed time was measured in one node.
 
 # %%
 print(f"{'per rank and step':18}{'state':>11}{'activations':>13}{'bytes sent':>12}{'exposed':>10}")
@@ -770,7 +771,7 @@ for n, result in runs.items():
     print(f"{'one process' if n == 1 else f'tp on {n}':18}{line}{wait}")
 
 # %% [markdown]
-# **Cheat-sheet.** GPT-3's size in bfloat16, one sequence of 2,048 tokens, and the vocabulary sharded too.
+# **Cheat-sheet** for GPT-3 in bfloat16 and one sequence of 2,048 tokens. The vocabulary is sharded.
 
 
 # %%
@@ -880,8 +881,8 @@ check("05-1", pair)
 def row_linear(h_TFt, weight_DFt, bias_D, axis):
     """y_TD on every rank.
 
-    ``h_TFt`` (tokens, F/n) are this rank's features, ``weight_DFt`` (D, F/n) its part of the
-    weight, as nn.Linear keeps it; ``bias_D`` (D) is the same on all ranks.
+    ``h_TFt`` (tokens, F/n) are this rank's features, ``weight_DFt`` (D, F/n) its shard of the
+    weight, stored as in nn.Linear; ``bias_D`` (D) is the same on all ranks.
     """
     # BEGIN SOLUTION
     return comm.reduce_from(F.linear(h_TFt, weight_DFt), axis) + bias_D
@@ -907,11 +908,11 @@ check("05-2", row_linear)
 
 # %% course={"ex": "05-3", "role": "answer"}
 class Copy(torch.autograd.Function):
-    """f: a replicated x enters a region where every rank goes its own way."""
+    """f: a replicated x enters a region in which the ranks use it differently."""
 
     @staticmethod
     def forward(ctx, x, axis):
-        """Returns x; keeps in ``ctx`` what backward will need."""
+        """Return x; save in ``ctx`` what backward needs."""
         # BEGIN SOLUTION
         ctx.axis = axis
         return x.view_as(x)
@@ -926,7 +927,7 @@ class Copy(torch.autograd.Function):
 
 
 class Reduce(torch.autograd.Function):
-    """g: partial sums leave that region as their sum."""
+    """g: partial sums leave the region as their sum."""
 
     @staticmethod
     def forward(ctx, x, axis):
@@ -1010,9 +1011,9 @@ check("05-4", ParallelMLP)
 def attention_step(x_BSD, weights, head_dim, dy_BSD):
     """(y_BSD, dx_BSD, gradients) on every rank.
 
-    ``weights`` has the whole q, k, v and o, (D, D) each as nn.Linear keeps them, without bias; they
-    and ``x_BSD`` are equal on all ranks and want no gradient yet. ``dy_BSD`` is the gradient that
-    comes back to y. ``gradients`` is a dict of the gradients of this rank's rows of q, k and v,
+    ``weights`` has the full q, k, v and o, each (D, D) and stored as in nn.Linear, without bias.
+    They and ``x_BSD`` are equal on all ranks and do not require a gradient yet. ``dy_BSD`` is the
+    gradient of y. ``gradients`` is a dict of the gradients of this rank's rows of q, k and v,
     (D/n, D), and columns of o, (D, D/n).
     """
     # BEGIN SOLUTION
@@ -1041,12 +1042,12 @@ from course_lib.grading import check
 check("05-5", attention_step)
 
 # %% [markdown]
-# **Exit questions.** Answer, then unfold.
+# **Exit questions.**
 #
 # **1.** Why is the first matrix split by columns?
 #
 # <details><summary>Answer</summary>
-# One rank then computes each inner feature completely, as GELU needs it.
+# Each inner feature is then complete on one rank, as GELU needs it.
 # </details>
 #
 # **2.** 32 layers, hidden size 4,096, 8 ranks, 8 × 2,048 tokens, 2 bytes per element. What does a rank send for its
@@ -1056,7 +1057,7 @@ check("05-5", attention_step)
 # x has 134 MB, so a rank sends 8 · 32 · 7/8 · 134 MB = 30 GB.
 # </details>
 #
-# **3.** A layer's outputs match those of one process to the last digit, but training fails. What is missing?
+# **3.** A layer's outputs match the outputs of one process up to rounding, but training fails. What is missing?
 #
 # <details><summary>Answer</summary>
 # f. Its forward is the identity, so outputs cannot show that it is missing.

@@ -41,8 +41,8 @@ vote_2 = None
 #                      dL/dx            dL/dx            dL/dx
 # ```
 #
-# Let eight sequences pass through these stages, one after the other. B takes twice as long as F, because each matrix
-# product of the forward needs two in the backward.
+# We send eight sequences through these stages, one after the other. B takes twice as long as F, because each matrix
+# product of the forward needs two products in the backward.
 
 # %%
 import torch
@@ -74,9 +74,9 @@ simulated = {name: simulate(schedule, COSTS) for name, schedule in schedules.ite
 schedule_picture(simulated["naive"])
 
 # %% [markdown]
-# The dotted area is bubble: each rank waits three quarters of the time, because it needs the results of other ranks. Two
-# ranks can work at the same time only on different parts of the batch. So we split the batch into **micro-batches**, and
-# while rank 1 computes the first one, rank 0 starts the second. But in which order should a rank run its forwards and
+# The dotted area is bubble. Each rank waits three quarters of the time, because it needs the results of other ranks.
+# Two ranks can work at the same time only on different sequences. So we split the batch into **micro-batches**, and
+# while rank 1 computes the first one, rank 0 starts the second. In which order should a rank run its forwards and
 # backwards?
 #
 # | symbol | meaning |
@@ -103,9 +103,9 @@ predicted_ratio = None  # rank 0's saved activations on 4 ranks of 1F1B, divided
 
 # %% [markdown]
 # ## One micro-batch, there and back
-# Two ranks are enough to see the mechanism. Autograd does not see the network, so rank 1 makes the received x a *leaf*
-# that requires a gradient. After its backward it sends `x.grad` to rank 0, which continues backward from there.
-# Computation is *paced*: it is padded by sleep to 20 and 40 ms, because ranks on a laptop share its cores.
+# Two ranks show the mechanism. Autograd does not see the network, so rank 1 makes the received x a *leaf* that requires
+# a gradient. After its backward it sends `x.grad` to rank 0, which continues backward from there. Computation is
+# *paced*: it is padded by sleep to 20 and 40 ms, because ranks on a laptop share its cores.
 
 # %%
 PACE = {"F": F, "B": B}
@@ -156,7 +156,7 @@ timeline(results.traces, conditions=Conditions(PACE), title="One micro-batch thr
 # no times: an action starts when its rank is free and its inputs have arrived. F needs the F of the previous stage. B
 # needs the F of its own stage and the B of the next one.
 #
-# Some rows never finish. Below, rank 0 alternates at once, but rank 1 runs two forwards first:
+# Some rows never finish. Below, rank 0 alternates F and B from the start, but rank 1 runs two forwards first:
 
 # %%
 waiting = """
@@ -176,8 +176,7 @@ except ValueError as error:
 
 # %% [markdown]
 # ## GPipe: all forwards, then all backwards
-# In GPipe, each rank runs all its forwards first. So rank 0 can start one micro-batch after the other without waiting
-# for a gradient:
+# In GPipe, each rank runs all its forwards first, so no forward of rank 0 waits for a gradient:
 
 # %%
 schedule_picture(simulated["gpipe"])
@@ -223,9 +222,8 @@ for name, simulation in simulated.items():
     print(f"{name:8}{simulation.makespan:6.0f}{shares}   {in_flight}")
 
 # %% [markdown]
-# The step and the bubble are those of GPipe; the idle time has only moved. But rank r has at most p-r micro-batches in
-# flight instead of m. Move the slider to m = 16 (in a running notebook). Only the peak in flight differs between GPipe
-# and 1F1B:
+# Step and bubble are the same as for GPipe, and the idle time has only moved. But rank r has at most p-r micro-batches
+# in flight instead of m. In a running notebook, move the slider to m = 16. Rank 0 has 4 in flight:
 
 # %%
 from course_lib.view.sliders import schedule_sliders
@@ -233,17 +231,17 @@ from course_lib.view.sliders import schedule_sliders
 schedule_sliders("1f1b", P, M)
 
 # %% [markdown]
-# > **Box: weight stashing.** PipeDream, which introduced 1F1B, never drained the pipeline. Each rank updated its
-# > weights after every backward, so there was no bubble after the start. To run a backward with the weights of its
-# > forward, rank r stored one version per micro-batch in flight, p-r in all. On rank 0, these are as many weights as
-# > the full model has. The gradient then changed weights that were already p-1-r updates newer. Megatron-LM and
-# > PyTorch drain the pipeline before each optimizer step, as we do. They pay with the bubble and get the gradients of
-# > one process.
+# > **Box: weight stashing.** PipeDream introduced 1F1B and never drained the pipeline. Each rank updated its weights
+# > after every backward, so there was no bubble after the start. To run a backward with the weights of its forward,
+# > rank r stored one version of its weights per micro-batch in flight, p-r in all. Rank 0 thus stored as many weights
+# > as the full model has. Each gradient then changed weights that were already p-1-r updates newer. Megatron-LM and
+# > PyTorch drain the pipeline before each optimizer step. They accept the bubble and get the gradients of one
+# > process.
 
 # %% [markdown]
 # ## The table that grows: three schedules on four ranks
-# Every lesson adds rows to this table. To fill them in, we run the schedules. The engine takes the next action of its
-# row, waits for the input, computes, and posts one batch of messages: send this result, receive the next input.
+# To run a schedule, the engine takes the next action of its row, waits for the input, computes, and posts one batch of
+# messages: send this result, receive the next input.
 
 # %%
 from course_lib.pp.engine import Engine
@@ -251,8 +249,9 @@ from course_lib.pp.engine import Engine
 show_source(Engine._do, Engine._forward, Engine._backward)
 
 # %% [markdown]
-# You know the steps: `detach().requires_grad_()` makes the leaf, `backward(output, gradient)` continues backward, and
-# `x.grad` is sent back. The names with `defer` belong to lesson 08.
+# You know these steps: `detach().requires_grad_()` makes the leaf, `backward(output, gradient)` continues backward, and
+# `x.grad` is sent back. To free the memory of y, the engine saves only its gradient edge. The names with `defer` belong
+# to lesson 08.
 #
 # The loss of a micro-batch is the sum over its tokens, divided by the tokens of the *whole* batch. Only then do the
 # gradients of all micro-batches add up to the gradient of the batch.
@@ -324,7 +323,7 @@ for name, results in runs.items():
 print(f"your prediction: {predicted_bytes}")
 
 # %% [markdown]
-# **Stored.** At most this many micro-batches were in flight, and this many bytes were saved for backward:
+# **Stored.** These are the micro-batches in flight and the bytes saved for backward, both at their peak:
 
 # %%
 print(f"{'':6}{'in flight at most':^27}   {'bytes saved for backward, peak':^39}")
@@ -341,9 +340,9 @@ print(f"your predictions for rank 0: GPipe {predicted_peak_gpipe}, 1F1B {predict
 # %% [markdown]
 # GPipe stores exactly m times as much as naive, and 1F1B p-r times.
 #
-# **A pipeline does not reduce activation memory.** Under 1F1B, rank 0 has a p-th of the layers but p micro-batches in
-# flight: the activations of *all* layers for one micro-batch. One rank that runs one micro-batch after the other stores
-# just as much. Here are 1, 2 and 4 ranks measured, and GPT-3 by formula:
+# **A pipeline does not reduce the activation memory of rank 0.** Under 1F1B, rank 0 has a p-th of the layers but p
+# micro-batches in flight: the activations of *all* layers for one micro-batch. One rank that runs one micro-batch after
+# the other stores just as much. Here are 1, 2 and 4 ranks measured, and GPT-3 by formula (without FlashAttention):
 
 # %%
 by_ranks = {p: run(train, "1f1b", p, n=p) for p in (1, 2, P)}
@@ -368,7 +367,7 @@ for p in (1, 8, 32):
 # The state of a rank shrinks with p, but the activations of rank 0 do not. To reduce them, shard each layer (lessons
 # 05 and 06), recompute, or make micro-batches smaller.
 #
-# **Waited.** Now we measure the time of a step, paced to 20 and 40 ms:
+# **Waited.** Now we measure a step, with F padded to 20 ms and B to 40 ms:
 
 
 # %%
@@ -416,8 +415,8 @@ timeline(
 )
 
 # %% [markdown]
-# Here are the rows, for the fullest rank. The row of data parallelism is computed for a quarter of the
-# batch.
+# Here are the rows of the table, each with the largest values of all ranks. Data parallelism is computed: activations
+# for a quarter of the batch, bytes by formula.
 
 # %% jupyter={"source_hidden": true}
 model = build_model(CONFIG, seed=0)
@@ -481,8 +480,8 @@ assert apart < 1e-5
 print(f"gradients of torch's 1F1B and ours differ by {apart:.1e} at most")
 
 # %% [markdown]
-# `Schedule1F1B` takes the *mean* loss of each micro-batch and divides all gradients by m. That is our loss only if all
-# micro-batches have the same number of tokens.
+# We gave `Schedule1F1B` the *mean* loss of a micro-batch, and it divides all gradients by m. That is our loss only if
+# all micro-batches have the same number of tokens.
 
 # %% [markdown]
 # ## Break it and diagnose
@@ -496,7 +495,7 @@ print(f"gradients of torch's 1F1B and ours differ by {apart:.1e} at most")
 #
 # For each letter enter the cause, the call that is missing or wrong (`"all_reduce"`, `"send"`, None) and the rank (0
 # for *tied*, `"all"`, None for the correct run). Length, angle and "off" compare gradients with the single-process
-# reference; "copies apart" compares those of the two copies.
+# reference, "copies apart" compares the two copies.
 
 # %%
 SEED = 3
@@ -592,7 +591,7 @@ for lab_run in lab:
 # - **All ranks off, about the right length**: *mean of means*. Tokens of short sequences count more.
 # - **About m times too long**: *forgotten*. AdamW hides it, because it divides a gradient by its usual size.
 # - **First and last rank off, copies apart**: *tied*.
-# - **Loss right, all ranks before one off**: *lost*, at that rank. The last rank is off too, because its tied weight
+# - **Loss right, all ranks before rank r off**: *lost*, at rank r. The last rank is off too, because its tied weight
 #   includes the first rank's gradient.
 #
 # </details>
@@ -617,12 +616,12 @@ for factor in (1.25, 1.5, 2.0):
     )
 
 # %% [markdown]
-# A pipeline sends few messages, and only to neighbors, so it can cross the slow links between nodes.
+# A pipeline sends few messages, only to neighbors, so it can cross the slow links between nodes.
 #
 # **Claim 1: false.** A common table says of 1F1B: "alternates F and B in the steady state, frees activations early;
 # improvement of the bubble: significant". It is right about the memory. The bubble is smaller than the naive one, but
-# GPipe's is just as small. If transfers take time, 1F1B's bubble is even larger, because neighbors that alternate wait
-# for each other:
+# with equal m GPipe's is just as small. If transfers take time, 1F1B's bubble is even larger, because neighbors that
+# alternate wait for each other:
 
 # %%
 sizes = [(p, m) for p in range(1, 9) for m in range(1, 33)]
@@ -645,7 +644,7 @@ print(f"1F1B may run any m, say {4 * M}, bubble {large:.1%}")
 # %% [markdown]
 # So 1F1B helps indirectly: it has memory for a larger m.
 #
-# **Claim 2: only if the micro-batches stay large enough.** With a fixed batch, more micro-batches are smaller ones,
+# **Claim 2: only if the micro-batches stay large enough.** With a fixed batch, a larger m means smaller micro-batches,
 # and each has fixed costs, such as launching kernels. Say 5 ms per forward, beside 160 ms of work to divide:
 
 # %%
@@ -663,7 +662,7 @@ print(
 )
 
 # %% [markdown]
-# The step, 3(m+p-1)(fixed + work/m), is shortest at that root.
+# The step takes 3(m+p-1)(fixed + work/m), which is shortest near this square root.
 
 # %% [markdown]
 # ## Cheat-sheet
@@ -714,15 +713,15 @@ cheat_sheet(8, 32)
 #
 # <details><summary>Answer</summary>
 #
-# Nothing: there are still p-1 stage boundaries.
+# They stay the same, because there are still p-1 stage boundaries.
 #
 # </details>
 #
-# **4.** Rank 1 hangs in `send` to rank 2, and rank 2 in `send` to rank 1. What is the repair?
+# **4.** Rank 1 hangs in `send` to rank 2, and rank 2 in `send` to rank 1. How do you fix this?
 #
 # <details><summary>Answer</summary>
 #
-# Post both messages as one batch (`batch_isend_irecv`), as the engine does.
+# Post both messages as one batch (`batch_isend_irecv`).
 #
 # </details>
 #
@@ -736,8 +735,7 @@ cheat_sheet(8, 32)
 
 # %% [markdown]
 # ## Your turn
-# [Five exercises](../exercises/07_pipelines_1.ipynb), about 55 minutes: from 1F1B by hand to one rank's step on real
-# ranks.
+# [Five exercises](../exercises/07_pipelines_1.ipynb) take about 55 minutes.
 
 # %% course={"role": "given"}
 import math
@@ -751,7 +749,7 @@ from course_lib import comm
 # ## 07-1 1F1B by hand
 # p = 3 ranks, m = 5 micro-batches, stage r on rank r. A forward takes 1, a backward 2, a message no time. Draw the
 # three rows on paper, from time 0 on, each action as early as it can start, and fill in the table. A row is a text of
-# ten cells, parted by spaces; rank 2 does `2F0 2B0 2F1 2B1 2F2 2B2 2F3 2B3 2F4 2B4`. Type shares as fractions: `1/3`.
+# ten cells, separated by spaces; rank 2 does `2F0 2B0 2F1 2B1 2F2 2B2 2F3 2B3 2F4 2B4`. Type shares as fractions: `1/3`.
 
 # %% course={"ex": "07-1", "role": "answer"}
 traced = {
@@ -766,7 +764,7 @@ traced = {
     # STUB
     # "row 0": None,  # what rank 0 does, as a text
     # "row 1": None,  # what rank 1 does
-    # "in flight at most, by rank": None,  # a list of three numbers: micro-batches kept at once
+    # "in flight at most, by rank": None,  # a list of three numbers: micro-batches in flight at once
     # "start of 0B0": None,  # the time at which rank 0 begins its first backward
     # "step": None,  # the time at which the last action ends
     # "bubble of total": None,  # the share of the step in which a rank waits
@@ -811,8 +809,8 @@ check("07-2", enough)
 #  ["1F0", "1B0", "1F1", "1B1", "1F2", "1B2"]]
 # ```
 #
-# Your rows are judged by what they do: `validate` finds them legal, `simulate` (F takes 1, B takes 2) finds the step as
-# short as that of 1F1B, and no rank keeps more in flight.
+# The check judges what your rows do: `validate` must find them legal, `simulate` (F takes 1, B takes 2) must find a
+# step as short as 1F1B's, and no rank may have more micro-batches in flight.
 
 
 # %% course={"ex": "07-3", "role": "answer"}
@@ -942,9 +940,7 @@ from course_lib.grading import check
 check("07-5", one_step)
 
 # %% [markdown]
-# ## Sources
+# **Sources.** Next: lesson 08.
 # - Harlap et al. 2018, [PipeDream](https://arxiv.org/abs/1806.03377): 1F1B and weight stashing.
 # - Narayanan et al. 2021, [Megatron-LM](https://arxiv.org/abs/2104.04473), section 2.2: 1F1B as you ran it.
 # - Korthikanti et al. 2022, [arXiv:2205.05198](https://arxiv.org/abs/2205.05198), section 4: activation memory.
-#
-# Next: lesson 08 reduces the bubble itself.

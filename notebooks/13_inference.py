@@ -15,11 +15,11 @@
 # %% [markdown]
 # # 13 Inference: one token after the other
 #
-# *50 minutes to read and run, 60 to build.* A GPU that is busy in training mostly waits for its own memory when the
-# model answers requests. This lesson serves a model on one GPU and finds what limits it. You need lesson 01, and for
-# the last third 05 and 06.
+# *50 minutes to read and run, 60 to build.* In training, a GPU is busy computing. When the same model answers requests,
+# the GPU mostly waits for its own memory. This lesson serves a model on one GPU and finds what limits it. You need
+# lesson 01, and for the last third lessons 05 and 07.
 #
-# Vote first: write `"true"`, `"false"` or `"only if ..."`.
+# Vote first: `"true"`, `"false"` or `"only if ..."`. A *decode step* gives one more token to each running request.
 #
 # 1. *A decode step for 32 requests takes hardly longer than a step for one.*
 # 2. *An H100 computes three times as fast as an A100, so it decodes three times as fast.*
@@ -30,8 +30,8 @@ vote_2 = None
 
 # %% [markdown]
 # ## How fast can an H100 write?
-# Llama 3 8B does two operations per weight for each token. An H100 (SXM) does up to 989e12 of them per second.
-# How many tokens per second is that for one reader?
+# A forward of Llama 3 8B takes two operations per weight for each token. An H100 (SXM) does up to 989e12 operations per
+# second in bfloat16. How many tokens per second can a single reader get?
 
 # %%
 import torch
@@ -56,9 +56,10 @@ for name, (flops, memory) in GPUS.items():
     print(f"{name}: both limits are equal at {flops / memory:.0f} rows")
 
 # %% [markdown]
-# The second number is the true limit. Every token reads all these weights from the GPU's memory, 2 bytes each, and one
-# row of activations uses a weight only once. More rows help, because they share what has been read. With R rows, a
-# product does R operations per byte of weights, and the H100 reaches the bend of its roofline at 295 rows:
+# The second number is the limit. For each token the GPU reads all these weights from its memory, 2 bytes each, and
+# multiplies them with one row of activations, the vector of that token. A few more rows cost hardly more time, because
+# a weight that has been read is used for all of them. With R rows, a product does R operations per byte of weights, and
+# the H100 reaches the bend of its roofline (lesson 01) at 295 rows:
 
 # %%
 roofline(
@@ -74,8 +75,8 @@ roofline(
 
 # %% [markdown]
 # ## Prefill and decode
-# Decode is on the slope, and a long prompt is at the peak. Where do the rows come from? A request has a prompt of S
-# tokens and asks for m new ones:
+# Decode with few requests is on the slope of the roofline, and a long prompt is on its flat part. The rows come from
+# requests. Each has a prompt of S tokens and asks for m new ones:
 #
 # ```
 #  prefill   the whole prompt in one forward    S rows        gives token 1
@@ -84,18 +85,20 @@ roofline(
 # ```
 #
 # In decode a request has one row per step, because token 3 needs token 2. More rows can only come from other requests.
+# A *step* is one forward: the prefill of one request, or one decode step of all running requests.
 #
 # | symbol | meaning |
 # |---|---|
-# | S, m | prompt, new tokens |
+# | S, m | tokens of the prompt, new tokens |
 # | L, D, V | layers, hidden size, vocabulary |
 # | G, K, b | key-value heads, features per head, bytes per element |
-# | N, T | slots for requests, positions per slot |
+# | N, T | slots (each stores the cache of one request), positions per slot |
 # | B, n | requests in a step, ranks |
-# | W, c | seconds to read the weights, one request's cache |
+# | p, g | stages of a pipeline, groups of requests in it |
+# | W, c | seconds to read the weights, and the cache of one request |
 #
-# The next cell trains a small model, in float64, so that no rounding decides between two tokens. It has 4 layers,
-# hidden size 64, 8 query heads and 4 key-value heads. What do you predict?
+# The next cell trains a small model with 4 layers, hidden size 64, 8 query heads and 4 key-value heads. It computes in
+# float64, so that rounding cannot decide between two tokens. What do you predict for eight requests?
 
 # %%
 from course_lib import inference
@@ -135,9 +138,9 @@ predicted_steps = None  # steps for all requests in 4 slots, if slots are refill
 
 # %% [markdown]
 # ## The KV cache
-# Under a causal mask, an earlier row never looks at a later one, so its keys and values never change. If we store
-# them, a new token costs one row instead of the whole text. We answer eight requests without a cache, and then with
-# one. The `Scheduler` decides which of them take part in a step.
+# Under a causal mask, a position never attends to a later one, so its keys and values stay the same when the text
+# grows. If we store them, a new token costs one row instead of the whole text. We answer the requests without a cache,
+# then with one. The `Scheduler` decides which take part in a step.
 
 # %%
 from course_lib.inference import Replica, Scheduler, serve
@@ -166,12 +169,13 @@ print(f"share {TOKENS / without:.2f}, your prediction {predicted_rows}\n")
 show_source(LayerCache.__call__)
 
 # %% [markdown]
-# The last token of a request is never fed back, so a request needs S + m - 1 rows. The code stores the new keys and
-# values, and each query sees all rows up to its own.
+# The tokens are the same, and only 9 % of the rows go through the model. A request needs S + m - 1 rows, because its
+# last token is never fed back. The code stores the new keys and values, and each query attends to all positions up to
+# its own.
 #
 # ## How many requests fit
-# The cache stores a key and a value for each layer, slot, position and key-value head, which is 2 L N T G K b bytes.
-# Does ours agree, and what does Llama 3 70B need?
+# The cache stores a key and a value for each layer, slot, position and key-value head, so it takes 2 L N T G K b bytes.
+# Does our cache take as much, and what would Llama 3 70B need with 64, 8 or 1 key-value heads?
 
 # %%
 measured, formula = replica.cache.nbytes, inference.cache_bytes(CONFIG, 4, CONFIG.max_seq_len)
@@ -193,12 +197,13 @@ for kv_heads in (64, 8, 1):
     print(f"  {kv_heads:2} heads of keys and values: {size / 1e9:6.2f} GB")
 
 # %% [markdown]
-# The real model shares 8 key-value heads among 64 query heads (grouped queries). The cache costs time as well, because
-# a decode step reads the cache of every request. As long as memory is the limit, a step takes
+# The real model has 8 key-value heads, and 8 of its 64 query heads share each of them (grouped queries). The cache
+# costs time as well, because a decode step reads the cache of every request. As long as reading is the limit, a step
+# takes
 #
 # $$W + B\,c$$
 #
-# seconds. Here is Llama 3 8B on an H100 of 80 GB, without the time to launch kernels:
+# seconds. Here is Llama 3 8B on an H100 of 80 GB, without the launch of kernels and the arithmetic of attention:
 
 
 # %%
@@ -221,13 +226,13 @@ for positions in (512, 8192):
         print(f"{1e3 * seconds:13.1f}{requests / seconds:10,.0f}")
 
 # %% [markdown]
-# With short texts, 32 requests cost little more than one. With 8,192 positions per request, only 59 fit, and their
-# caches take longer to read than the weights. Memory is the limit in every row.
+# With 512 positions, 32 requests cost little more than one. With 8,192 positions, only 59 requests fit, and their
+# caches take longer to read than the weights. In all six rows, reading takes longer than arithmetic.
 #
 # ## Continuous batching
 # Requests end at different times. A static batch leaves their slots empty until its last request has ended, while
-# continuous batching (Orca) gives a free slot to the next request at once. Here are both, on a rank whose steps are
-# padded by sleep to 20 ms and 1 ms per token:
+# continuous batching (Orca) gives a free slot to the next request at once. We run both on one rank. Sleep pads each
+# step to 20 ms plus 1 ms per token:
 
 # %%
 from course_lib.inference import StaticScheduler
@@ -268,13 +273,16 @@ for name, (kind, slots) in WAYS.items():
 print(f"you predicted {predicted_steps} steps for the second")
 
 # %% [markdown]
-# Each column is a step, and a digit is the request that gets a token. The second chart is shorter.
-# Most columns with a single digit are prefills, and all other requests wait for them.
+# Each column is a step, and a digit is the request that gets a token. Continuous batching needs 34 steps instead of 50.
+# In its chart most columns with a single digit are prefills. All running requests wait for them, because our scheduler
+# gives each prefill a step of its own. Orca and vLLM can mix prefill and decode in one step.
 #
 # ## Sampling: the noise belongs to the request
-# Sampling can be written as a maximum. With logits z, temperature τ and exponential noise e for each token, the argmax
-# of z/τ - log e is distributed as softmax(z/τ). The noise here depends on seed, request and position alone, so neither
-# the batch nor the number of ranks changes the text:
+# So far each token was the most likely one (greedy). A random draw can be a maximum too. With logits z, temperature τ
+# and exponential noise e for each token, the argmax of z/τ - log e is distributed as softmax(z/τ). Our noise depends on
+# seed, request and position alone, so the same logits give the same text in any batch and on any number of ranks.
+#
+# The cell draws from the 30 largest logits (top_k), and of these from the fewest with 95 % of the probability (top_p):
 
 # %%
 show_source(inference.sampling.gumbel)
@@ -291,19 +299,23 @@ assert drawn == sampled(slots=1) == sampled(slots=8)
 print("\nin 1, 4 and 8 slots:", repr(PROMPTS[1] + decode(torch.tensor(drawn[1]))))
 
 # %% [markdown]
+# The text is the same in 1, 4 and 8 slots. On a GPU it may differ, because another batch size can change the rounding.
+#
 # ## On many ranks
-# Where one GPU is too small or too slow, the axes of the course return without a backward pass. This is what they send
-# for a token, and [13b](13b_parallel_serving.ipynb) measures it:
+#
+# If one GPU is too small or too slow, we shard as in training, but without a backward pass. This is what each axis
+# sends per token ([13b](13b_parallel_serving.ipynb) measures it):
 #
 # | axis | divides | sends |
 # |---|---|---|
 # | DP | requests | nothing |
-# | TP | weights, heads of the cache (at least one per rank) | 2L + 1 all-reduces of D elements, an all-gather of a pair |
+# | TP | weights, heads of the cache (at least one per rank) | 2L + 1 all-reduces of D elements (one for the embedding), an all-gather of a pair |
 # | PP | layers | D elements per stage boundary, the token to earlier stages |
-# | CP | positions of the cache | L all-gathers of partial results |
+# | CP | positions of the cache | an all-gather of partial results per layer |
 #
 # **Choosing a token under TP.** The LM head is sharded by the vocabulary, so a rank has V/n logits. Each rank sends a
-# pair, its largest logit and the number of that token in the full vocabulary. All ranks take the best pair.
+# pair: its largest logit, and the number of that token in the full vocabulary. All ranks take the token of the best
+# pair. If noise is added to the logits first, the same exchange draws a token.
 
 # %%
 from course_lib import comm
@@ -323,9 +335,11 @@ for rank, (pair, token) in enumerate(run(choose_by_hand, n=2)):
     print(f"rank {rank} offers (logit, token) {pair} and takes token {token}")
 
 # %% [markdown]
+# Both ranks take token 2 with logit 3.5.
+#
 # **Groups in a pipeline.** A token passes all p stages before the next token of its request can start, so one group of
-# requests keeps one stage busy. With g groups, a stage works in g of max(g, p) ticks, and a request gets one token in
-# that time.
+# requests keeps one stage busy at a time. In a tick, a stage computes one group. With g groups, each stage works in g
+# of max(g, p) ticks, and in this time each request gets one token.
 #
 # **Attention over a sharded cache.** Rank r computes attention over its own positions, o(r), and the logarithm of its
 # sum of exponentials, s(r). All ranks gather both. The result is
@@ -333,8 +347,8 @@ for rank, (pair, token) in enumerate(run(choose_by_hand, n=2)):
 # $$\sum_r e^{\,s(r) - s}\; o(r), \qquad s = \log \sum_r e^{\,s(r)}$$
 #
 # ## The same in PyTorch
-# A greedy loop with `torch.distributed` alone. It shards the weights in place, and a hook adds the partial sums after
-# `o` and `down`. Without a cache it computes every row again for each token.
+# Here is a greedy loop with `torch.distributed` alone. It shards the weights in place, and a hook adds the partial sums
+# after `o` and `down`. Without a cache, it computes all rows again for each token.
 
 # %%
 import torch.distributed as dist
@@ -379,6 +393,7 @@ for number in (1, 4):
 
 # %% [markdown]
 # ## Break it and diagnose
+#
 # Four ranks of TP draw tokens. One run is correct (its cause is `"correct"`), four are faulty:
 #
 # - **own dice**: the ranks gather all logits, and each draws with its own random state
@@ -388,7 +403,8 @@ for number in (1, 4):
 #
 # For each run, name the cause, the collective (`"all_gather"` if its content is wrong, else None) and the rank (a
 # number, or `"all"`; None if correct). "Agree" compares the ranks, "reference" compares with one process, and "choice"
-# counts the bytes that a rank hands to the all-gather per token.
+# counts the bytes that a rank hands to the all-gather per token. The last column counts the rows that each rank stored
+# in slot 0.
 
 # %%
 SEED = 1
@@ -475,8 +491,8 @@ for lab_run in lab:
 # <details><summary>How to read it</summary>
 #
 # - **The ranks disagree**: *own dice*. The large `choice` shows that all logits were sent.
-# - **The largest token is below V/n**: *local names*.
-# - **Rows differ**: *lost rows*, on the rank with the fewest. All ranks choose together, so they still agree.
+# - **The largest token is below V/n = 64**: *local names*.
+# - **Rows differ**: *lost rows*, on the rank with the fewest rows. All ranks choose together, so they still agree.
 # - **Nothing but the text differs from one process**: *own noise*. Its distribution is still right.
 #
 # </details>
@@ -485,13 +501,16 @@ for lab_run in lab:
 lab.grade(diagnosis)
 
 # %% [markdown]
-# ## When not to use it
-# - **A large batch**, when a reader needs tokens quickly, because every request adds c.
-# - **Static batching**, unless all requests end together.
+# ## When not to batch
 #
-# **Claim 1: only if the caches are small beside the weights.** At 8,192 positions, a step takes three times as long.
+# - **Do not enlarge the batch** when a reader needs tokens quickly, because every request adds c to a step.
+# - **Do not batch statically** unless all requests end together.
 #
-# **Claim 2: false.** Memory limits a decode step, and the H100 reads only 1.6 times as fast.
+# **Claim 1: only if the caches are small beside the weights.** With 8,192 positions, a step for 32 requests takes three
+# times as long as a step for one.
+#
+# **Claim 2: false.** Reading limits all decode steps in our table, and the H100 reads only 1.6 times as fast.
+# Arithmetic becomes the limit only for hundreds of requests with short texts.
 
 # %%
 for positions in (512, 8192):
@@ -502,8 +521,8 @@ for at, what in enumerate(("arithmetic", "memory")):
 print(f"your votes: {vote_1}, {vote_2}")
 
 # %% [markdown]
-# **The table that grows.** Continuous batching has the highest throughput, but its tokens take longer because they wait
-# for prefills in between.
+# **The table that grows.** Continuous batching has the highest throughput, but a token takes longer than in a static
+# batch: more requests share a step, and prefills come in between.
 
 # %%
 print(f"{'':20}{'steps':>6}{'tokens/s':>10}{'ms per token':>14}{'cache, bytes':>14}")
@@ -511,7 +530,7 @@ for name, (steps, speed, latency, cache) in rows_of.items():
     print(f"{name:20}{steps:6}{speed:10.0f}{latency:14.0f}{cache:14,}")
 
 # %% [markdown]
-# **Cheat-sheet.** Llama 3 70B in bfloat16, a request of 8,192 positions:
+# **Cheat-sheet.** Llama 3 70B in bfloat16 with requests of 8,192 positions:
 
 
 # %%
@@ -553,7 +572,7 @@ from course_lib import comm
 # - `cache`: bytes of keys and values of 3 requests of 100 positions each
 # - `cache a rank`: the same on each rank under TP over [2 ranks, 4 ranks]
 # - `calls`: collectives of one decode step under TP, embedding and LM head sharded by the vocabulary
-# - `bytes`: the bytes that a rank of two sends in them for one request. The choice is a pair of two float32
+# - `bytes`: on two ranks, the bytes that each rank sends in these collectives for one request. The pair has two float32
 # - `pairs`: two ranks of three tokens each have logits [1.5, 4.0, 0.0] and [2.0, 4.5, -1.0]. The pair that each rank
 #   sends, [[logit, token] of rank 0, of rank 1], tokens numbered from 0 in the full vocabulary
 # - `token`: which is chosen
@@ -732,7 +751,8 @@ check("13-5", generate)
 # **1.** Why do 30 short requests decode in nearly the time of one, while 30 prefills take longer than one?
 #
 # <details><summary>Answer</summary>
-# A decode step has one row per request and waits for the weights. A prefill has hundreds, and its time is arithmetic.
+# A decode step has one row per request and waits for the weights. A prefill of hundreds of rows is limited by
+# arithmetic.
 # </details>
 #
 # **2.** Beside the weights, 60 GB are free. A request reserves 2 GB of cache and uses half of it. How many fit, and how

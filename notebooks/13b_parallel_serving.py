@@ -23,7 +23,7 @@
 #    8 ms are communication, and serves 55.*
 # 2. *For serving, TP inside a node and PP across nodes minimizes latency.*
 #
-# Do you believe them? We serve the eight requests of lesson 13 on four ranks. The model has 4 layers.
+# Do you believe them? To find out, we serve the eight requests of lesson 13 on four ranks, with its model of 4 layers.
 
 # %%
 vote_1 = None  # "true", "false" or "only if ..."
@@ -121,9 +121,9 @@ def llama_70b():
 
 # %% [markdown]
 # ## Replicas or shards
-# In data parallelism each rank stores the whole model and answers its own requests. Replicas send nothing. In tensor
-# parallelism all ranks work on every token, as in lesson 05, but forward only. We run both and compare TP's bytes with
-# their formula.
+# In data parallelism each rank stores the whole model and answers its own requests, so replicas send nothing. In tensor
+# parallelism all ranks work on every token, as in lesson 05, but forward only. We run both, and compare TP's bytes with
+# the formula of lesson 13: 2L + 1 all-reduces per token and an all-gather of a pair.
 
 # %%
 runs = {"one process": run(on_ranks, {}, n=1), "dp on 4": run(on_ranks, {"dp": 4}, n=4)}
@@ -154,14 +154,16 @@ for n in (1, 4, 8, 16):
     )
 
 # %% [markdown]
-# DP sent nothing, and TP's bytes equal their formula. TP shards the cache by the key-value heads, down to one head per
-# rank. Llama 3 70B has 8 of them, so TP16 stores each head twice.
+# DP sent nothing, and TP's bytes equal their formula. TP shards the cache by the key-value heads, so each rank stores
+# at least one head. Llama 3 70B has 8 of them, so with TP16 each head is stored twice and the cache per rank stays the
+# same.
 #
 # ## DP8 or TP8?
 # Look at the numbers of the first claim. Its 58 ms are the 50 ms of one GPU plus 8 ms, as if each of eight GPUs still
 # did all the work. TP divides the reading of weights and the arithmetic by 8. It does not divide the overhead of a
-# step, such as the launch of kernels. How much of the 50 ms is overhead? The claim is about a sample and does not say
-# how many tokens that is. We only know that GPT-J has 12.1 GB of weights in 16 bits, which an H100 reads at 3.35 TB/s:
+# step, such as the launch of kernels. How much of the 50 ms is overhead? The claim does not name the GPU, and it does
+# not say how many tokens a sample has. We only know that GPT-J has 12.1 GB of weights in 16 bits. An H100 would read
+# them at 3.35 TB/s. The table tries four splits of the 50 ms:
 
 # %%
 GPU, MESSAGES, READS = 50, 8, 2 * 6.05e9 / 3.35e12 * 1e3  # milliseconds
@@ -175,19 +177,22 @@ for divides in (50, 8 * MESSAGES / 7, READS, 0):
 print(f"the claimed 55 per second at 58 ms are {55 * 0.058:.1f} samples at once")
 
 # %% [markdown]
-# The claimed 58 ms are right only if all 50 ms are overhead. If a sample is a single decoded token, reading takes 3.6
-# ms, the rest is overhead, and 58 ms is nearly right. If all 50 ms are reading and arithmetic, TP8 takes 14.25 ms and
-# wins in latency and in throughput. The claimed 55 samples per second follow from none of the rows. At 58 ms, one
+# The claimed 58 ms are right only if all 50 ms are overhead (last row). If a sample is a single decoded token, reading
+# takes 3.6 ms, the rest is overhead, and 58 ms is nearly right. If all 50 ms are reading and arithmetic (first row),
+# TP8 takes 14.25 ms and wins in latency and in throughput. The second row is the break-even point: TP8 wins if more
+# than 9.1 of the 50 ms divide by 8. The claimed 55 samples per second follow from none of the rows. At 58 ms, one
 # sample at a time gives 17 per second, and eight together give 138.
 #
-# Let o be the overhead, W the time to read the weights, c the time per request, and B the requests on n ranks. A step
-# of DP takes o + W + (B/n) c, and a step of TP takes o + (W + B c)/n + messages(B). The overhead and the terms with c
-# cancel:
+# When does the winner change? Let o be the overhead, W the time to read the weights, and c the time for each request,
+# that is for its cache and its arithmetic. B requests are served on n ranks. We add these times, so this model does not
+# let reading and arithmetic overlap. A step of DP takes o + W + (B/n) c, and a step of TP takes o + (W + B c)/n +
+# messages(B). The overhead and the terms with c cancel:
 #
 # $$\text{TP is faster while}\quad \tfrac{n-1}{n}\, W > \text{messages}(B)$$
 #
-# Messages grow with B and W does not. The order therefore changes at a single batch size, which is the same for latency
-# and throughput. We compute it for four ranks with W = 320 ms, c = 16 ms and slow links.
+# Messages take longer with larger B, and W stays the same. The order therefore changes at one batch size at most, which
+# is the same for latency and throughput. We compute it for four ranks with W = 320 ms, c = 16 ms and slow links. Then
+# we measure both layouts at 8 and at 64 requests:
 
 # %%
 from course_lib.bench import inference as bench
@@ -264,13 +269,14 @@ serving_plot(
 )
 
 # %% [markdown]
-# The lines cross between 24 and 28 requests. TP's points are off its line because gloo itself needs time for every call.
-# The column `+ calls` adds the time of a small call, measured by itself.
+# The lines cross between 24 and 28 requests. TP's points are off its line because gloo itself needs time for every
+# call. The column `+ calls` adds the time of ten small calls without a link. Here TP's measured times are between the
+# formula and this column.
 #
 # ## A pipeline needs groups
 # A token needs all p stages one after the other. One group of requests therefore keeps one stage busy at a time. With
 # several groups, stage 1 works on one group while stage 0 works on the next. What does that do to throughput and
-# latency?
+# latency? We run 1, 2, 4 and 6 groups of two requests. A stage takes 30 ms per group:
 
 # %%
 from course_lib.mesh import Conditions
@@ -308,13 +314,15 @@ timeline(
 )
 
 # %% [markdown]
-# Boxes with a number are decode steps of that group, and boxes without one are prefills. Look at the last column of the
-# table. Four groups give about three times the tokens of one, but no token comes sooner. With six groups on four
-# stages, every group also waits for its turn.
+# In the picture, boxes with a number are decode steps of that group, and boxes without one are prefills. Four groups
+# give more than three times the tokens per second of one group. The factor is below four because the pipeline has to
+# fill and drain. No token comes sooner, as the last column of the table shows. With six groups on four stages, each
+# group also waits until a stage is free.
 #
 # ## Two nodes
 # The second claim puts PP across nodes. Four ranks now form two nodes of two, with a slower link between them. We
-# compare TP over all four ranks, TP in a node with DP across, and TP in a node with PP across.
+# compare TP over all four ranks, TP in a node with DP across, and TP in a node with PP across. A second cell asks
+# whether GPT-3 needs more than one node:
 
 # %%
 two_nodes = compare((TP4, bench.Layout(dp=2, tp=2), bench.Layout(tp=2, pp=2)), (8,), per_node=2)
@@ -331,14 +339,15 @@ print(f"GPT-3 in bfloat16, TP8: {held:.1f} GB per rank, so one node of 80-GB GPU
 
 # %% [markdown]
 # TP across both nodes is the slowest, so the claim is right to keep TP inside a node. But a replica per node is faster
-# than PP by the formula, because no token crosses the slow link. PP is for models that one node cannot hold. GPT-3 is
-# not one of them. On 512 GPUs, TP8 with PP64 would send each token over 63 stage boundaries, while 64 replicas of TP8
-# send nothing to each other.
+# than PP by the formula, because no token crosses the slow link. PP is for models whose weights and caches do not fit
+# one node. GPT-3's weights do. On 512 GPUs, TP8 with PP64 would send each token over 63 stage boundaries, while 64
+# replicas of TP8 send nothing to each other.
 #
 # ## Long prompts and experts
-# Context parallelism computes a long prompt on all ranks with ring attention (lesson 09), and each rank stores its own
-# positions. In decode, the ranks merge their partial results as in exercise 13-4. The alternative is to gather the
-# cache. Which sends less?
+# Context parallelism computes a long prompt on all ranks with ring attention (lesson 09), and each rank stores the keys
+# and values of its own positions. In decode, the ranks merge their partial results as in exercise 13-4. The alternative
+# is to gather the cache. Which sends less? The same cell then serves a model whose experts are sharded over the
+# replicas (lesson 10).
 
 # %%
 from course_lib import ep
@@ -373,15 +382,16 @@ for rank, one in enumerate(shared):
 assert len({one["steps"] for one in shared}) == 1
 
 # %% [markdown]
-# Gathering the cache once sends as much as merging for 2,000 tokens, and then every rank must store all of it.
+# The formula has two terms, for prefill and for decode. For Llama 3 70B, gathering the cache once sends as much as
+# merging for 2,000 tokens, and then every rank must store all of it.
 #
-# The second part of the output shows replicas that share experts. They have different amounts of work but take the same
-# number of steps, because an all-to-all waits for every rank. No replica may stop before the last has finished.
+# The last four lines show replicas that share experts. They have different amounts of work but take the same number of
+# steps, because an all-to-all waits for every rank. So no replica may stop before the last one has finished.
 #
 # ## Prefill and decode on separate GPUs
 # While a GPU computes the prefill of a new request, all running requests wait. Disaggregated serving (DistServe,
-# Splitwise) therefore gives prefill and decode separate GPUs. Its price is that the KV cache of every request must be
-# sent from one to the other. Rank 0 does the prefill here, and rank 1 decodes:
+# Splitwise) therefore gives prefill and decode separate GPUs. This has a cost: the KV cache of every request must be
+# sent from one group of GPUs to the other. Here rank 0 does the prefill, and rank 1 decodes:
 
 
 # %%
@@ -442,23 +452,25 @@ for name, speed in {
     )
 
 # %% [markdown]
-# On GPUs that do both, every running request would wait 360 ms, the time of 69 decode steps. Chunks of a prefill spread
-# this wait over several steps. With separate GPUs only the new request waits, 7 to 215 ms longer than its prefill, and
-# less if each layer is sent as soon as it is computed. So the network decides.
+# On GPUs that do both, every running request would wait 360 ms. In that time the GPUs could read their weights for 69
+# decode steps. Chunked prefill spreads this wait over several steps. With separate GPUs only the new request waits, 7
+# to 215 ms longer than its prefill, and less if each layer is sent as soon as it is computed. Whether this pays depends
+# on the network.
 #
-# Disaggregation keeps the time per token steady. According to
-# [vLLM's documentation](https://docs.vllm.ai/en/latest/features/disagg_prefill/) it does not improve throughput. Both
-# groups of GPUs store all weights, and one group may be idle when the mix of prompts and answers changes.
+# Disaggregation keeps the time per token steady. According to [vLLM's
+# documentation](https://docs.vllm.ai/en/latest/features/disagg_prefill/) it does not improve throughput. DistServe
+# reports a gain in goodput, which counts only requests that meet their latency limits. Both groups of GPUs store all
+# weights, and one group may be idle when the mix of prompts and answers changes.
 #
 # ## The axes in one table
-# **Claim 1: only if the messages of a step take longer than (n-1)/n of the time to read the weights.** This happens with
-# large batches, and how far DP is ahead depends on the batch too.
+# **Claim 1: only if the messages of a step take longer than (n-1)/n of the time to read the weights.** This happens
+# with large batches. How far DP is then ahead depends on the batch too, so no fixed factor such as three is right.
 #
-# **Claim 2: only if one node cannot hold the model.** Otherwise the
-# transfers of PP only make a token slower.
+# **Claim 2: only if one node cannot hold the model and its caches.** Otherwise the transfers of PP only make a token
+# slower.
 #
 # The table shows our eight requests. Under DP each replica has its own weights and slots, so the ranks together store
-# four times as much.
+# four times as much as one process. TP and PP divide weights and cache; CP divides only the cache:
 
 # %%
 print(f"{'rank 0':14}{'weights':>12}{'cache':>11}{'sent by all':>13}{'steps or ticks':>16}")
