@@ -376,8 +376,8 @@ print(f"\noverlap cannot hide {share:.2f} of it, by formula; you predicted {pred
 #
 # ## Accumulate gradients, send once
 # If the rows of a rank do not fit in memory, we split them into micro-batches and add up the gradients. Only the
-# backward of the last micro-batch sends. All other backwards run inside `with sync.accumulate():`, which DDP calls
-# `no_sync`. The folded cell compares this with sending after every micro-batch:
+# backward pass of the last micro-batch sends. The other backward passes run in a context, `sync.accumulate()`, that
+# switches sending off; in DDP it is called `no_sync`. The folded cell compares this with sending after every micro-batch:
 
 # %% jupyter={"source_hidden": true}
 # Split the two rows of each rank into two micro-batches; send once, or each time.

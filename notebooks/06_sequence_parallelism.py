@@ -211,14 +211,14 @@ for way, found in run(by_blocks, CONFIG, x_BSD, dy_BSD, n=RANKS)[0].items():
 print(f"you predicted {predicted_bytes} bytes and the fraction {predicted_saved}")
 
 # %% [markdown]
-# *Rows, kept* sends as much as tensor parallelism and stores 0.34 of a block's activations instead of 0.44. *Rows, again*
-# stores exactly a quarter and sends 1.25 times the bytes. A common claim takes the better half of each: "for the same
+# The variant *rows, kept* sends as much as tensor parallelism and stores 0.34 of a block's activations instead of 0.44.
+# The variant *rows, again* stores exactly a quarter and sends 1.25 times the bytes. A common claim takes the better half of each: "for the same
 # bytes, activations shrink to 1/n". Neither variant does both.
 #
 # Korthikanti et al. use the second variant and overlap the additional gather with a product. They give formulas for a GPT
-# layer, in bytes per sbh and without attention's scores: 10 + 24/n for tensor parallelism and 34/n for *rows, again*. The
-# 10 are the inputs of norms (4), dropout masks (2) and the inputs of column linears (4). *Rows, kept* divides all but the
-# last 4, which gives 4 + 30/n. We check the three formulas on one layer:
+# layer, in bytes per sbh and without attention's scores: 10 + 24/n for tensor parallelism and 34/n for *rows, again*.
+# Under tensor parallelism, 10 of the 34 bytes are not divided: the inputs of norms (4), dropout masks (2) and the inputs
+# of column linears (4). *Rows, kept* divides all but the last 4, which gives 4 + 30/n. We check the three formulas on one layer:
 
 # %% jupyter={"source_hidden": true}
 # Measure one layer in the paper's units.

@@ -156,7 +156,8 @@ timeline(results.traces, conditions=Conditions(PACE), title="One micro-batch thr
 # no times: an action starts when its rank is free and its inputs have arrived. F needs the F of the previous stage. B
 # needs the F of its own stage and the B of the next one.
 #
-# Some rows never finish. Below, rank 0 alternates F and B from the start, but rank 1 runs two forwards first:
+# Some rows never finish. In the next cell, rank 0 alternates F and B from the start, but rank 1 runs two forwards
+# first. Rank 1 then waits for the second forward of rank 0, and rank 0 waits for a backward of rank 1:
 
 # %%
 waiting = """
@@ -234,7 +235,7 @@ schedule_sliders("1f1b", P, M)
 # > **Box: weight stashing.** PipeDream introduced 1F1B and never drained the pipeline. Each rank updated its weights
 # > after every backward, so there was no bubble after the start. To run a backward with the weights of its forward,
 # > rank r stored one version of its weights per micro-batch in flight, p-r in all. Rank 0 thus stored as many weights
-# > as the full model has. Each gradient then changed weights that were already p-1-r updates newer. Megatron-LM and
+# > as the full model has. Each gradient then changed weights that had received p-1-r updates since that forward. Megatron-LM and
 # > PyTorch drain the pipeline before each optimizer step. They accept the bubble and get the gradients of one
 # > process.
 

@@ -223,8 +223,9 @@ timeline(separate.traces, conditions=Conditions(PACE), title="Rank 1 sends dx be
 # W of rank 1 runs beside I of rank 0, so the step is one W shorter.
 #
 # ## ZB-H1 and ZB-H2: W fills the gaps
-# When should a rank run its Ws? ZB-H1 keeps 1F1B's order of F and I. A W runs where the rank would otherwise wait, and
-# before a forward that would exceed p micro-batches in flight. The remaining Ws run at the end, where 1F1B waits:
+# When should a rank run its Ws? ZB-H1 keeps 1F1B's order of F and I. A W runs in
+# two cases: where the rank would otherwise wait, and before a forward pass that would bring more than p micro-batches
+# in flight. The remaining Ws run at the end, where 1F1B waits:
 
 # %%
 schedule_picture(simulated["zb-h1"], title="ZB-H1: W fills the gap at the end; 27 instead of 33")
@@ -283,7 +284,8 @@ for name, schedule in schedules.items():
     print(f"{name:12}{one.makespan:16.2f}{(many - one.makespan) / (STEPS - 1):9.2f}{one.work:6.0f}")
 
 # %% [markdown]
-# "Zero bubble" refers to the column *without*: there, a step of ZB-H2 or ZB-V takes 24 units, all of them work. The
+# "Zero bubble" refers to the column *without*: without a barrier, a step of ZB-H2 or ZB-V takes 24 units, and the ranks
+# compute in all of them. The
 # authors do remove the barrier. Each rank updates its weights at once and, in the rare case that the step had to be
 # clipped, undoes the update later.
 #

@@ -109,8 +109,9 @@ show_source(ep.MoE.through_experts)
 
 # %% [markdown]
 # ## Dispatch and combine
-# Now a row must reach the rank of its expert and come back. Here four ranks have two tokens each, K is 1, expert e is
-# on rank e, and each expert adds 0.5. A token is one number: 31 is token 1 of rank 3. Each rank sorts its rows, because
+# Now a row must reach the rank of its expert and come back. In a small example, each of four
+# ranks has two tokens and one expert, and every token chooses one expert. A token is one number: 31 is token 1 of rank
+# 3. Each expert adds 0.5 to a token, so that we see which tokens went through one. Each rank sorts its rows, because
 # an all-to-all needs the rows for one rank next to each other. No rank knows how many rows will arrive, so counts are
 # sent first:
 
@@ -175,8 +176,8 @@ for rank, told in enumerate(run(groups, n=RANKS)):
 # | attention, norms, embedding, **router** | all ranks | this rank | dp |
 # | an expert | the ranks of edp | all ranks of its ep group | edp |
 #
-# The last row is the trap. In backward, the gradients of all its rows return to the expert, so its gradient already
-# contains the tokens of its ep group. Only the sum over edp is missing. Nothing is divided, because each rank has
+# The last row is the trap. An expert receives the gradients of all rows that it computed, so the gradient of its weights already sums over
+# the tokens of its ep group. Only the sum over edp is missing. Nothing is divided, because each rank has
 # divided its loss by the tokens of *all* ranks.
 #
 # The folded cell also averages, as DDP does: each rank takes the mean over its own tokens, and each sum is divided by
