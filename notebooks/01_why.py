@@ -15,7 +15,7 @@
 # %% [markdown]
 # # 01 Why: memory, compute and network
 #
-# *45 minutes to read and run, 60 to build.* You get one H100 and the task to train Llama 3 70B. The GPU has 80 GB of
+# *40 minutes to read and run, 60 to build.* You get one H100 and the task to train Llama 3 70B. The GPU has 80 GB of
 # memory, and the weights alone take 141 GB. Suppose that they did fit: would training be possible then? And would
 # 16,384 GPUs be 16,384 times as fast? We answer with formulas, and check them on a small model that runs here. You need
 # lesson 00.

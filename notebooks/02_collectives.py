@@ -15,7 +15,7 @@
 # %% [markdown]
 # # 02 Collectives from send and receive: ring, tree, alpha-beta
 #
-# *50 minutes to read and run, 60 to build.* In a ring of ranks, each sends a tensor to the next rank and then
+# *45 minutes to read and run, 60 to build.* In a ring of ranks, each sends a tensor to the next rank and then
 # receives one from the previous rank. This program of two lines looks harmless, but it hangs forever. We repair it and
 # build an all-reduce in two ways. Then two numbers predict which way is faster. You need lesson 00.
 #

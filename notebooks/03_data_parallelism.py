@@ -15,7 +15,7 @@
 # %% [markdown]
 # # 03 Data parallelism: one model, four copies, one gradient
 #
-# *45 minutes to read and run, 65 to build.* Here is a bet. You move a run from 64 GPUs to 128. Does each GPU now send
+# *40 minutes to read and run, 65 to build.* Here is a bet. You move a run from 64 GPUs to 128. Does each GPU now send
 # twice as much per step, half as much, or about the same? You will find out with four ranks that train one model and
 # end with the weights of one process. You need lesson 00, and one fact of lesson 02: in a ring all-reduce of S bytes,
 # each of n ranks sends 2(n-1)/n · S.

@@ -15,7 +15,7 @@
 # %% [markdown]
 # # 04 ZeRO: no rank needs to store everything
 #
-# *50 minutes to read and run, 70 to build.* Training 7.5 billion parameters with AdamW in mixed precision takes 120 GB,
+# *40 minutes to read and run, 70 to build.* Training 7.5 billion parameters with AdamW in mixed precision takes 120 GB,
 # even without activations. On 64 GPUs of 80 GB, data parallelism still runs out of memory, because every GPU stores all
 # 120 GB. ZeRO splits weights, gradients and optimizer state into shards, one per rank. You need lesson 03.
 #

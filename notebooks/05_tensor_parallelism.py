@@ -15,7 +15,7 @@
 # %% [markdown]
 # # 05 Tensor parallelism: one layer, sharded over ranks
 #
-# *50 minutes to read and run, 60 to build.* A layer of GPT-3 has 12 · 12,288² = 1.8 billion weights. Under ZeRO-3 each
+# *45 minutes to read and run, 60 to build.* A layer of GPT-3 has 12 · 12,288² = 1.8 billion weights. Under ZeRO-3 each
 # rank stores a shard of them, but it must gather all of them before it can compute. Tensor parallelism never gathers a
 # weight. Each rank multiplies with its own shard, and the ranks add up their results, so activations cross the network
 # instead of weights. You need lessons 00 and 02 to 04.

@@ -15,7 +15,7 @@
 # %% [markdown]
 # # 06 Sequence parallelism and recomputation
 #
-# *50 minutes to read and run, 65 to build.* Two runs train the same model on the same text, on four ranks. After six
+# *45 minutes to read and run, 65 to build.* Two runs train the same model on the same text, on four ranks. After six
 # steps their losses are 4.3271 and 4.3277. The second run lacks one line of code, and its ranks now have four different
 # models. No error was raised. The line belongs to sequence parallelism, which divides what tensor parallelism still
 # replicates. You need lesson 05.

@@ -15,7 +15,7 @@
 # %% [markdown]
 # # 08 Pipelines II: interleaved, zero bubble, DualPipe-V
 #
-# *60 minutes to read and run, 65 to build.* On four ranks, a 1F1B step of eight micro-batches takes 33 units of time,
+# *45 minutes to read and run, 65 to build.* On four ranks, a 1F1B step of eight micro-batches takes 33 units of time,
 # and each rank works for 24 of them. The only remedy in lesson 07 was more micro-batches. In this lesson we
 # save 7.5 of the 9 idle units with the same batch. You need lesson 07.
 #

@@ -15,7 +15,7 @@
 # %% [markdown]
 # # 09 Context parallelism: one sequence on many ranks
 #
-# *60 minutes to read and run, 65 to build.* Train Llama 3 405B on one sequence of 131,072 tokens. In bfloat16 the
+# *50 minutes to read and run, 65 to build.* Train Llama 3 405B on one sequence of 131,072 tokens. In bfloat16 the
 # input of a layer takes 4.3 GB, so the inputs of all 126 layers take 541 GB, even if backward recomputes everything
 # else. The batch cannot be smaller than one sequence. So we shard the sequence itself, and each rank runs the full
 # model on some of the positions. You need lessons 02 and 03.

@@ -15,7 +15,7 @@
 # %% [markdown]
 # # 10 Expert parallelism: tokens are sent to the weights
 #
-# *50 minutes to read and run, 70 to build.* DeepSpeed and torchtitan once made the same mistake: with experts on ep
+# *40 minutes to read and run, 70 to build.* DeepSpeed and torchtitan once made the same mistake: with experts on ep
 # ranks, their gradients were ep times too large ([DeepSpeed #5259](https://github.com/deepspeedai/DeepSpeed/pull/5259),
 # [PyTorch #160285](https://github.com/pytorch/pytorch/issues/160285)). In torchtitan the loss curves did not show it.
 # Here you send tokens to experts, count the bytes, and repeat this mistake. You need lessons 02 and 03.

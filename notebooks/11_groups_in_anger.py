@@ -15,7 +15,7 @@
 # %% [markdown]
 # # 11 Groups in anger: which rank may send, when, and in which order
 #
-# *50 minutes to read and run, 60 to build.* A run on four ranks hangs. Rank 0 waits for rank 1, rank 1 for rank 3,
+# *40 minutes to read and run, 60 to build.* A run on four ranks hangs. Rank 0 waits for rank 1, rank 1 for rank 3,
 # rank 3 for rank 2, and rank 2 for rank 0. Each rank makes exactly the calls that it should make. In this lesson you
 # cause this hang and find it. You also see how groups delay each other, and how two groups add up the wrong numbers
 # without an error. You need lessons 00, 02 and 03.

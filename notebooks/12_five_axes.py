@@ -15,7 +15,7 @@
 # %% [markdown]
 # # 12 Three, four and five axes at once
 #
-# *60 minutes to read and run, 75 to build.* A model needs 1,975,296 bytes for weights, gradients and AdamW. The cluster
+# *45 minutes to read and run, 75 to build.* A model needs 1,975,296 bytes for weights, gradients and AdamW. The cluster
 # has eight ranks in two nodes, and each rank has 600,000 bytes for them. We turn these numbers into a layout and run
 # it, and do the same arithmetic for Llama 3 405B. You need lessons 03 to 07 and 09, and 10 for the experts.
 #

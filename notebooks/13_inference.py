@@ -15,7 +15,7 @@
 # %% [markdown]
 # # 13 Inference: one token after the other
 #
-# *50 minutes to read and run, 60 to build.* In training, a GPU is busy computing. When the same model answers requests,
+# *40 minutes to read and run, 60 to build.* In training, a GPU is busy computing. When the same model answers requests,
 # the GPU mostly waits for its own memory. This lesson serves a model on one GPU and finds what limits it. You need
 # lesson 01, and for the last third lessons 05 and 07.
 #

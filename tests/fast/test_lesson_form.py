@@ -99,11 +99,11 @@ def changed(path: Path, tmp_path: Path, old: str, new: str) -> list[str]:
     ("old", "new", "words"),
     [
         (" to read and run, ", " to read; ", "no banner with minutes to read and to build"),
-        ("*45 minutes", "*75 minutes", "more than 60 minutes to read and run"),
+        ("*40 minutes", "*75 minutes", "more than 60 minutes to read and run"),
         (
             "# ## Four copies, one sum\n",
             "# ## Four copies, one sum\n# " + 1000 * "too long ",
-            "of at most 2500",
+            "of at most 1800",
         ),
         ("vote_2 = None", "", "fewer than two claims to vote on"),
         ("# **Claim 2", "# Claim 2", "a claim is not settled"),
