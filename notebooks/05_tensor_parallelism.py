@@ -84,7 +84,7 @@ predicted_hidden = None  # fraction of the communication that hides behind compu
 # Go backward from dy = [1, 1]. On rank 0, dh = dy · [1, 0] = 1, so dx = 1 · [2, 1]. On rank 1, dh = 3, so dx = 3 ·
 # [-1, 3]. Each rank followed only the paths through its own feature. The gradient of x is therefore the sum, [-1, 10].
 # This sum is the second all-reduce. The gradients of the weights need no message, because each rank has everything that
-# enters them. Two ranks confirm these numbers:
+# enters them. Two ranks confirm this:
 
 # %%
 import torch
@@ -746,8 +746,8 @@ lab.grade(diagnosis)
 # - **For small layers.** Matrices become thinner with n, but messages do not become smaller.
 # - **When the model fits without it.** With many tokens, data parallelism sends less and hides most of it.
 #
-# **Claim 1: false.** Weights and activations between f and g are divided by n. Norms, residuals and the inputs of
-# column linears are replicated; here embedding and LM head are too.
+# **Claim 1: false.** Weights and activations between f and g are divided by n. Norms, residuals and inputs of
+# column linears are replicated; here the embedding and the LM head are too.
 #
 # **Claim 2: only if there is independent work.** In the plain form the next computation needs the result of the
 # all-reduce. Blocks of rows are independent. In backward, the weight gradient does not need f's all-reduce, and

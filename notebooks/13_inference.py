@@ -769,7 +769,7 @@ check("13-5", generate)
 # request, the other waits forever.
 # </details>
 #
-# **4.** Four stages, four groups, 10 ms per stage. How long is it from token to token, and with a fifth group?
+# **4.** Four stages, four groups, 10 ms per stage. What is the time per token of a request, and with a fifth group?
 #
 # <details><summary>Answer</summary>
 # 40 ms and 50 ms. In both cases one group gets a token every 10 ms.
