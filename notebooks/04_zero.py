@@ -496,7 +496,7 @@ timeline(
 
 # %% [markdown]
 # While a block computes, the next one is gathered. Only the first gathers and the last reduce-scatters have nothing to
-# hide behind. Without prefetch the wait is about twice as long. Our stage 1 sends fewer bytes but waits longer,
+# hide behind. Without prefetch every gather adds to the wait. Our stage 1 sends fewer bytes but waits longer,
 # because it sends all of them after backward. Megatron-LM's stage 1 can hide them behind backward and the next forward.
 #
 # ## The same in PyTorch
