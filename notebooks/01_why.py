@@ -569,7 +569,8 @@ print(f"{'per rank and step':18}{'state':>11}{'activations':>13}{'bytes sent':>1
 print(f"{'one process':18}{state.total:11,}{activations:13,}{0:12,}")
 
 # %% [markdown]
-# **Cheat-sheet.** Activations are for the eager block. The last two lines assume data parallelism over all n GPUs.
+# **Cheat-sheet.** Activations are those of the eager block. The last two lines assume data parallelism over all n
+# GPUs.
 
 
 # %%

@@ -608,7 +608,7 @@ lab.grade(diagnosis)
 # - **No tree of whole vectors for long ones.** Between nodes, NCCL sends chunks through two trees at once, which keeps
 #   all links busy.
 # - **No single ring over unequal links.** Reduce-scatter inside each node, all-reduce between nodes, and all-gather
-#   inside. Then each GPU sends only its shard over its slow link.
+#   inside. Then each GPU sends only its shard over the slow link.
 #
 # **Claim 1: only roughly, and only for long vectors on eight ranks or more.** From two ranks to very many, the bytes
 # per rank double from S to almost 2 S, but beyond eight ranks they grow by at most a seventh. Each further rank also
@@ -946,7 +946,7 @@ check("02-5", all_to_all)
 # all-reduces.
 # </details>
 #
-# **3.** Eight A100 of one node all-reduce 1 GB in 8 ms. What are algbw and busbw, and what fraction of NVLink is used?
+# **3.** Eight A100s in one node all-reduce 1 GB in 8 ms. What are algbw and busbw, and what fraction of NVLink is used?
 #
 # <details><summary>Answer</summary>
 # 125 GB/s, and 125 · 14/8 = 219 GB/s, which is 73 % of 300 GB/s.
