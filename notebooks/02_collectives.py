@@ -438,8 +438,8 @@ for size in (16_000, 4_000_000):
         print(f"{n:5}{size:12,}{1e3 * seconds:7.0f}{algbw / 1e6:13.1f}{busbw / 1e6:13.1f}")
 
 # %% [markdown]
-# For the long vector, algbw falls with n, but busbw stays close to the link's 12.5 MB/s. For the short vector alpha
-# takes most of the time, so neither figure describes the link.
+# For the long vector, algbw halves with n, but busbw stays within a fifth of the link's 12.5 MB/s. For the short vector
+# alpha takes most of the time, so neither figure describes the link.
 #
 # Can ranks send less than 2(n-1)/n S on average? Not if they do the additions, but a switch can add, too. NCCL uses
 # this by default for large all-reduces inside an H100 node, as NVLink SHARP. In the reduce-scatter a GPU [sends S and
