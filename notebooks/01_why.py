@@ -15,10 +15,9 @@
 # %% [markdown]
 # # 01 Why: memory, compute and network
 #
-# *40 minutes to read and run, 60 to build.* You get one H100 and the task to train Llama 3 70B. The GPU has 80 GB of
-# memory, and the weights alone take 141 GB. Suppose that they did fit: would training be possible then? And would
-# 16,384 GPUs be 16,384 times as fast? We answer with formulas, and check them on a small model that runs here. You need
-# lesson 00.
+# *40 minutes to read and run, 60 to build.* Your task is to train Llama 3 70B, and you have one H100. The GPU has 80 GB
+# of memory, but the weights alone take 141 GB. If they did fit, could you train the model? And would 16,384 GPUs be
+# 16,384 times as fast? We calculate the answers, and check the formulas on a small model. You need lesson 00.
 #
 # Vote first: write `"true"`, `"false"` or `"only if ..."`.
 #
@@ -37,10 +36,10 @@ vote_2 = None
 # |---|---|---|
 # | memory | weights, gradients, optimizer, activations | 80 GB |
 # | compute | about 6 operations (FLOPs) per parameter and token | 989 TFLOP/s in bfloat16 |
-# | network | results that other GPUs need | 450 GB/s inside a node, 50 GB/s between nodes |
+# | network | results that other GPUs need | 450 GB/s inside a node, 50 GB/s between nodes, each way |
 #
-# More GPUs raise the first two limits and add the third. So every technique in this course answers two questions: what
-# do we split over the GPUs, and what must they then send to each other?
+# More GPUs bring more memory and more compute, but they must exchange results over the network. So every technique in
+# this course answers two questions: what do we split over the GPUs, and what must they then send to each other?
 #
 # | symbol | meaning |
 # |---|---|
@@ -53,18 +52,18 @@ vote_2 = None
 # Fill in what you expect:
 
 # %%
-predicted_gb_7b = None  # GB that training 7B stores between steps: weights, gradients, AdamW
-predicted_gpus_405b = None  # GPUs of 80 GB that hold the same of 405B, divided evenly, nothing else
+predicted_gb_7b = None  # GB of weights, gradients and AdamW's tensors when a 7B model is trained
+predicted_gpus_405b = None  # GPUs of 80 GB that these tensors of a 405B model fill, divided evenly
 predicted_days_70b = None  # days of 70B on 15 trillion tokens on one GPU, at 40 % of its peak
-predicted_cache_gb = None  # GB of keys and values of one sequence of 8,192 tokens, 70B
-predicted_speedup = None  # four ranks on a slow link: how many times as fast as one
+predicted_cache_gb = None  # GB of keys and values of 8,192 tokens, 70B: 80 layers, 8 heads of 128
+predicted_speedup = None  # four ranks share 240 ms of computing, then all-reduce 4 MB at 100 MB/s
 
 # %% [markdown]
-# ## Memory between steps: 16 bytes per parameter
+# ## The state: 16 bytes per parameter
 # Mixed precision with AdamW stores each weight and its gradient in bfloat16, with 2 bytes each. The optimizer adds a
-# master copy of the weight and two moments in float32, with 4 bytes each. That makes 16 bytes per parameter. To check
-# it, the folded cell trains a small model for one step and counts bytes, with gradients in bfloat16, in float32, and in
-# both.
+# master copy of the weight and two moments in float32, with 4 bytes each. That makes 16 bytes per parameter. We call
+# them the **state**, although gradients exist only from backward to the optimizer's step. To check the number, the
+# folded cell trains a small model for one step with gradients in bfloat16, in float32, and in both, and counts bytes.
 
 # %% jupyter={"source_hidden": true}
 # Train a small model in mixed precision for one step and count the bytes of its state.
@@ -115,12 +114,12 @@ for state, size in zip(kept.values(), each, strict=True):
     assert state.total == size * P + 4 * tensors  # AdamW counts its steps: 4 bytes per tensor
 
 # %% [markdown]
-# You will meet all three figures: the ZeRO paper counts 16, and Megatron-LM's documentation has 18 and 20. So ask how
-# the gradients are stored. Here they are in bfloat16.
+# All three figures are in use: the ZeRO paper counts 16, and Megatron-LM's documentation lists 18 and 20. So ask how
+# gradients are stored. In this lesson it is bfloat16.
 #
 # ## The same in PyTorch: a block without memory
-# The number of parameters is a sum over shapes. PyTorch's *meta* device creates tensors that have a shape but no
-# memory, so we can build a block of Llama 3 405B on a laptop:
+# How large is the state of a real model? We need its number of parameters, which is a sum over shapes. PyTorch's *meta*
+# device creates tensors that have a shape but no memory, so we can build a block of Llama 3 405B here:
 
 # %%
 from dataclasses import dataclass
@@ -173,8 +172,8 @@ print(f"a block of 405B: {size:,} parameters, {2 * size / 1e9:.2f} GB of weights
 assert size == block_parameter_count(big)
 
 # %% [markdown]
-# A model has L such blocks, an embedding, a last norm and an LM head. The table lists Llama 2 (7B and 13B), Llama 3
-# (70B and 405B) and GPT-3 (175B). Its last column divides the state evenly over GPUs of 80 GB.
+# A Llama model has L such blocks, an embedding, a last norm and an LM head. Next come the states of Llama 2 (7B, 13B),
+# Llama 3 (70B, 405B) and GPT-3 (175B). The last column divides the state over GPUs of 80 GB.
 
 # %%
 GPU = 80e9  # bytes
@@ -190,13 +189,13 @@ print(f"\nyour predictions: 7B {predicted_gb_7b} GB, 405B {predicted_gpus_405b} 
 
 # %% [markdown]
 # The weights of 7B and 13B fit into 80 GB easily, but their states do not, because the weights are only an eighth of
-# the state. Watch the unit: a GiB is 2^30 bytes, 7 % more than a GB, and papers often write GB for both.
+# the state. Watch the unit: a GiB is 2^30 bytes, 7 % more than a GB.
 #
 # ## Memory inside a step: saved activations
 # Forward saves the inputs of matrices, norms and nonlinearities, because backward needs them. These *saved activations*
-# grow with the number of tokens. In eager PyTorch on a CPU, a llama block in bfloat16 saves for each token:
+# grow with the number of tokens. In eager PyTorch on a CPU, a Llama block in bfloat16 saves:
 #
-# | saved tensors | bytes |
+# | saved tensors | bytes per token |
 # |---|---|
 # | inputs and normalized inputs of two norms, in float32 | 16 h |
 # | outputs of these norms | 4 h |
@@ -204,9 +203,9 @@ print(f"\nyour predictions: 7B {predicted_gb_7b} GB, 405B {predicted_gpus_405b} 
 # | keys and values | 4 G K |
 # | gate, SiLU(gate), up, and their product | 8 F |
 #
-# Small terms come on top, such as a statistic per norm or head, and the log-probabilities of the loss. A *fused* SwiGLU
-# kernel computes SiLU(gate) again in backward instead of saving it, which leaves 6 F. The folded cell measures both
-# variants on the small model.
+# The attention kernel saves no scores, and small tensors such as statistics are not listed. A *fused* SwiGLU kernel
+# computes SiLU(gate) again in backward instead of saving it, which leaves 6 F. The folded cell measures both variants
+# on the small model.
 
 
 # %% jupyter={"source_hidden": true}
@@ -254,8 +253,8 @@ print(f"fused SwiGLU: measured {measured_when_fused():,} bytes, formula {fused:,
 assert (activations, measured_when_fused()) == (eager, fused)
 
 # %% [markdown]
-# The formula is exact, so we may use it for the large models, with one sequence as long as in their training. The *KV
-# cache* is memory for serving. To generate text, a model stores keys and values of all past tokens, 2 L G K elements
+# The formula is exact, so we apply it to the large models, for one training sequence. The last column is memory for
+# serving: to generate text, a model stores the keys and values of all past tokens. This *KV cache* has 2 L G K elements
 # per token.
 
 # %%
@@ -270,20 +269,20 @@ for name, model in MODELS.items():
     print(f"{cache_bytes(c, 1, tokens) / 1e9:10.2f}")
 c = MODELS["70B"].config
 gpt_block = 34 * c.max_seq_len * c.hidden * c.layers
-print(f"\n34 s b h L with the sizes of 70B: {gpt_block / 1e9:.0f} GB")
+print(f"\n34 h bytes per token and block, with the sizes of 70B: {gpt_block / 1e9:.0f} GB")
 print(f"your prediction of the cache of 70B: {predicted_cache_gb} GB")
 
 # %% [markdown]
 # The activations of one sequence of 70B need more memory than a GPU has. Dividing the *state* does not help, so we must
-# recompute activations or split them, too (lessons 05 to 09).
+# recompute or split activations, too (lessons 05, 06 and 09).
 #
-# The well-known formula 34sbh gives 183 GB for 70B, where our table has 287.6 and 250.0. It describes a different
-# block: a GPT block with GELU, an MLP of 4 h features, dropout masks, and norms that save their inputs in 2 bytes.
+# The well-known formula 34sbh, 34 h bytes per token and block, gives only 183 GB. It describes a GPT block: GELU, an
+# MLP of 4 h features, dropout masks, and norms that save their inputs in 2 bytes.
 #
 # ## Compute: six operations per parameter and token
-# A matrix of p parameters processes a token with p multiplications and p additions, so 2p FLOPs. Backward takes twice
-# as many, for the gradients of the input and of the weights. So each parameter of a matrix costs 6 FLOPs per token, and
-# an embedding, which is only looked up, costs none. PyTorch's counter agrees:
+# A matrix of p parameters needs p multiplications and p additions per token, so 2 p FLOPs. Backward takes twice as
+# many, because it computes the gradients of the input and of the weights. So each parameter of a matrix costs 6 FLOPs
+# per token. An embedding costs none: it is only looked up. PyTorch's counter of matrix products agrees:
 
 # %%
 from torch.utils.flop_counter import FlopCounterMode
@@ -300,8 +299,12 @@ print(f"counted {by_op['aten.mm']:,}; 6 x {multiplied:,} x {BATCH * SEQ} tokens 
 assert by_op["aten.mm"] == formula
 
 # %% [markdown]
-# The scores of attention add 12 L S h FLOPs per token, of which a causal kernel skips half. They are small beside 6 P
-# until sequences are long, so the common rule for a full run is 6 P T. Two papers print the FLOPs of their runs:
+# Attention's two products, with keys and with values, add 12 L S h FLOPs per token, of which a causal kernel skips
+# half. Beside 6 P they are small until sequences are long, so the common rule for a full run is 6 P T.
+#
+# GPUs do not reach their peak. *Model FLOPs utilization* (MFU) is the FLOPs that the model needs, as a fraction of the
+# FLOPs that the GPUs could do in the same time. The Llama 3 paper reports 38 to 43 %, and we assume 40 %. We
+# compare 6 P T with two papers, and then compute days:
 
 # %%
 PEAK, MFU = 989e12, 0.40
@@ -323,16 +326,12 @@ print(f"\nyour prediction for 70B: {predicted_days_70b} days")
 
 # %% [markdown]
 # One GPU would train 70B for 509 years, even if it had the memory. So memory forces us to split the model, and compute
-# forces us to use thousands of GPUs.
-#
-# The days count 6 P T alone and assume 40 % *model FLOPs utilization* (MFU): the FLOPs that the model needs, as a
-# fraction of the FLOPs that the GPUs could do in the same time. The Llama 3 paper reports 38 to 43 %. A figure that
-# includes recomputation is called HFU.
+# forces us to use thousands of GPUs. The days leave out attention, shown as a fraction of 6 P.
 #
 # ## Network: the third limit
-# Now we divide 240 ms of computing over n ranks, and a ring all-reduce adds up their gradients of 4 MB. In a ring
-# (lesson 02) each rank sends 2(n-1)/n times the gradients, in 2(n-1) messages. Computing is padded by sleep, and the
-# all-reduce is delayed to the time of a ring at 100 MB/s with 1 ms per message.
+# We divide 240 ms of computing over n ranks, which then all-reduce their gradients of 4 MB. In a ring (lesson 02) each
+# rank sends 2(n-1)/n times the gradients, in 2(n-1) messages. Computing is a sleep here, and the all-reduce is delayed
+# to the time of a ring at 100 MB/s with 1 ms per message.
 
 # %%
 import time
@@ -373,17 +372,20 @@ for n, seconds in took.items():
 print(f"your prediction for four ranks: {predicted_speedup}")
 
 # %% [markdown]
-# Computing becomes shorter with n, but sending does not. Many ranks need at least 80 ms to send almost twice the
-# gradients, so no number of ranks reaches a speed-up of 240 / 80 = 3.
+# Computing becomes shorter with n, but sending becomes longer. By the formula, nine ranks reach the best speed-up, 2.1.
+# The measured steps are longer, because real processes also need time to start each message.
 #
-# When does sending take as long as computing? In data parallelism each GPU has the whole model and t tokens of its own.
-# It computes 6 P t FLOPs and sends 2(n-1)/n · 2 P bytes of gradients. P cancels, so the tokens per GPU decide, not the
-# size of the model.
+# Real runs send during backward (lesson 03), which hides sending only if backward takes longer. So when does
+# computing take as long as sending? In data parallelism each GPU has the whole model and computes t tokens:
+#
+# $$\frac{6 P t}{\text{peak}} = \frac{2(n-1)}{n} \cdot \frac{2 P}{\text{link}} \qquad\Rightarrow\qquad
+# t = \frac{n-1}{n} \cdot \frac{2\,\text{peak}}{3\,\text{link}}$$
+#
+# P cancels: the tokens per GPU decide, not the size of the model.
 #
 # For such comparisons this course uses peak FLOP/s and the line rate in one direction. Real rates are lower. Of an
-# H100's 450 GB/s, NCCL's ring reaches [about 370](https://github.com/NVIDIA/nccl-tests/issues/212). If the switch does
-# the sums, an all-reduce is as fast as a ring at 480 GB/s would be (lesson 02). Do not compare the line rate with 40 %
-# of the peak, because MFU already contains the time in which GPUs wait for the network.
+# H100's 450 GB/s, NCCL's ring reaches [about 370](https://github.com/NVIDIA/nccl-tests/issues/212). Do not compare the
+# line rate with 40 % of the peak, because MFU already contains the waiting for the network.
 
 # %%
 from course_lib.view.roofline import roofline
@@ -405,17 +407,18 @@ roofline(
     {},
     {name: (PEAK, beta) for name, beta in ROOFS.items()},
     title="Data parallelism: left of the bend the network is the limit",
-    x="FLOPs per byte sent (1.5 times the tokens per GPU)",
+    x="FLOPs per byte sent: 1.5 n/(n-1) times the tokens per GPU",
 )
 
 # %% [markdown]
-# Left of its bend, a GPU computes only as fast as it can send. Llama 3 405B has 16.8 million tokens per step on 16,384
-# GPUs, 1,024 per GPU, which is far left of the bend between nodes. But 128 GPUs share one copy of the model. Each sends
-# only a 128th of the gradients, while the group computes 131,072 tokens.
+# Left of its bend, a GPU computes only as fast as it can send, even if all sending overlaps with computing. On 16,384
+# GPUs, Llama 3 405B has 1,024 tokens per GPU and step, which seems far left of the bend between nodes. But 128 GPUs
+# share one copy of the model. Each sends only a 128th of the gradients, while the group computes 131,072 tokens, ten
+# times as many as at the bend.
 #
 # ## All three at once
-# The bars show the state on one GPU, and on each of n GPUs that share it evenly, with the activations of one sequence.
-# Move the sliders. On how many GPUs does the state of 70B fit, and how long does training take?
+# The bars show the whole state, and an n-th of it with the activations of one sequence. Move the sliders. On how many
+# GPUs does the state of 70B fit, and how long does training take?
 
 # %% jupyter={"source_hidden": true}
 from course_lib.trace import StateBytes
@@ -455,16 +458,17 @@ picture_sliders(
 )
 
 # %% [markdown]
+# The state of 70B fits on 16 GPUs. Its activations never fit, because they are not divided here.
+#
 # ## Break it and diagnose
-# A job that fitted into memory yesterday runs out of it today. Of these five jobs on four ranks, one is correct
-# (`"correct"`). In each of the others, *one rank* stores too much:
+# Of these five jobs on four ranks, one is correct (`"correct"`). In each of the others, *one rank* stores too much:
 #
-# - **graph**: a list of validation losses, each with the graph behind it
-# - **copy**: a second copy of the weights, "the best so far"
-# - **gradients**: the gradients, after the step
-# - **moments**: a third moment in AdamW (`amsgrad`)
+# - **graph**: a list of validation losses, each with its autograd graph
+# - **copy**: a second copy of the weights, the best so far
+# - **gradients**: gradients that are not freed after the step
+# - **moments**: a third tensor per weight in AdamW (`amsgrad`)
 #
-# The table shows the bytes alive on each rank. Name the cause and the rank of each job. Another SEED draws other jobs.
+# The table shows the bytes alive on each rank. Name the cause and the rank of each job.
 
 # %%
 SEED = 1
@@ -545,13 +549,13 @@ lab.grade(diagnosis)
 # %% [markdown]
 # ## When not to parallelize, and both claims
 # - **The model fits and you can wait.** One GPU never waits for another.
-# - **Recomputation is enough.** It costs a third more computing, but no message.
+# - **Recomputation is enough.** Full recomputation costs a third more computing, but no message.
 # - **The state can be smaller.** Fine-tuning with adapters stores 2 bytes instead of 16 for each frozen parameter.
 #
-# **Claim 1: false.** The weights are 2 of 16 bytes, and the activations come on top.
+# **Claim 1: false.** The weights are only 2 of 16 bytes, and activations need memory as well.
 #
-# **Claim 2: only if each GPU keeps enough tokens.** If the batch grows with n, the messages can hide behind the
-# computing, and the speed-up can stay close to n. A step of fixed size approaches a ceiling.
+# **Claim 2: only if each GPU keeps enough tokens.** If the batch grows with n, backward can hide the sending, and the
+# speed-up can stay close to n. If it does not, sending soon takes longer than computing.
 
 # %%
 print(f"your votes: 1 {vote_1}; 2 {vote_2}")
@@ -565,7 +569,8 @@ print(f"{'per rank and step':18}{'state':>11}{'activations':>13}{'bytes sent':>1
 print(f"{'one process':18}{state.total:11,}{activations:13,}{0:12,}")
 
 # %% [markdown]
-# **Cheat-sheet.** Activations are those of the eager block.
+# **Cheat-sheet.** Activations are those of the eager block. The last two lines assume data parallelism over all n
+# GPUs.
 
 
 # %%
@@ -608,28 +613,31 @@ from course_lib import comm
 
 # %% [markdown] course={"ex": "01-1"}
 # ## 01-1 Count a model by hand
-# Ten minutes, on paper; no code.
+# This takes ten minutes on paper and needs no code.
 #
-# **A small one**, of the llama kind: no biases, norms with one weight per feature, an MLP of three matrices;
-# embedding and head are two tables. 2 layers, hidden 4, 2 heads, 1 head of keys and values, MLP 6, vocabulary 10.
+# **A small model** of the Llama family has no biases, norms with one weight per feature, and an MLP of three matrices.
+# Its embedding and its LM head are two separate matrices. It has 2 layers, hidden size 4, 2 query heads, 1 head of keys
+# and values, 6 inner features of the MLP, and a vocabulary of 10.
 #
-# - `block`: parameters of one block (two norms)
-# - `parameters`: of the whole model (one more norm at the end)
-# - `state, bytes`: weights and gradients in 2 bytes, AdamW with a float32 master copy and two moments
-# - `cache, bytes`: keys and values of one request of 100 tokens, in 2 bytes
+# - `block`: the parameters of one block, which has two norms
+# - `parameters`: the parameters of the whole model, which has one more norm at the end
+# - `state, bytes`: weights and gradients with 2 bytes each, and AdamW's float32 master copy and two moments
+# - `cache, bytes`: the keys and values of one request of 100 tokens, with 2 bytes per element
 #
-# **A large one**: 36 billion parameters, trained on 960 billion tokens. A GPU has 80 GB and reaches 400 TFLOP/s of 6PT.
+# **A large model** has 36 billion parameters and is trained on 960 billion tokens. A GPU has 80 GB and computes 6 P T
+# at 400 TFLOP/s.
 #
-# - `state, GB` and `state, GiB`: the second may be typed as a fraction
-# - `GPUs`: the smallest number that holds the state when it is partitioned evenly
-# - `days, 1 GPU` and `days, 500 GPUs`
+# - `state, GB` and `state, GiB`: you may type the second as a fraction
+# - `GPUs`: the smallest number of GPUs that holds the state when it is divided evenly
+# - `days, 1 GPU` and `days, 500 GPUs`: how long training takes
 #
-# **Its step** on 16 GPUs in data parallelism: each computes 4,000 tokens, then their gradients, in 2 bytes, are all-reduced by a
-# ring. The link has 400 Gb/s in each direction, and no alpha. (Forget that the state would not fit.)
+# **One step of the large model** runs on 16 GPUs in data parallelism. Each GPU computes 4,000 tokens, and then a ring
+# all-reduces the gradients, 2 bytes each. The link carries 400 Gb/s in each direction. Messages have no other cost, and
+# you may ignore that the state does not fit.
 #
-# - `sent, GB`: by one GPU
-# - `sending, s` and `computing, s`
-# - `binds`: `"compute"` or `"network"`
+# - `sent, GB`: how much each GPU sends
+# - `sending, s` and `computing, s`: how long each takes
+# - `binds`: which takes longer, `"compute"` or `"network"`
 
 # %% course={"ex": "01-1", "role": "answer"}
 # BEGIN SOLUTION
@@ -667,11 +675,12 @@ table = {
 # END SOLUTION
 
 # %% [markdown] course={"ex": "01-1", "role": "answer"}
-# - A block: q and o 16 each, k and v 8 each (one head of 2 features), the MLP 3 times 24, norms 8. Two blocks, two tables of 40, a
-#   norm of 4. 16 bytes for each of 340.
-# - The cache: keys *and* values, 2 layers, 100 tokens, 1 head of 2 features, 2 bytes.
-# - 6 · 36e9 · 960e9 = 2.07e23 FLOPs; 4e14 per second; 86,400 seconds per day.
-# - 2 · 15/16 of 72 GB, at 50 GB/s. 6 · 36e9 · 4,000 FLOPs take 2.16 s: less.
+# - In a block, q and o have 16 parameters each, k and v 8 each (one head of 2 features), the MLP has 3 · 24, and the
+#   norms have 8: 128 in all. Two blocks, two matrices of 40 and a norm of 4 make 340, with 16 bytes each.
+# - The cache stores keys *and* values: 2 · 2 layers · 100 tokens · 2 features · 2 bytes.
+# - Training needs 6 · 36e9 · 960e9 = 2.07e23 FLOPs. At 4e14 FLOPs per second and 86,400 seconds per day, this takes
+#   6,000 days.
+# - Each GPU sends 2 · 15/16 · 72 GB at 50 GB/s, which takes 2.7 s. Computing 6 · 36e9 · 4,000 FLOPs takes only 2.16 s.
 
 # %% course={"ex": "01-1", "role": "check"}
 from course_lib.grading import check
@@ -679,11 +688,11 @@ from course_lib.grading import check
 check("01-1", table)
 
 # %% [markdown] course={"ex": "01-2"}
-# ## 01-2 The tokens that a link wants
-# Data parallelism over n GPUs: each computes `per_parameter` FLOPs for each parameter and token (6, or 8 with full
-# recomputation) at a rate of `flops` per second. Then a ring sums the gradients, `width` bytes each, over a link of
-# `gbits` Gb/s in each direction, without alpha. How many tokens must a GPU have in a step for computing to take as
-# long as sending?
+# ## 01-2 Enough tokens for a link
+# In data parallelism over n GPUs, each GPU computes `per_parameter` FLOPs per parameter and token (6, or 8 with full
+# recomputation), at `flops` FLOPs per second. Then a ring all-reduces the gradients, `width` bytes each, over a link of
+# `gbits` Gb/s in each direction. Messages have no other cost. For how many tokens per GPU does computing take as long
+# as sending?
 
 
 # %% course={"ex": "01-2", "role": "answer"}
@@ -701,10 +710,10 @@ check("01-2", least_tokens)
 
 # %% [markdown] course={"ex": "01-3"}
 # ## 01-3 Parameters from shapes
-# Count the parameters of a decoder of the llama kind from its shapes. A block has two norms (one weight per
-# feature), attention (q, k, v, o) and an MLP of three matrices (gate, up, down), none with a bias. `heads` query
-# heads share `hidden` features evenly; keys and values have `kv_heads` heads of the same size. Before the blocks
-# comes the embedding, after them one more norm and the head. With `tied`, embedding and head are one table.
+# Count the parameters of a decoder of the Llama family from its shapes. A block has two norms (one weight per feature),
+# attention (q, k, v, o) and an MLP of three matrices (gate, up, down). None of them has a bias. The `heads` query heads
+# divide the `hidden` features evenly, and keys and values have `kv_heads` heads of the same size. The embedding comes
+# before the blocks. One more norm and the LM head follow them. With `tied`, embedding and head are one matrix.
 
 
 # %% course={"ex": "01-3", "role": "answer"}
@@ -726,21 +735,24 @@ check("01-3", count)
 
 # %% [markdown] course={"ex": "01-4"}
 # ## 01-4 Which limit binds?
-# On real ranks, `machine` is one rank's: `machine.compute()` is its computing, `machine.all_reduce(x)` sums x over the ranks, over
-# a slow link. A step is the one, then the other with the gradient. Measure a step, and return a pair, on every rank:
+# This exercise runs on real ranks, and each rank gets its own `machine`. `machine.compute()` computes, and
+# `machine.all_reduce(x)` sums x over the ranks on a slow link. A step computes and then all-reduces the gradient.
+# Measure one step, and return a pair on every rank:
 #
-# - the bytes that this rank sends for the gradient, by the ring's formula
-# - `"compute"` or `"network"`: what takes longer, computing on the slowest rank or the all-reduce itself. All ranks must say
-#   the same.
+# - the bytes that this rank sends for the gradient, by the formula of the ring
+# - which takes longer: `"compute"` for computing on the slowest rank, or `"network"` for the all-reduce itself. All
+#   ranks must return the same word.
 #
-# `machine.now()` is the time in seconds. This clock runs only while a rank computes, sends or waits for others, so
-# that it does not matter how busy your computer is. Note that ranks may compute for different times, and an
-# all-reduce waits for the last rank. This wait is not time on the network.
+# `machine.now()` is the time in seconds. This clock runs only while a rank computes, sends or waits for others, so it
+# does not matter how busy your computer is. Ranks may compute for different times, and an all-reduce waits for the last
+# rank. This wait is not time on the network.
 #
-# The check runs on groups of one to three ranks, with other times in each. In some cases one rank is late: any rank,
-# not only rank 0. Gradients have several dtypes. The check also looks whether each rank computes first and then sums
-# the gradient itself. Of use: `machine.barrier()` waits until all ranks are there; `comm.all_reduce_max(x, axis)` gives
-# every rank the elementwise maximum over the ranks of a tensor x.
+# The check runs groups of one to three ranks with different times. In some cases one rank is late, and it may be any
+# rank. The dtype of the gradient also differs. The check tests that each rank first computes and then sums the gradient
+# itself.
+#
+# Two functions help. `machine.barrier()` waits until all ranks have called it. `comm.all_reduce_max(x, axis)` gives
+# every rank the elementwise maximum of x over the ranks.
 
 
 # %% course={"ex": "01-4", "role": "answer"}
@@ -767,17 +779,18 @@ check("01-4", limit)
 
 # %% [markdown] course={"ex": "01-5"}
 # ## 01-5 The fullest rank, in raw PyTorch
-# A job ends when its fullest rank runs out of memory. `tensors` is a list of all tensors that this rank stores:
-# weights, some of them tied, views of larger tensors, several dtypes. Memory belongs to *storages*: count each
-# storage once, and in full, however many tensors share it and however little of it they show.
+# A job fails when its fullest rank runs out of memory. `tensors` is a list of all tensors that this rank stores:
+# weights, some of them tied, and views of larger tensors, in several dtypes. Memory belongs to *storages*. Count each
+# storage once and in full, however many tensors share it and however small a part of it they show.
 #
-# Return the number of the fullest rank and its bytes, on every rank. `torch.distributed` alone: `course_lib` refuses here. The
-# default process group exists already.
+# Return the number of the fullest rank and its bytes, on every rank. Use `torch.distributed` alone: `course_lib`
+# refuses to run here. The default process group exists already.
 #
-# The check runs on one to four ranks and allows small messages only: sizes, no tensors. Sizes are exact, also of large
-# storages.
+# The check runs one to four ranks. It allows small messages only, so send sizes and no tensors. Sizes must be exact,
+# even for large storages.
 #
-# Of use: `t.untyped_storage()` has `.data_ptr()` and `.nbytes()`; `dist.all_gather(parts, x)` fills the list of tensors `parts`.
+# Useful calls: `t.untyped_storage()` has `.data_ptr()` and `.nbytes()`, and `dist.all_gather(parts, x)` fills the list
+# of tensors `parts`.
 
 
 # %% course={"ex": "01-5", "role": "answer"}
@@ -810,7 +823,7 @@ check("01-5", fullest)
 # **2.** The state of 70B fits on 16 GPUs. Why not train it on 16?
 #
 # <details><summary>Answer</summary>
-# Only 9 GB per GPU remain for everything else, and training would take some 32 years.
+# Only 9 GB per GPU remain for activations, and training would take 32 years.
 # </details>
 #
 # **3.** The model becomes twice as large. Does a GPU need more tokens to reach the bend?
@@ -822,20 +835,19 @@ check("01-5", fullest)
 # **4.** 350 GB of gradients take 14 s on a link of 25 GB/s. What does this estimate of an all-reduce miss?
 #
 # <details><summary>Answer</summary>
-# On many GPUs a ring sends almost twice the gradients, so it takes almost 28 s.
+# In a ring of many GPUs, each sends almost twice the gradients, so it takes almost 28 s.
 # </details>
 #
 # **5.** The sequence becomes four times as long. Which of state, activations, KV cache and FLOPs per token grow?
 #
 # <details><summary>Answer</summary>
-# Activations and cache become four times as large. Of the FLOPs per token, only those of the scores grow.
+# Activations and cache become four times as large. The FLOPs per token grow too, but only in attention.
 # </details>
 #
-# **Sources.** Next: lesson 02.
+# **Sources.**
 # - [16 bytes](https://arxiv.org/abs/1910.02054), [18 and
 #   20](https://docs.nvidia.com/megatron-core/developer-guide/latest/distrib_optimizer.html),
 #   [34sbh](https://arxiv.org/abs/2205.05198), [6 P T](https://arxiv.org/abs/2001.08361),
 #   [MFU](https://arxiv.org/abs/2204.02311), [H100](https://www.nvidia.com/en-us/data-center/h100/) (989 is dense).
-# - Shapes and tokens: [Llama 2](https://arxiv.org/abs/2307.09288), table 1 (2 trillion tokens);
-#   [GPT-3](https://arxiv.org/abs/2005.14165), tables 2.1 and D.1; [Llama 3](https://arxiv.org/abs/2407.21783), tables 3
-#   and 4.
+# - Shapes and tokens: [Llama 2](https://arxiv.org/abs/2307.09288), table 1; [GPT-3](https://arxiv.org/abs/2005.14165),
+#   tables 2.1 and D.1; [Llama 3](https://arxiv.org/abs/2407.21783), tables 3 and 4.

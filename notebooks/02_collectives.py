@@ -30,7 +30,7 @@ vote_2 = None
 
 # %% [markdown]
 # ## Four ranks that wait forever
-# Here are the two lines in raw PyTorch, on a ring of four ranks. `run` gives up after three seconds:
+# Here are the two lines in raw PyTorch, on four ranks. `run` gives up after three seconds:
 
 # %%
 import random
@@ -61,9 +61,9 @@ except RankError as error:
     print(error)
 
 # %% [markdown]
-# All four ranks are in `send`. On gloo, the library that PyTorch uses between CPUs, a send blocks until the other side
-# receives, even for a few bytes. So no rank ever reaches its `recv`. NCCL may return earlier on GPUs, but do not rely
-# on it. The repair is to post both messages first and to wait afterwards, as `exchange` does:
+# All four ranks wait in `send`. With gloo, the library that PyTorch uses between CPUs, a send blocks until the other
+# rank receives, even for a few bytes. So no rank ever reaches its `recv`. With NCCL on GPUs, short messages may get
+# through, but do not rely on that. The repair is to start both messages first and to wait afterwards, as in `exchange`:
 
 # %%
 show_source(comm.exchange)
@@ -77,13 +77,12 @@ def pass_on():
 run(pass_on, n=RANKS)
 
 # %% [markdown]
-# Each rank has received the number of the previous one.
+# Each rank has received the number of the previous rank.
 #
 # ## Six collectives
 # A **collective** is a call that all ranks of a group make together. Broadcast copies, reduce adds, gather joins and
-# scatter splits; *all* means that every rank gets the result. Each rank begins with four numbers. For example, 30 is
-# the third number of rank 1, and 1111 is the sum of all first numbers. For `all_gather`, a rank contributes only its
-# first.
+# scatter splits; *all* means that every rank gets the result. In the next cell, 30 is the third number of rank 1, and
+# 1111 is the sum of all first numbers. For `all_gather`, a rank contributes only its first number.
 
 
 # %%
@@ -113,11 +112,11 @@ for one in ends:
 print("\nreduce_scatter, then all_gather, is all_reduce")
 
 # %% [markdown]
-# All-to-all is a transposition: rank r ends with number r of every rank. Lessons 04 and 06 use the two halves of an
-# all-reduce separately.
+# All-to-all is a transposition: rank r ends with number r of every rank. The last line shows that an all-reduce has two
+# halves. Lessons 04 and 06 use them separately.
 #
 # ## Two plans for an all-reduce
-# How can we build an all-reduce from messages? Here are two plans:
+# How can messages make an all-reduce? Here are two plans:
 #
 # ```
 #   ring: quarters, every rank sends in every turn       tree: the whole vector, in pairs
@@ -134,6 +133,7 @@ print("\nreduce_scatter, then all_gather, is all_reduce")
 # |---|---|
 # | n | ranks |
 # | S | bytes of the vector on each rank |
+# | m | bytes of one message |
 # | alpha | seconds per message, however short it is |
 # | beta | bytes per second of a link |
 #
@@ -144,20 +144,21 @@ predicted_ring_bytes = None  # what a rank sends in the ring
 predicted_tree_bytes = None  # what rank 0 sends in the tree
 predicted_ring_ms = None  # the ring on that link
 predicted_tree_ms = None  # the tree on that link
-predicted_crossing = None  # from how many bytes on the ring is the faster one there
-predicted_alpha = None  # what a short message costs between two ranks of this machine, microseconds
+predicted_crossing = None  # bytes of the vector from which on the ring is faster there
+predicted_alpha = None  # microseconds that a short message takes between two ranks of this machine
 
 # %% [markdown]
-# The ring splits the vector into n pieces. In each turn a rank sends one piece to the next rank and receives another
-# one from the previous rank. What arrives in one turn is sent on in the next. In the first n-1 turns a rank adds its
-# own values to a piece that arrives; in the last n-1 turns it only copies. Rank r begins with piece r-1, so it ends the
-# first half with the sum of piece r.
+# The ring splits the vector into n shards. In each turn a rank sends one shard to the next rank and receives another
+# from the previous rank, which it sends on in the next turn. In the first n-1 turns a rank adds its own values to the
+# shard that arrives, and in the last n-1 turns it only copies. Rank r begins with shard r-1, so it ends the first half
+# with the sum of shard r:
 
 # %%
 show_source(comm.ring_reduce_scatter, comm.ring_all_gather, comm.ring_all_reduce)
 
 # %% [markdown]
-# The folded cell records every number that a rank receives. Follow the 4 of rank 0 down its diagonal:
+# The folded cell records every number that a rank receives. Rank 0 first sends its last shard, 4. Follow it down the
+# diagonal:
 
 # %% jupyter={"source_hidden": true}
 # Record every tensor that torch receives during a ring all-reduce.
@@ -182,7 +183,7 @@ def traced():
     x = torch.tensor([1, 2, 3, 4]) * 10**axis.rank
     with Listening() as network:
         total = comm.ring_all_reduce(x, axis)
-    return {"arrived": [piece.item() for piece in network.arrived], "total": total.tolist()}
+    return {"arrived": [shard.item() for shard in network.arrived], "total": total.tolist()}
 
 
 trace = run(traced, n=RANKS)
@@ -193,20 +194,21 @@ print("\nend, on every rank:", trace[0]["total"])
 assert all(one["total"] == trace[0]["total"] for one in trace)
 
 # %% [markdown]
-# Rank 1 receives 4 and adds its 40. Rank 2 receives 44 and adds 400. Rank 3 receives 444 and adds 4000. After n-1 turns
-# each rank owns the full sum of one piece, and in turns 4 to 6 only full sums are sent.
+# Rank 1 receives 4 and adds its 40. Rank 2 receives 44 and adds 400, and so on. After three turns each rank has the
+# full sum of one shard, and then ranks only copy.
 #
-# In the tree, the upper rank of each pair sends its partial sum to the lower one. Then the total goes down the same
-# tree:
+# In each pair of the tree, the higher rank sends its partial sum to the lower rank. At last rank 0 has the total, and
+# the same tree copies it back:
 
 # %%
 show_source(comm.tree_reduce, comm.tree_broadcast)
 
 # %% [markdown]
 # ## What each rank sends
-# By formula, each rank of the ring sends 2(n-1) messages of S/n bytes, which is 2(n-1)/n S. In the tree, each rank but
-# 0 sends S bytes up, and each rank sends S bytes down to each of its children. We run both on the slow link. The
-# messages are real, the library delays them, and the operating system's kernel counts their bytes:
+# Each rank of the ring sends 2(n-1) messages of S/n bytes, in all 2(n-1)/n S. In the tree each message has S bytes.
+# Every rank except 0 sends its sum once, and every rank sends the total to the ranks that it received from. We run both
+# on the slow link. The messages are real, the library delays them, and the operating system's kernel counts their
+# bytes:
 
 # %%
 from dataclasses import replace
@@ -255,10 +257,10 @@ print(f"messages sent by ranks 0 to 3: {messages}")
 print(f"you predicted {predicted_ring_bytes} in the ring, {predicted_tree_bytes} in the tree")
 
 # %% [markdown]
-# The kernel counts a little more than the formula, because gloo adds a header to each message. The total is the same in
-# both plans. But the ring spreads it evenly, and in the tree ranks 0 and 2 send twice as much as the others.
+# The kernel counts a little more than the formula, because gloo adds a header to each message. The totals are nearly
+# equal. But the ring spreads them evenly, and in the tree ranks 0 and 2 send twice as much as the others.
 #
-# Now look at the time. A box is a rank that waits for a message and receives it:
+# In each box of these timelines, a rank waits for a message and receives it:
 
 
 # %%
@@ -283,15 +285,16 @@ timeline(
 )
 
 # %% [markdown]
-# The ring needs more messages in a row, but each takes less time. In the tree, ranks 1 and 3 mostly wait.
+# The ring needs more messages in a row, but each takes less time. In the tree, rank 3 waits for all four messages: two
+# to rank 0, one to rank 2, and the last to itself.
 #
 # ## Two numbers predict the time
-# The usual model of a message has two parts:
+# In the usual model, the time of one message has two parts:
 #
-# $$T(S) = \alpha + \frac{S}{\beta}$$
+# $$T(m) = \alpha + \frac{m}{\beta}$$
 #
-# What are alpha and beta on your machine? In the folded cell two ranks play ping-pong with messages from 64 bytes to 16
-# MB, and a line is fitted to the fastest of each size.
+# To measure alpha and beta of your machine, two ranks send each other messages of 64 bytes to 17 MB. We fit a line to
+# the fastest time of each size:
 
 # %% jupyter={"source_hidden": true}
 # Measure alpha and beta between two ranks.
@@ -335,16 +338,16 @@ fit_plot(
 )
 
 # %% [markdown]
-# On the left the line is flat, so a longer message costs almost nothing extra. The same bytes cost far more in short
-# messages, so lesson 03 packs gradients into buckets.
+# On the left the line is flat, because alpha is nearly all of the time. So the same bytes take far longer in short
+# messages, and lesson 03 packs gradients into buckets.
 #
 # For an all-reduce we count the messages that wait for one another, and the bytes of each:
 #
 # $$T_{ring} = 2(n-1)\left(\alpha + \frac{S}{n\,\beta}\right) \qquad
 # T_{tree} = 2\lceil \log_2 n \rceil \left(\alpha + \frac{S}{\beta}\right)$$
 #
-# The ring has more alphas, and the tree more S/beta. So the tree should win for short vectors and the ring for long
-# ones. We test this on the slow link:
+# The ring has more messages in a row, but the tree sends more bytes in a row. So the tree should be faster for short
+# vectors and the ring for long ones. We test this on the slow link:
 
 
 # %% jupyter={"source_hidden": true}
@@ -402,13 +405,13 @@ fit_plot(
 )
 
 # %% [markdown]
-# The measured times are a little longer, because gloo and the processor need time for each message. Up to 64,000 bytes
-# the tree is faster, and from 400,000 bytes on the ring.
+# The measured times are somewhat longer, because gloo needs time for each message. The curves cross between 64,000 and
+# 400,000 bytes, as the formula says.
 #
 # ## Bus bandwidth, and a switch that adds
-# A benchmark all-reduces S bytes in t seconds. S/t is the **algorithm bandwidth**, `algbw` in NVIDIA's `nccl-tests`. It
-# does not show how well the link is used, because a rank has sent 2(n-1)/n S. Multiplied by this factor it is the **bus
-# bandwidth**, `busbw`, which you may compare with the link. Here the emulated link has a tenth of the alpha:
+# How well is the link used? NVIDIA's `nccl-tests` divides S by the time and prints the **algorithm bandwidth**,
+# `algbw`. But each rank of a ring sends 2(n-1)/n S. Multiplied by 2(n-1)/n, algbw becomes the **bus bandwidth**,
+# `busbw`, which you may compare with the link. Here alpha is only 2 ms:
 
 
 # %%
@@ -435,14 +438,14 @@ for size in (16_000, 4_000_000):
         print(f"{n:5}{size:12,}{1e3 * seconds:7.0f}{algbw / 1e6:13.1f}{busbw / 1e6:13.1f}")
 
 # %% [markdown]
-# For the long vector algbw falls with n, although the link is used almost as well, and busbw stays near 12.5 MB/s. For
-# the short vector alpha takes most of the time, and neither figure describes the link.
+# For the long vector, algbw halves with n, but busbw stays within a fifth of the link's 12.5 MB/s. For the short vector
+# alpha takes most of the time, so neither figure describes the link.
 #
-# Can ranks send less than 2(n-1)/n S on average? Not if they do the additions. But a switch can add, too. NCCL uses
-# this by default for large all-reduces inside an H100 node, under the name NVLink SHARP. A GPU then [sends S and
-# receives S/n](https://github.com/NVIDIA/nccl/issues/1083) for the reduce-scatter, and sends S/n and receives S for the
-# all-gather. That is (n+1)/n S in each direction, on eight GPUs 1.125 S instead of 1.75 S. A maintainer of NCCL [names
-# an algbw](https://github.com/NVIDIA/nccl-tests/issues/212) of about 275 GB/s for eight H100s:
+# Can ranks send less than 2(n-1)/n S on average? Not if they do the additions, but a switch can add, too. NCCL uses
+# this by default for large all-reduces inside an H100 node, as NVLink SHARP. In the reduce-scatter a GPU [sends S and
+# receives S/n](https://github.com/NVIDIA/nccl/issues/1083), and in the all-gather the reverse. That is (n+1)/n S in
+# each direction: on eight GPUs, 1.125 S instead of 1.75 S. A maintainer of NCCL expects [an algbw of about 275
+# GB/s](https://github.com/NVIDIA/nccl-tests/issues/212) there:
 
 # %%
 n, algbw = 8, 275  # GB/s
@@ -452,11 +455,11 @@ print(
 )
 
 # %% [markdown]
-# The reported busbw is more than the link can carry. It says only that a ring would need 481 GB/s to be as fast. The
-# formulas of this course are those of a ring.
+# The reported busbw is more than the link can carry. It says only that a ring would need links of 481 GB/s to be as
+# fast. In this course all formulas assume a ring.
 #
 # ## The same in PyTorch
-# `batch_isend_irecv` posts a list of sends and receives at once. Here is the ring in raw PyTorch, compared with ours
+# `batch_isend_irecv` starts a list of sends and receives at once. Here is the ring in raw PyTorch, compared with ours
 # and with `dist.all_reduce`:
 
 
@@ -465,19 +468,19 @@ def in_pytorch(x_of_rank):
     dist.init_process_group("gloo")
     rank, n = dist.get_rank(), dist.get_world_size()
     x = x_of_rank[rank]
-    pieces = list(x.tensor_split(n))
+    shards = list(x.tensor_split(n))
     for turn in range(2 * (n - 1)):
         out, into = (rank - turn - 1) % n, (rank - turn - 2) % n
-        arrived = torch.empty_like(pieces[into])
-        sending = dist.P2POp(dist.isend, pieces[out], (rank + 1) % n)
+        arrived = torch.empty_like(shards[into])
+        sending = dist.P2POp(dist.isend, shards[out], (rank + 1) % n)
         receiving = dist.P2POp(dist.irecv, arrived, (rank - 1) % n)
         for work in dist.batch_isend_irecv([sending, receiving]):
             work.wait()
-        pieces[into] = pieces[into] + arrived if turn < n - 1 else arrived
+        shards[into] = shards[into] + arrived if turn < n - 1 else arrived
     total = x.clone()
     dist.all_reduce(total)  # in place
     dist.destroy_process_group()
-    return torch.cat(pieces), total
+    return torch.cat(shards), total
 
 
 def with_comm(x_of_rank):
@@ -486,7 +489,7 @@ def with_comm(x_of_rank):
 
 
 torch.manual_seed(0)
-x_of_rank = torch.randn(RANKS, 1_003)  # 1,003 numbers: the pieces are uneven
+x_of_rank = torch.randn(RANKS, 1_003)  # 1,003 numbers: the shards are uneven
 raw = run(in_pytorch, x_of_rank, n=RANKS, init=False)
 ours = run(with_comm, x_of_rank, n=RANKS)
 for (ring, total), our_ring in zip(raw, ours, strict=True):
@@ -496,16 +499,18 @@ off = max((ring - total).abs().max().item() for ring, total in raw)
 print(f"raw ring and ours: equal to the last bit; all_reduce of gloo differs by {off:.1e} at most")
 
 # %% [markdown]
-# ## Break it and diagnose
-# Of five all-reduces of the same vectors, one is correct (`"correct"`). The others have these faults:
+# Gloo adds in another order, so its sums differ in the last bits.
 #
-# - **half-way**: only the reduce-scatter of the ring was written; its sum is stored back into x
+# ## Break it and diagnose
+# Of five all-reduces, one is correct (`"correct"`). The others have these faults:
+#
+# - **half-way**: only the ring's reduce-scatter runs, and each rank stores its sum back into x
 # - **summed twice**: a finished sum is all-reduced again
 # - **own order**: every rank collects all vectors and adds them up as they arrive
-# - **own block**: in one half of the ring, one rank always sends its own block
+# - **own block**: in one half of the ring, one rank always sends its own shard
 #
 # Name the cause, the collective that is missing, superfluous or wrong (`"reduce_scatter"`, `"all_gather"`,
-# `"all_reduce"`), and the rank (a number or `"all"`). The last columns show the pieces of the result on ranks 0 to 3:
+# `"all_reduce"`), and the rank (a number or `"all"`). The last columns show the shards of the result on ranks 0 to 3:
 # `.` is right, `x` is wrong.
 
 # %%
@@ -534,25 +539,25 @@ lab = Lab("02", SEED, FAULTS)
 
 def ring_with_own_block(x, axis, half):
     own, n = list(x.tensor_split(axis.size)), axis.size
-    pieces = list(own)
+    shards = list(own)
     for adds in (True, False):
         faulty = half == ("reduce_scatter" if adds else "all_gather")
         for turn in range(n - 1):
             leaving = (axis.rank - turn - adds) % n
             arriving = (leaving - 1) % n
-            like = pieces[arriving]
-            got = comm.exchange(pieces[leaving], axis, axis.next, axis.previous, like=like)
-            pieces[arriving] = own[arriving] if faulty else got + like if adds else got
-    return torch.cat(pieces)
+            like = shards[arriving]
+            got = comm.exchange(shards[leaving], axis, axis.next, axis.previous, like=like)
+            shards[arriving] = own[arriving] if faulty else got + like if adds else got
+    return torch.cat(shards)
 
 
 def all_reduced(lab_run):
     mesh = make_mesh()
     axis, x = mesh.world, x_of_rank[mesh.rank]
     if lab_run.has("half-way"):
-        pieces = list(x.tensor_split(axis.size))
-        pieces[axis.rank] = comm.ring_reduce_scatter(x, axis)
-        return torch.cat(pieces)
+        shards = list(x.tensor_split(axis.size))
+        shards[axis.rank] = comm.ring_reduce_scatter(x, axis)
+        return torch.cat(shards)
     if lab_run.has("own order"):
         return sum(block for _, block in comm.ring(x, axis))
     if lab_run.has("own block"):
@@ -568,7 +573,7 @@ def marks(result):
 
 exact = x_of_rank.double().sum(0)
 print(
-    "    error, relative   length   ranks differ by   messages     bytes sent   pieces on ranks 0 to 3"
+    "    error, relative   length   ranks differ by   messages     bytes sent   shards on ranks 0 to 3"
 )
 for lab_run in lab:
     result = run(all_reduced, lab_run, n=RANKS)
@@ -584,13 +589,13 @@ for lab_run in lab:
 # %% [markdown]
 # <details><summary>How to read it</summary>
 #
-# - **An error of rounding, the same bits on all ranks**: the correct run.
+# - **Rounding error, the same bits on all ranks**: the correct run.
 # - **Exactly n times too long**: *summed twice*.
-# - **Half the messages**: *half-way*.
-# - **An error of rounding, but ranks differ**: *own order*.
-# - **All messages, pieces wrong**: *own block*. If ranks agree, the reduce-scatter is wrong. The one right piece began
-#   at the faulty rank, and piece k begins at rank k + 1. If ranks differ, the all-gather is wrong, and the faulty rank
-#   has only its own piece right.
+# - **Half the messages, shards wrong**: *half-way*.
+# - **Rounding error, but ranks differ**: *own order*.
+# - **All messages, shards wrong**: *own block*. If ranks agree, the reduce-scatter is wrong. The one right shard began
+#   at the faulty rank, and shard k begins at rank k + 1. If ranks differ, the all-gather is wrong, and the faulty rank
+#   has only its own shard right.
 #
 # </details>
 
@@ -599,14 +604,15 @@ lab.grade(diagnosis)
 
 # %% [markdown]
 # ## When not to use it, and both claims
-# - **No ring for short vectors or thousands of ranks**, because of its 2(n-1) alphas.
-# - **No tree of whole vectors for long ones.** NCCL sends pieces through two trees at once, which uses all links.
+# - **No ring for short vectors**, because of its 2(n-1) alphas.
+# - **No tree of whole vectors for long ones.** Between nodes, NCCL sends chunks through two trees at once, which keeps
+#   all links busy.
 # - **No single ring over unequal links.** Reduce-scatter inside each node, all-reduce between nodes, and all-gather
-#   inside. Then slow links carry only one shard.
+#   inside. Then each GPU sends only its shard over the slow link.
 #
-# **Claim 1: only if the vector is long and the ranks are many.** From two ranks to very many, the bytes per rank double
-# from S to almost 2 S; beyond eight ranks they grow by at most a seventh. But each further rank adds two messages. With
-# 10 microseconds and 50 GB/s:
+# **Claim 1: only roughly, and only for long vectors on eight ranks or more.** From two ranks to very many, the bytes
+# per rank double from S to almost 2 S, but beyond eight ranks they grow by at most a seventh. Each further rank also
+# adds two messages in a row. With alpha = 10 microseconds and beta = 50 GB/s:
 
 # %%
 FAST = Link(alpha=10e-6, beta=50e9)
@@ -620,8 +626,8 @@ print(f"your vote: {vote_1}")
 # %% [markdown]
 # For 64 kB nearly all the time is alpha. For 4 GB alpha is only a fifth, even on 2,048 ranks.
 #
-# **Claim 2: false.** A rank of a ring sends 2(n-1)/n times the payload of 620 GB. And 600 GB/s count both directions,
-# so an A100 sends at most 300 GB/s:
+# **Claim 2: false.** A rank of a ring sends 2(n-1)/n times the payload of 620 GB. And 600 GB/s is the sum of both
+# directions, so an A100 sends at most 300 GB/s:
 
 # %%
 payload, n, nvlink = 620e9, 8, 600e9
@@ -633,21 +639,21 @@ print(
 print(f"your vote: {vote_2}")
 
 # %% [markdown]
-# **The table that grows.** S = 400,000 bytes. On a link where a message costs 100 ms and its bytes nothing, time /
-# alpha counts the messages that wait for one another. The time of all-to-all, a single call, is itself a formula.
+# **The table that grows.** How many messages wait for one another? We give each message 100 ms, its bytes no time, and
+# divide the measured time by 100 ms. S is 400,000 bytes. All-to-all is delayed by formula, so its count tests nothing.
 
 # %%
 ALPHA = Link(alpha=0.100, beta=1e15)
-PIECE = (RANKS - 1) / RANKS
+SHARD = (RANKS - 1) / RANKS
 LOG = (RANKS - 1).bit_length()
 OPERATIONS = {  # messages one after another, bytes that the busiest rank sends, per S
     "broadcast, tree": (comm.tree_broadcast, LOG, LOG),
     "reduce, tree": (comm.tree_reduce, LOG, 1),
-    "all_gather, ring": (comm.ring_all_gather, RANKS - 1, PIECE),
-    "reduce_scatter, ring": (comm.ring_reduce_scatter, RANKS - 1, PIECE),
-    "all_reduce, ring": (comm.ring_all_reduce, 2 * (RANKS - 1), 2 * PIECE),
+    "all_gather, ring": (comm.ring_all_gather, RANKS - 1, SHARD),
+    "reduce_scatter, ring": (comm.ring_reduce_scatter, RANKS - 1, SHARD),
+    "all_reduce, ring": (comm.ring_all_reduce, 2 * (RANKS - 1), 2 * SHARD),
     "all_reduce, tree": (comm.tree_all_reduce, 2 * LOG, LOG),
-    "all_to_all": (comm.all_to_all, RANKS - 1, PIECE),
+    "all_to_all": (comm.all_to_all, RANKS - 1, SHARD),
 }
 
 
@@ -680,7 +686,7 @@ for name, (_, messages, share) in OPERATIONS.items():
     assert None in kernel or sent <= max(kernel) <= 1.02 * sent
 
 # %% [markdown]
-# **Cheat-sheet.** By formula, for a fast link:
+# **Cheat-sheet.** These are the formulas with the numbers of a fast link:
 
 
 # %%
@@ -690,14 +696,14 @@ from course_lib.ledger import wire
 def cheat_sheet(n, link):
     levels = (n - 1).bit_length()
     print(f"{n} ranks, S bytes in all; a message: alpha {1e6 * link.alpha:.0f} us + bytes / beta")
-    print(f"{'':22}{'sent by a rank, of S':>21}{'messages one after another':>28}")
+    print(f"{'':22}{'sent by a rank, max':>21}{'messages one after another':>28}")
     for op, share, turns in (
         ("all_gather, ring", wire("all_gather", 1, n) / n, n - 1),
         ("reduce_scatter, ring", wire("reduce_scatter", n, n) / n, n - 1),
         ("all_reduce, ring", wire("all_reduce", n, n) / n, 2 * (n - 1)),
         ("all_reduce, tree", levels, 2 * levels),
     ):
-        print(f"{op:22}{float(share):21.3f}{turns:28}")
+        print(f"{op:22}{float(share):19.3f} S{turns:28}")
     print("\nall-reduce: 2(n-1) (alpha + S/n/beta) by a ring, 2 log2(n) (alpha + S/beta) by a tree")
     print(f"{'S, bytes':>12}{'ring, us':>14}{'tree, us':>14}")
     for size in (1e3, 1e6, 1e9):
@@ -719,20 +725,20 @@ cheat_sheet(8, Link(alpha=10e-6, beta=50e9))
 
 # %% [markdown] course={"ex": "02-1"}
 # ## 02-1 A ring of three, by hand
-# Three ranks all-reduce three numbers each. A piece is one number of 4 bytes.
+# Three ranks all-reduce vectors of three numbers. A shard is one number of 4 bytes.
 #
-# | | piece 0 | piece 1 | piece 2 |
+# | | shard 0 | shard 1 | shard 2 |
 # |---|---|---|---|
 # | rank 0 | 3 | 1 | 4 |
 # | rank 1 | 1 | 5 | 9 |
 # | rank 2 | 2 | 6 | 5 |
 #
-# The ring of the lesson: every message goes from rank r to rank r+1, and from rank 2 to rank 0. In turn 1 rank r
-# sends piece r-1 (rank 0 sends piece 2). The receiver adds its own piece to it and stores the sum. In turn 2 a rank
-# sends the sum that it made in turn 1. In turns 3 and 4, the all-gather, fully reduced pieces take the same way:
-# first the one that the rank finished itself, then the one that it received.
+# Take the ring of the lesson. Each rank sends to the next rank, and rank 2 sends to rank 0. In turn 1 rank r sends
+# shard r-1, so rank 0 sends shard 2. The receiver adds its own shard to it and stores the sum. In turn 2 each rank
+# sends the sum that it made in turn 1. Turns 3 and 4 are the all-gather: each rank sends first the sum that it has
+# completed itself, and then the one that it has received.
 #
-# Take a pencil and fill in the table. Lists are in the order of the ranks, unless it says otherwise.
+# Fill in the table with a pencil. Lists are in the order of the ranks unless the comment says otherwise.
 
 # %% course={"ex": "02-1", "role": "answer"}
 # BEGIN SOLUTION
@@ -749,7 +755,7 @@ trace = {
 #     "sent in turn 1": None,  # the numbers that ranks 0, 1 and 2 send: [.., .., ..]
 #     "sums of turn 1": None,  # the sum that each rank makes with what has arrived
 #     "sums of turn 2": None,  # the same, one turn later
-#     "rank 0 before the all-gather": None,  # its pieces 0, 1 and 2 after turn 2
+#     "rank 0 before the all-gather": None,  # its shards 0, 1 and 2 after turn 2
 #     "arrives at rank 0 in turns 3 and 4": None,  # two numbers
 #     "bytes that a rank sends": None,  # in all four turns
 # }
@@ -762,11 +768,12 @@ check("02-1", trace)
 
 # %% [markdown] course={"ex": "02-2"}
 # ## 02-2 Where ring and tree cross
-# By the alpha-beta model a ring all-reduce of S bytes over n ranks takes 2(n-1) times (alpha + S/n / beta) seconds, a
-# tree takes 2 ceil(log2 n) times (alpha + S / beta). For short vectors the tree is faster, for long ones the ring.
-# Write the function that returns the size at which both take equally long, in bytes and not rounded. For 2 and 3 ranks
-# the ring has no more messages than the tree, so the size is 0. With n = 4, alpha = 10 ms and beta = 25 MB/s it is
-# 200,000.
+# By the alpha-beta model, a ring all-reduce of S bytes over n ranks takes 2(n-1) (alpha + S/(n beta)) seconds. A tree
+# takes 2 ceil(log2 n) (alpha + S/beta) seconds. The tree is faster for short vectors, and the ring for long ones.
+#
+# Write the function that returns the size S at which both take equally long, in bytes and not rounded. With n = 4,
+# alpha = 10 ms and beta = 25 MB/s it is 200,000. For 2 and 3 ranks the ring has no more messages than the tree, so the
+# function returns 0.
 
 # %% course={"ex": "02-2", "role": "given"}
 from math import ceil, log2
@@ -786,12 +793,13 @@ check("02-2", crossing)
 
 # %% [markdown] course={"ex": "02-3"}
 # ## 02-3 A broadcast by a tree
-# Every rank of the axis needs the `x` of rank 0. Rank 0 could send it to one rank after the other: n-1 messages
-# in a row. A tree is faster: once rank 1 has x, ranks 0 and 1 can both send, then four ranks can. Write it with
-# `comm.send(x, axis, to=...)` and `comm.recv(x, axis, source=...)`, for any number of ranks and any shape and dtype.
+# Every rank of the axis needs the `x` of rank 0. If rank 0 sent it to one rank after another, n-1 messages would wait
+# for one another. A tree is faster: once rank 1 has x, ranks 0 and 1 can both send, and after that four ranks can.
+# Write it with `comm.send(x, axis, to=...)` and `comm.recv(x, axis, source=...)`, for any number of ranks, any shape
+# and any dtype. A single rank sends nothing.
 #
-# The check looks at the results, at the messages (n-1 in all, each the full x), and at how many are sent one after
-# another: ceil(log2 n). A single rank sends nothing.
+# The check tests three things: the results, the messages (n-1 in all, each with the full x), and how many of them are
+# sent one after another (ceil(log2 n)).
 
 # %% course={"ex": "02-3", "role": "given"}
 from torch import Tensor
@@ -820,8 +828,8 @@ def tree_broadcast(x: Tensor, axis: Axis) -> Tensor:
 
 
 # %% [markdown] course={"ex": "02-3", "role": "answer"}
-# The library's `comm.tree_broadcast` takes the long steps first, from n/2 down to 1. The messages are others, their
-# number is the same.
+# The library's `comm.tree_broadcast` takes the long steps first, from n/2 down to 1. It sends different messages, but
+# the same number of them.
 
 # %% course={"ex": "02-3", "role": "check"}
 from course_lib.grading import check
@@ -830,16 +838,17 @@ check("02-3", tree_broadcast)
 
 # %% [markdown] course={"ex": "02-4"}
 # ## 02-4 The ring all-reduce
-# The mechanism of this lesson. x is flat, of any length and dtype: `x.tensor_split(axis.size)` splits it into pieces,
-# which may be uneven, and for few numbers some are empty. n-1 turns add, n-1 turns copy; in each turn a rank sends one
-# piece to the next rank and receives one from the previous. Which piece begins is up to you, and so is the direction.
+# Build the ring of this lesson. x is flat and has any length and dtype. `x.tensor_split(axis.size)` splits it into
+# shards, which may be uneven. If x is shorter than the number of ranks, some shards are empty. In n-1 turns ranks add,
+# and in n-1 turns they copy. In each turn a rank sends one shard to the next rank and receives one from the previous
+# rank. You may choose the shard that a rank begins with, and the direction.
 #
-# `comm.exchange(piece, axis, to, source, like=other)` sends `piece` to rank `to` and returns what comes from rank
-# `source`, a tensor like `other`; `axis.next` and `axis.previous` are the neighbors.
+# `comm.exchange(shard, axis, to, source, like=other)` sends `shard` to rank `to` and returns the message of rank
+# `source`, a tensor like `other`. `axis.next` and `axis.previous` are the neighbors.
 #
-# The check looks at the sum on every rank, at the messages (2(n-1) from each rank, all to one neighbor, 2(n-1)/n S
-# bytes), and at the memory: at most 3 S alive at once. x must not change. A single rank returns x. A sum by a
-# collective of torch does not count.
+# The check tests the sum on every rank, the messages (2(n-1) from each rank, all to one neighbor, 2(n-1)/n S bytes),
+# and the memory (at most 3 S alive at once). Do not change x, and do not sum by a collective of torch. A single rank
+# returns x.
 
 # %% course={"ex": "02-4", "role": "given"}
 import torch
@@ -858,19 +867,19 @@ def ring_all_reduce(x: Tensor, axis: Axis) -> Tensor:
     """
     # BEGIN SOLUTION
     n, rank = axis.size, axis.rank
-    pieces = list(x.tensor_split(n))
+    shards = list(x.tensor_split(n))
     for turn in range(2 * (n - 1)):
         leaving, arriving = (rank - turn) % n, (rank - turn - 1) % n
-        got = comm.exchange(pieces[leaving], axis, axis.next, axis.previous, like=pieces[arriving])
-        pieces[arriving] = pieces[arriving] + got if turn < n - 1 else got
-    return torch.cat(pieces)
+        got = comm.exchange(shards[leaving], axis, axis.next, axis.previous, like=shards[arriving])
+        shards[arriving] = shards[arriving] + got if turn < n - 1 else got
+    return torch.cat(shards)
     # END SOLUTION
 
 
 # %% [markdown] course={"ex": "02-4", "role": "answer"}
-# Rank r begins with its own piece here, so that after n-1 turns it owns the sum of piece r+1, and simply continues:
-# it sends next the piece that it finished last. `comm.ring_reduce_scatter` begins one piece earlier, to end with
-# piece r as a reduce-scatter must.
+# Here rank r begins with its own shard, so after n-1 turns it has the sum of shard r+1. Then it continues in the same
+# way and sends the shard that it completed last. `comm.ring_reduce_scatter` begins one shard earlier, because a
+# reduce-scatter must end with shard r on rank r.
 
 # %% course={"ex": "02-4", "role": "check"}
 from course_lib.grading import check
@@ -879,15 +888,15 @@ check("02-4", ring_all_reduce)
 
 # %% [markdown] course={"ex": "02-5"}
 # ## 02-5 All-to-all, in raw torch.distributed
-# x has n rows on every rank, and is contiguous. Row r is for rank r. In the result, row s comes from rank s. Expert
-# parallelism will send tokens to their experts and back like this.
+# On every rank, x is contiguous and has n rows. Row r is for rank r, and in the result row s comes from rank s. Expert
+# parallelism (lesson 10) sends tokens to their experts and back in this way.
 #
-# Write it with `dist.isend`, `dist.irecv`, `dist.P2POp` and `dist.batch_isend_irecv` (or blocking calls in an order
-# that cannot hang) on the default group, which is initialized. Nothing of course_lib. `isend` does not copy: leave a
-# tensor alone until its `wait()`.
+# Use `dist.isend`, `dist.irecv`, `dist.P2POp` and `dist.batch_isend_irecv`, or blocking calls in an order that cannot
+# hang. The default group is initialized. Do not use course_lib. `isend` does not copy, so do not change a tensor before
+# its `wait()` has returned.
 #
-# The check looks at the results, at the messages (one from each rank to every other rank, (n-1)/n S bytes), and at a
-# wait() for each. x must not change. A single rank sends nothing.
+# The check tests the results, the messages (one from each rank to every other rank, (n-1)/n S bytes from each), and
+# that you wait for each message. Do not change x. A single rank sends nothing.
 
 # %% course={"ex": "02-5", "role": "given"}
 import torch
@@ -933,10 +942,11 @@ check("02-5", all_to_all)
 # **2.** An all-reduce of 16 kB takes as long as one of 1 kB. Would a faster link help? What would?
 #
 # <details><summary>Answer</summary>
-# No, the time is alpha. A tree has fewer messages in a row, and a bucket for several vectors needs fewer all-reduces.
+# No, nearly all the time is alpha. A tree has fewer messages in a row, and a bucket of several vectors needs fewer
+# all-reduces.
 # </details>
 #
-# **3.** Eight A100 of one node all-reduce 1 GB in 8 ms. What are algbw and busbw, and what fraction of NVLink is used?
+# **3.** Eight A100s in one node all-reduce 1 GB in 8 ms. What are algbw and busbw, and what fraction of NVLink is used?
 #
 # <details><summary>Answer</summary>
 # 125 GB/s, and 125 · 14/8 = 219 GB/s, which is 73 % of 300 GB/s.
@@ -955,9 +965,9 @@ check("02-5", all_to_all)
 # replicas drift apart.
 # </details>
 #
-# **Sources.** Next: lesson 03.
-# - [Alpha and beta](https://doi.org/10.1016/S0167-8191%2806%2980021-9); [the ring, and why ranks that add cannot send
-#   less](https://doi.org/10.1016/j.jpdc.2008.09.002); [two trees](https://doi.org/10.1016/j.parco.2009.09.001);
+# **Sources.**
+# - [Alpha and beta](https://doi.org/10.1016/S0167-8191%2806%2980021-9); [the ring and its
+#   bound](https://doi.org/10.1016/j.jpdc.2008.09.002); [two trees](https://doi.org/10.1016/j.parco.2009.09.001);
 #   [choosing by size](https://doi.org/10.1177/1094342005051521).
 # - [nccl-tests](https://github.com/NVIDIA/nccl-tests/blob/master/doc/PERFORMANCE.md): algbw and busbw.
 #   [NVLink](https://www.nvidia.com/en-us/data-center/nvlink/).

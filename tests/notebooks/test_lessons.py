@@ -132,7 +132,7 @@ def lesson_01_shows_three_limits(notebook):
         "eager SwiGLU: measured 7,218,180 bytes, formula 7,218,180",
         "fused SwiGLU: measured 6,431,748 bytes, formula 6,431,748",
         "70B                 8,192    287.6         250.0      2.68",
-        "34 s b h L with the sizes of 70B: 183 GB",
+        "34 h bytes per token and block, with the sizes of 70B: 183 GB",
         "counted 1,258,291,200; 6 x 819,200 x 256 tokens = 1,258,291,200",
         "70B     1.5e+13  6.3e+24        15%      185,777    509               11.3",
         "8 GPUs inside a node: 1,282 tokens per GPU and step, of any model",

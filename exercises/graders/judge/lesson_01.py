@@ -77,7 +77,7 @@ FACTORS: Mapping[str, Callable[[int, int, int], float]] = {
 
 TOKENS = Function(
     id="01-2",
-    title="the tokens that a link wants",
+    title="enough tokens for a link",
     names=("least_tokens",),
     mistakes=(
         *(

@@ -286,13 +286,13 @@ def _ring(
 
 
 RINGS: Mapping[str, dict[str, Any]] = {
-    "one piece is right on each rank: the second half, n-1 turns that copy the sums, is missing": {
+    "one shard is right on each rank: the second half, n-1 turns that copy the sums, is missing": {
         "halves": 1
     },
-    "each piece comes from one rank only: in the first n-1 turns, add the piece that arrives to "
+    "each shard comes from one rank only: in the first n-1 turns, add the shard that arrives to "
     "your own": {"adds": lambda turn, n: False},
-    "pieces were added in the second half too: in its turns the sum that arrives replaces your own "
-    "piece": {"adds": lambda turn, n: True},
+    "shards were added in the second half too: in its turns the sum that arrives replaces your own "
+    "shard": {"adds": lambda turn, n: True},
 }
 
 
@@ -309,7 +309,7 @@ def _ring_messages(given: Given, ranks: list[Observed]) -> str:
         if len(sends) != 2 * (n - 1) and (length >= n or len(sends) > 2 * (n - 1)):
             return (
                 f"expected 2(n-1) = {2 * (n - 1)} messages from rank {rank}, got {len(sends)}: "
-                "a rank sends one piece in each turn"
+                "a rank sends one shard in each turn"
             )
     return ""
 
@@ -324,12 +324,12 @@ def _ring_bytes(given: Given, ranks: list[Observed]) -> str:
         if not low <= payload <= high:
             return (
                 f"expected 2(n-1)/n S = {2 * (n - 1) / n * size:,g} bytes from rank {rank} for x "
-                f"of {size:,}, got {payload:,}: send pieces of x, not all of it"
+                f"of {size:,}, got {payload:,}: send shards of x, not all of it"
             )
     if sum(sent) != 2 * (n - 1) * size:
         return (
             f"expected 2(n-1) S = {2 * (n - 1) * size:,} bytes from all ranks, got {sum(sent):,}: "
-            "in each turn every piece is sent once"
+            "in each turn every shard is sent once"
         )
     return ""
 
