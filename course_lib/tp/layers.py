@@ -238,7 +238,7 @@ class _VocabCrossEntropy(torch.autograd.Function):
 
 
 def _in_own_rows(tokens: Tensor, rows: int, axis: Axis) -> tuple[Tensor, Tensor]:
-    """Return each token's row on this rank (0 if another rank owns it), and whether it owns it."""
+    """Return each token's row on this rank, or 0, and whether this rank owns the token."""
     local = tokens - axis.rank * rows
     is_mine = (local >= 0) & (local < rows)
     return local.masked_fill(~is_mine, 0), is_mine

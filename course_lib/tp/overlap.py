@@ -32,7 +32,7 @@ from course_lib import comm
 from course_lib.mesh import Axis
 from course_lib.model import Attention
 from course_lib.model.layers import MLP, SwiGLU
-from course_lib.tp.layers import ColumnLinear, RowLinear, identity
+from course_lib.tp.layers import ColumnLinear, RowLinear
 from course_lib.tp.plan import Cut, Entry, enters, row
 
 S = 1  # the dim of x_BSD that the ranks divide
@@ -130,7 +130,7 @@ def ring_columns(x_BScD: Tensor, linears: Sequence[ColumnLinear], axis: Axis) ->
 
 def ring_enters(module: Attention | SwiGLU | MLP, cut: Cut) -> nn.Module:
     """:func:`~course_lib.tp.plan.enters`, overlapped."""
-    if cut.region.rows is identity:
+    if not cut.by_rows:
         raise ValueError(
             "expected a region in which ranks divide the rows, because an overlapped plan gathers "
             "them, got one without: give it the region sp.REGION"

@@ -32,7 +32,7 @@ SHARDED = (ColumnLinear, RowLinear, VocabEmbedding, VocabHead)
 
 @dataclass(frozen=True)
 class Cut:
-    """The arguments of :func:`parallelize` that an entry of a plan needs.
+    """The values that an entry of a plan needs to make its module.
 
     ``kv_group`` is the KV replication group: the ranks that store the same key and value head.
     """
@@ -40,6 +40,11 @@ class Cut:
     axis: Axis
     region: Region
     kv_group: Axis
+
+    @property
+    def by_rows(self) -> bool:
+        """Whether ranks hold different rows outside the regions, as in sequence parallelism."""
+        return self.region.rows is not identity
 
 
 Entry = Callable[[Any, Cut], nn.Module]  # (module, cut) -> its replacement
@@ -78,7 +83,7 @@ def head(linear: nn.Linear, cut: Cut) -> nn.Module:
 
 def dropout(module: nn.Dropout, cut: Cut) -> nn.Module:
     """Draw one mask per rank where ranks hold different rows; keep plain dropout elsewhere."""
-    return module if cut.region.rows is identity else RankDropout(module.p, cut.axis)
+    return RankDropout(module.p, cut.axis) if cut.by_rows else module
 
 
 SHARED: Mapping[str, Entry] = {  # by both families
@@ -132,9 +137,9 @@ def parallelize(
     if tied and ("head" in plan) != ("embedding.token" in plan):
         raise ValueError("plan: embedding.token and head share one weight; shard both or neither")
     places = [(name, entry) for key, entry in plan.items() for name in _matches(key, model)]
-    if again := [name for name, _ in places if isinstance(model.get_submodule(name), SHARDED)]:
+    if sharded := [name for name, _ in places if isinstance(model.get_submodule(name), SHARDED)]:
         raise ValueError(
-            f"{len(again)} modules of the model, the first of them {again[0]}, are sharded over "
+            f"{len(sharded)} modules of the model, the first of them {sharded[0]}, are sharded over "
             "tensor parallel ranks already: parallelize a full model, once"
         )
     cut = Cut(axis, region, key_value_group(axis, model.config.kv_heads))
