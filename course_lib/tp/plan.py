@@ -137,9 +137,9 @@ def parallelize(
     if tied and ("head" in plan) != ("embedding.token" in plan):
         raise ValueError("plan: embedding.token and head share one weight; shard both or neither")
     places = [(name, entry) for key, entry in plan.items() for name in _matches(key, model)]
-    if sharded := [name for name, _ in places if isinstance(model.get_submodule(name), SHARDED)]:
+    if twice := [name for name, _ in places if isinstance(model.get_submodule(name), SHARDED)]:
         raise ValueError(
-            f"{len(sharded)} modules of the model, the first of them {sharded[0]}, are sharded over "
+            f"{len(twice)} modules of the model, the first of them {twice[0]}, are sharded over "
             "tensor parallel ranks already: parallelize a full model, once"
         )
     cut = Cut(axis, region, key_value_group(axis, model.config.kv_heads))
