@@ -12,8 +12,9 @@ leave     reduce-scatter over S     all-gather over S
 ========  ========================  ========================
 
 An all-reduce is a reduce-scatter and an all-gather, so sequence parallelism sends as many bytes as
-tensor parallelism if autograd saves the gathered inputs. One sum is new. The gradient of a replicated parameter (norm, row bias,
-positions) covers only this rank's rows, so it must be summed over the axis (:func:`sum_gradients`).
+tensor parallelism if autograd saves the gathered inputs. One sum is new. The gradient of a
+replicated parameter (norm, row bias, positions) covers only this rank's rows, so it must be summed
+over the axis (:func:`sum_gradients`).
 
 Two variants. With :data:`REGION` autograd saves the gathered input of each region, all of it on
 every rank. With :data:`GATHER_AGAIN` it saves this rank's rows and gathers them once more in

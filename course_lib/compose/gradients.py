@@ -21,7 +21,6 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -32,6 +31,7 @@ from course_lib.compose.plan import Plan
 from course_lib.ep import MoE
 from course_lib.mesh import Axis, Mesh
 from course_lib.model import Decoder
+from course_lib.pp.tied import tied_weight
 from course_lib.schedule import Schedule
 
 
@@ -55,15 +55,6 @@ class Part:
         if isinstance(self.sync, zero.Sharded):
             return self.sync.held_gradients()
         return comm.held_gradients(self.parameters)
-
-
-def tied_weight(stages: Mapping[int, Decoder]) -> nn.Parameter | None:
-    """Return the weight of a tied embedding and LM head, if this rank has either of them."""
-    for stage in stages.values():
-        module: Any = stage.head if stage.embedding is None else stage.embedding.token
-        if stage.config.tied and module is not None:
-            return module.weight
-    return None
 
 
 def make_parts(

@@ -35,10 +35,9 @@ aten = torch.ops.aten
 class Kernel(NamedTuple):
     """The functions that compute one block, forward and backward.
 
-    ``forward(q_BsHK, k_BtGK, v_BtGK, causal)`` returns (out_BsHK, lse_BsH);
-    ``backward(dout, q, k, v, out, lse, causal)`` returns (dq, dk, dv), where out and lse are those
-    of the full rows, over all blocks. A causal block is computed ``strip`` rows at a time, if
-    given.
+    ``forward(q_BsHK, k_BtGK, v_BtGK, causal)`` returns (out_BsHK, lse_BsH).
+    ``backward(dout, q, k, v, out, lse, causal)`` returns (dq, dk, dv); out and lse cover the full
+    rows, over all blocks. A causal block is computed ``strip`` rows at a time; None: all at once.
     """
 
     forward: Callable[[Tensor, Tensor, Tensor, bool], tuple[Tensor, Tensor]]

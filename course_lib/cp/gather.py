@@ -1,9 +1,9 @@
 """All-gather attention: every rank gathers the keys and values of all ranks, then computes.
 
-One collective replaces n - 1 turns of a ring. With grouped-query attention K and V are small
-beside q and the scores, so Llama 3 accepts n times the K and V memory of a ring. Each rank
-computes partial sums of the gradients of K and V; a reduce-scatter adds them up and gives each
-rank its own.
+One collective replaces n - 1 turns of a ring. With grouped-query attention K and V are smaller
+than q and much smaller than the scores, so Llama 3 accepts n times the K and V memory of a ring.
+Each rank computes partial sums of the gradients of K and V. A reduce-scatter adds them up and sends
+each rank its own.
 
 Bytes that a rank sends, in units of all ranks' K and V: (n-1)/n in forward; a/b (n-1)/n in
 backward, where accumulators have a bytes per element and K and V have b; and (n-1)/n more when K
@@ -23,7 +23,7 @@ from torch.autograd.function import once_differentiable
 
 from course_lib import comm
 from course_lib.cp.blockwise import Kernel, attend, attend_backward, kernel_for
-from course_lib.cp.layout import ZIGZAG, SequenceLayout, view_of
+from course_lib.cp.layout import ZIGZAG, SequenceLayout, visible_here
 from course_lib.cp.ring import ring_saved_bytes, ring_wire_bytes
 from course_lib.mesh import Axis
 from course_lib.model import ModelConfig, accumulation_dtype
@@ -60,7 +60,7 @@ def gather_saved_bytes(
 
 
 class GatherAttention(torch.autograd.Function):
-    """Use :func:`gather_attention`."""
+    """The autograd function of :func:`gather_attention`, which chooses the kernel."""
 
     @staticmethod
     def forward(
@@ -73,10 +73,10 @@ class GatherAttention(torch.autograd.Function):
         kernel: Kernel,
         save_gathered: bool,
     ) -> Tensor:
-        ctx.axis, ctx.kernel, ctx.visible = axis, kernel, view_of(axis, layout, q.shape[1])
+        ctx.axis, ctx.kernel, ctx.visible = axis, kernel, visible_here(axis, layout, q.shape[1])
         own_12BsGK = torch.stack((k, v))[None]
         all_n2BsGK = comm.all_gather(own_12BsGK, axis)
-        out, lse = attend(q, _own_first(all_n2BsGK, axis), ctx.visible, kernel)
+        out, lse = attend(q, enumerate(all_n2BsGK), ctx.visible, kernel)
         ctx.save_gathered = save_gathered
         ctx.save_for_backward(q, all_n2BsGK if save_gathered else own_12BsGK, out, lse)
         return out
@@ -87,18 +87,12 @@ class GatherAttention(torch.autograd.Function):
         q, kv, out, lse = ctx.saved_tensors
         gathered = kv if ctx.save_gathered else comm.all_gather(kv, ctx.axis)
         dq = torch.zeros_like(q, dtype=accumulation_dtype(q.dtype))
-        partial = torch.empty_like(gathered, dtype=dq.dtype)
-        rows, blocks = (dout, q, out, lse), _own_first(gathered, ctx.axis)
+        partial_sums = torch.empty_like(gathered, dtype=dq.dtype)
+        rows, blocks = (dout, q, out, lse), enumerate(gathered)
         for source, dkv in attend_backward(dq, rows, blocks, ctx.visible, ctx.kernel):
-            partial[source] = dkv
-        dk, dv = comm.reduce_scatter(partial, ctx.axis)[0].to(kv.dtype)
+            partial_sums[source] = dkv
+        dk, dv = comm.reduce_scatter(partial_sums, ctx.axis)[0].to(kv.dtype)
         return dq.to(q.dtype), dk, dv, None, None, None, None
-
-
-def _own_first(gathered: Tensor, axis: Axis) -> list[tuple[int, Tensor]]:
-    """Return (source rank, block) in the order of a ring."""
-    order = [(axis.rank - turn) % axis.size for turn in range(axis.size)]
-    return [(source, gathered[source]) for source in order]
 
 
 def gather_attention(

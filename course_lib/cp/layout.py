@@ -7,8 +7,8 @@ A sequence of S positions is split into equal chunks, numbered in order. With n 
 * ``ZIGZAG``: rank i holds chunks i and 2n-1-i of 2n, an early and a late one: equal work on all
   ranks.
 
-A layout decides positions only. Tokens, targets and the positions for RoPE are indexed with the
-same numbers (:func:`shard`), so they cannot disagree; :class:`PositionsCheck` holds a model to it.
+A layout decides positions only. :func:`shard` selects tokens, targets and the positions for RoPE
+with the same indices, so they cannot disagree. :class:`PositionsCheck` checks a model's positions.
 
 Letters: S positions of the whole sequence, s = S/n those of one rank, B sequences.
 Source: zig-zag as in zhuzilin/ring-flash-attention and Llama 3 (arXiv:2407.21783, 3.3.2).
@@ -41,7 +41,7 @@ class SequenceLayout:
 
 @dataclass(frozen=True)
 class Nested(SequenceLayout):
-    """See :func:`nested`."""
+    """The layout that :func:`nested` returns: ``ring`` over groups of ``heads`` neighbors."""
 
     ring: SequenceLayout
     heads: int
@@ -71,9 +71,8 @@ def nested(ring: SequenceLayout, heads: int) -> Nested:
 
 def in_order(layout: SequenceLayout, n: int) -> bool:
     """Whether the shards of ranks 0, 1, ..., concatenated, are the sequence in order."""
-    return [c for rank in range(n) for c in layout.chunks(rank, n)] == list(
-        range(layout.per_rank * n)
-    )
+    held = [chunk for rank in range(n) for chunk in layout.chunks(rank, n)]
+    return held == list(range(len(held)))
 
 
 @dataclass(frozen=True)
@@ -130,7 +129,7 @@ def visible(layout: SequenceLayout, n: int, mine: int, theirs: int, rows: int) -
     return Tile(slice(too_early * size, rows), slice(0, seen * size), causal=False)
 
 
-def view_of(axis: Axis, layout: SequenceLayout, rows: int) -> Callable[[int], Tile | None]:
+def visible_here(axis: Axis, layout: SequenceLayout, rows: int) -> Callable[[int], Tile | None]:
     """Return :func:`visible` for this rank's queries, as a function of the keys' source rank."""
     if rows % layout.per_rank:
         raise ValueError(
@@ -195,17 +194,16 @@ class PositionsCheck:
 
     def __init__(self, axis: Axis, layout: SequenceLayout, max_seq_len: int) -> None:
         self.axis, self.layout, self.max_seq_len = axis, layout, max_seq_len
-        self.expected: dict[int, Tensor] = {}  # by the number of rows
+        self.expected: dict[int, Tensor] = {}  # by number of rows
 
     def __call__(self, _: nn.Module, args: tuple[Any, ...]) -> None:
         given_s = args[1]
         rows = given_s.shape[-1]
-        seen = rows in self.expected
-        if not seen:
+        if rows not in self.expected:
             self._check_length(rows * self.axis.size)
             own_s = positions(rows * self.axis.size, self.axis, self.layout)
             self.expected[rows] = own_s.to(given_s.device)
-        if seen and given_s.device.type != "cpu":
+        elif given_s.device.type != "cpu":
             return
         if not torch.equal(given_s, self.expected[rows]):
             raise ValueError(

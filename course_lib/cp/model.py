@@ -19,11 +19,11 @@ ParallelAttention = Callable[..., Tensor]  # (q, k, v, axis=, layout=)
 def parallelize(
     model: Decoder, attention: ParallelAttention, axis: Axis, layout: SequenceLayout
 ) -> Decoder:
-    """Give every attention of ``model`` this ``attention``, in place; weights stay as they are.
+    """Make ``attention`` the core of every attention of ``model``, in place; keep the weights.
 
-    The model then raises ValueError for positions other than those that this rank holds, as
-    ``cp.shard`` returns them, and for more positions than the model was built for. Raises
-    ValueError when the attention's core was replaced before.
+    The model then raises ValueError for positions other than those that ``cp.shard`` returns on
+    this rank, and for more positions than the model was built for. Raises ValueError if the core
+    was replaced before.
     """
     check = PositionsCheck(axis, layout, model.config.max_seq_len)
     modules = [module for module in model.modules() if isinstance(module, Attention)]
@@ -49,10 +49,10 @@ def saved_bytes(
 ) -> int:
     """Return the bytes that a rank saves in one forward, ``attention_bytes`` of each attention.
 
-    Tokens and targets are not counted. Apart from attention a rank saves what one process does for
-    sequences of S/n. The next linear saves the output of attention, which ``attention_bytes``
-    already counts. If attention sends its output back by all-to-all, as Ulysses does, that is
-    another tensor: ``output_copied``.
+    Tokens and targets are not counted. Outside attention a rank saves as much as one process saves
+    for sequences of S/n. The next linear saves the output of attention, which ``attention_bytes``
+    already counts. With ``output_copied`` it is another tensor and counts too: Ulysses sends the
+    output back by all-to-all.
     """
     reference = ring_saved_bytes(config, sequences, seq_len, n)
     copy = sequences * seq_len * config.hidden * config.dtype.itemsize // n

@@ -32,7 +32,7 @@ from torch.autograd.function import once_differentiable
 
 from course_lib import comm
 from course_lib.cp.blockwise import Kernel, attend, attend_backward, kernel_for
-from course_lib.cp.layout import ZIGZAG, SequenceLayout, view_of
+from course_lib.cp.layout import ZIGZAG, SequenceLayout, visible_here
 from course_lib.mesh import Axis
 from course_lib.model import ModelConfig, accumulation_dtype
 
@@ -61,7 +61,7 @@ def ring_saved_bytes(config: ModelConfig, sequences: int, seq_len: int, n: int) 
 
 
 class RingAttention(torch.autograd.Function):
-    """Use :func:`ring_attention`."""
+    """The autograd function of :func:`ring_attention`, which chooses the kernel."""
 
     @staticmethod
     def forward(
@@ -74,7 +74,7 @@ class RingAttention(torch.autograd.Function):
         kernel: Kernel,
     ) -> Tensor:
         kv_2BsGK = torch.stack((k, v))
-        ctx.axis, ctx.kernel, ctx.visible = axis, kernel, view_of(axis, layout, q.shape[1])
+        ctx.axis, ctx.kernel, ctx.visible = axis, kernel, visible_here(axis, layout, q.shape[1])
         out, lse = attend(q, comm.ring(kv_2BsGK, axis), ctx.visible, kernel)
         ctx.save_for_backward(q, kv_2BsGK, out, lse)
         return out

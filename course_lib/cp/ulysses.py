@@ -107,9 +107,8 @@ def split_axis(axis: Axis, heads: int) -> tuple[Axis, Axis]:
     Neighbors split the heads, because an all-to-all needs the fast links; the ring overlaps with
     arithmetic. It creates process groups, as ``make_mesh`` does: call it once, on every rank.
     """
-    return sub_axis(axis, heads, f"{axis.name}_heads"), across_axis(
-        axis, heads, f"{axis.name}_ring"
-    )
+    heads_axis = sub_axis(axis, heads, f"{axis.name}_heads")
+    return heads_axis, across_axis(axis, heads, f"{axis.name}_ring")
 
 
 def ulysses_ring_attention(
@@ -147,7 +146,7 @@ def ulysses_ring_attention(
 def ulysses_ring_wire_bytes(
     config: ModelConfig, sequences: int, seq_len: int, heads: int, ring: int, *, forwards: int = 1
 ) -> tuple[Fraction, Fraction]:
-    """Return the bytes that a rank sends in all layers, over the axis of heads and over the ring's.
+    """Return the bytes that a rank sends in all layers over the heads axis, and over the ring axis.
 
     The first sends 1/ring of every sequence, the second K and V of 1/heads of the heads.
     """

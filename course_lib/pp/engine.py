@@ -14,7 +14,7 @@ from course_lib import comm
 from course_lib.mesh import Axis, Mesh
 from course_lib.model import IGNORE_INDEX, Decoder
 from course_lib.pp.exchange import P2PExchange, input_of, messages, output_of
-from course_lib.pp.split import DeferredWeightGradients, Place, weights_of
+from course_lib.pp.split import DeferredWeightGradients, WeightSlot, weights_of
 from course_lib.pp.tied import summed_gradient
 from course_lib.schedule import Action, Schedule
 
@@ -48,18 +48,18 @@ class Engine:
     stage_done: StageDone
     saved: dict[tuple[int, int], tuple[Tensor, GradientEdge | None]] = field(default_factory=dict)
     deferred: dict[tuple[int, int], DeferredWeightGradients] = field(default_factory=dict)
-    weights: dict[int, list[Place]] = field(default_factory=dict)
+    weights: dict[int, list[WeightSlot]] = field(default_factory=dict)
     total: float | Tensor = 0.0
     peak_in_flight: int = 0
 
     def run(self) -> None:
         """Run this rank's row of the schedule."""
         inputs = [*(input_of(action, self.schedule.stages) for action in self.row), None]
-        last = {action.stage: place for place, action in enumerate(self.row)}
+        last_of_stage = {action.stage: index for index, action in enumerate(self.row)}
         self.exchange.post(inputs[0])
-        for place, action in enumerate(self.row):
-            self._do(action, inputs[place], inputs[place + 1])
-            if place == last[action.stage]:
+        for index, action in enumerate(self.row):
+            self._do(action, inputs[index], inputs[index + 1])
+            if index == last_of_stage[action.stage]:
                 self.stage_done(action.stage)
         self.exchange.wait()
 
@@ -69,11 +69,16 @@ class Engine:
         return self.schedule.rows[self.mesh.pp.rank]
 
     def _do(self, action: Action, needed: Action | None, needed_next: Action | None) -> None:
-        given = None if needed is None else self.exchange.take(needed)
+        received = None if needed is None else self.exchange.take(needed)
         self.exchange.post(needed_next)  # so that it can arrive while this rank computes
-        work: dict[str, Work] = {"F": self._forward, "B": self._backward, "W": self._weights}
+        work: dict[str, Work] = {
+            "F": self._forward,
+            "B": self._backward,
+            "I": self._backward,
+            "W": self._weights,
+        }
         with self.mesh.compute(action.op, stage=action.stage, mb=action.mb):
-            result = work["B" if action.op == "I" else action.op](action.stage, action.mb, given)
+            result = work[action.op](action.stage, action.mb, received)
         self.exchange.post(needed_next, output_of(action), result)
 
     def _forward(self, stage: int, mb: int, x: Tensor | None) -> Tensor | None:
@@ -143,9 +148,9 @@ def run(
     what ``cp.shard`` returns, (tokens, targets, positions) of this rank.
 
     ``on_stage_done(stage)`` is called once for each stage of this rank as soon as its gradients
-    are complete, while other stages still compute: data parallelism can start to sum them. Stages
-    with a tied embedding are complete at the end of the step. Without ``sum_tied`` the caller sums
-    the gradients of an embedding on two ranks, after other sums.
+    are complete, while other stages still compute, so that data parallelism can start to sum them.
+    Stages with a tied embedding are complete at the end of the step. With ``sum_tied=False`` the
+    caller must sum the two gradients of a tied embedding on two ranks.
 
     Raises ValueError when schedule, stages, axis and micro-batches do not fit, and ScheduleError
     (a ValueError) when the schedule is not legal; a schedule is checked once.
@@ -155,7 +160,7 @@ def run(
     some = next(iter(stages.values()))
     weight = next(some.parameters())
 
-    def like(batch: Batch) -> Tensor:  # shape and dtype only: it needs no memory
+    def like(batch: Batch) -> Tensor:  # gives shape and dtype of a message; needs no memory
         rows = len(some.own_rows(positions_of(batch)))
         return weight.new_empty(()).expand(len(batch[0]), rows, some.config.hidden)
 

@@ -1,4 +1,4 @@
-"""The P2P transfers of a step: which there are, their order, and when their memory is freed."""
+"""The messages between the ranks of a pipeline: their order, and when their memory is freed."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from course_lib.schedule import Action, Costs, Schedule, simulate, validate
 
 
 def output_of(action: Action) -> Action | None:
-    """Return the name of ``action``'s result for other stages: I and B compute the same one.
+    """Return the action that names the result of ``action``. I is named B: both return dx.
 
     None for W, whose result no other stage reads.
     """
@@ -24,7 +24,7 @@ def output_of(action: Action) -> Action | None:
 
 
 def input_of(action: Action, stages: int) -> Action | None:
-    """Return the name of the result that ``action`` reads; None for W, first F and last B."""
+    """Return the name of the result that ``action`` reads; None for W, first F, last B."""
     output = output_of(action)
     if output is None:
         return None
@@ -36,7 +36,8 @@ def input_of(action: Action, stages: int) -> Action | None:
 class Message:
     """The result of ``action`` (see :func:`output_of`), sent from rank ``source`` to rank ``to``.
 
-    ``made`` and ``read`` number the actions that compute and read it among all of the step.
+    ``made`` and ``read`` are the numbers of the actions that compute and read it, counted over all
+    actions of the step.
     """
 
     action: Action
@@ -46,25 +47,25 @@ class Message:
     read: int
 
 
-@lru_cache(maxsize=32)  # every step asks; checked and simulated once per schedule
+@lru_cache(maxsize=32)  # validated and simulated once per schedule, not in every step
 def messages(schedule: Schedule) -> tuple[Message, ...]:
     """Return all messages of a step in the order in which they would be sent if B took two F.
 
-    Every rank posts its sends and receives in this one order. So the earliest message that is not
-    delivered waits for no later one. No legal schedule can deadlock, even where a send blocks all
-    later messages of its rank until it is received, as on nccl (one stream per group of ranks).
+    Every rank posts its sends and receives in this one order, so the earliest message that is not
+    delivered never waits for a later one. No legal schedule can deadlock, even where a send blocks
+    all later messages of its rank until it is received, as on nccl (one stream per group of ranks).
 
     Raises ScheduleError (a ValueError) when the schedule is not legal.
     """
     validate(schedule)
     rows = simulate(schedule, Costs.make()).rows
-    timed = sorted(
+    by_end = sorted(
         (span.end, rank, action)
         for rank, row in enumerate(rows)
         for action, span in zip(schedule.rows[rank], row, strict=True)
     )
-    number = {action: at for at, (_, _, action) in enumerate(timed)}
-    made = {output_of(action): at for action, at in number.items()}
+    number = {action: index for index, (_, _, action) in enumerate(by_end)}
+    made = {output_of(action): index for action, index in number.items()}
     rank_of, found = schedule.placement, []
     for reader, read in number.items():
         action = input_of(reader, schedule.stages)
@@ -85,27 +86,27 @@ class P2PExchange:
     def __init__(self, order: Sequence[Message], axis: Axis, like: Sequence[Tensor]) -> None:
         self.axis, self.like = axis, like
         self.own = [message for message in order if axis.rank in (message.source, message.to)]
-        self.place: dict[Action | None, int] = {m.action: at for at, m in enumerate(self.own)}
+        self.index: dict[Action | None, int] = {m.action: i for i, m in enumerate(self.own)}
         self.posted = 0  # how many of ``own`` were posted
         self.receives: dict[Action, comm.Handle] = {}
         self.sends: dict[Message, comm.Handle] = {}
         self.local: dict[Action, Tensor] = {}  # results for other stages of this rank
 
     def post(
-        self, wanted: Action | None, done: Action | None = None, result: Tensor | None = None
+        self, needed: Action | None, name: Action | None = None, result: Tensor | None = None
     ) -> None:
-        """Post one batch: send the ``result`` named ``done``, receive the input ``wanted`` next.
+        """Post one batch: send ``result``, called ``name``, and receive the input ``needed`` next.
 
-        Receives that come before these in the common order are posted too. The batch ends before a
-        message that this rank has not computed yet.
+        Earlier receives in the common order are posted too. The batch ends before the first message
+        that this rank has not computed yet.
         """
-        if done is not None and result is not None and done not in self.place:
-            self.local[done] = result
-        last = max(self.place.get(action, -1) for action in (done, wanted))
+        if name is not None and result is not None and name not in self.index:
+            self.local[name] = result
+        end = max(self.index.get(action, -1) for action in (name, needed)) + 1
         batch = list(
             takewhile(
-                lambda message: message.to == self.axis.rank or message.action == done,
-                self.own[self.posted : last + 1],
+                lambda message: message.to == self.axis.rank or message.action == name,
+                self.own[self.posted : end],
             )
         )
         self.posted += len(batch)
@@ -121,7 +122,7 @@ class P2PExchange:
             self.receives[message.action] = handle
 
     def _checked(self, message: Message, result: Tensor | None) -> Tensor:
-        """Return ``result``; ValueError if its size is wrong: a short message leaves noise."""
+        """Return ``result``; ValueError for a wrong size, which the receiver cannot see."""
         like = self.like[message.action.mb]
         if result is None or result.shape != like.shape or result.dtype != like.dtype:
             made = "nothing" if result is None else f"{tuple(result.shape)} of {result.dtype}"
@@ -132,18 +133,17 @@ class P2PExchange:
             )
         return result
 
-    def take(self, wanted: Action) -> Tensor:
-        """Wait for the result named ``wanted`` and return it."""
-        if wanted in self.local:
-            return self.local.pop(wanted)
-        value = self.receives.pop(wanted).wait()
-        received = self.own[self.place[wanted]]
+    def take(self, needed: Action) -> Tensor:
+        """Wait for the result named ``needed`` and return it."""
+        if needed in self.local:
+            return self.local.pop(needed)
+        value = self.receives.pop(needed).wait()
+        received = self.own[self.index[needed]]
         # The source had read these messages before it computed this result, so waiting for them
         # takes no time now. It frees their memory, which would otherwise grow during the step.
-        for message in [
-            m for m in self.sends if m.to == received.source and m.read < received.made
-        ]:
-            self.sends.pop(message).wait()
+        for sent in list(self.sends):
+            if sent.to == received.source and sent.read < received.made:
+                self.sends.pop(sent).wait()
         return value
 
     def wait(self) -> None:

@@ -5,17 +5,16 @@ The stage before waits for I only. For a linear y_TF = x_TD W_FD^T + b_F
     I   dx_TD = dy_TF W_FD
     W   dW_FD = dy_TF^T x_TD, db_F = sum of dy_TF over T
 
-so W sends nothing and can fill a bubble. Under :class:`DeferredWeightGradients` weight and bias of
+W sends nothing, so it can fill a bubble. Under :class:`DeferredWeightGradients` weight and bias of
 a linear are constants, so autograd computes I alone and frees its graph. W is the two products
 above. Between I and W only x and dy of each linear are saved. The products and the order of sums
 are autograd's, so gradients are bitwise those of a whole backward, and hooks on parameters run.
 
-Everything else (norms, embeddings, a linear with messages inside) is computed in I: it is little
-arithmetic.
+All other gradients (norms, embeddings, a linear with messages inside) are computed in I, because
+they need little arithmetic.
 
-``torch.distributed.pipelining`` splits any graph: it walks the graph, retains it and runs backward
-twice. All activations are saved until W, and a custom autograd function computes both halves each
-time.
+``torch.distributed.pipelining`` splits any graph: it retains the graph and runs backward twice. All
+activations are saved until W, and a custom autograd function computes both gradients each time.
 
 Source: Qi et al. 2023 (arXiv:2401.10241), whose code also defers the products of linears.
 """
@@ -67,34 +66,34 @@ class _Weight(Tensor):
     """
 
     weight: Tensor
-    deferred: DeferredWeightGradients | None  # of the micro-batch that runs now
+    collector: DeferredWeightGradients | None  # of the micro-batch that runs now
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: tuple = (), kwargs: Any = None) -> Any:
         if func in (F.linear, apply_weight):
             x, alias, *others = args
-            if alias.deferred and x.requires_grad and torch.is_grad_enabled():
-                return alias.deferred.product(x, alias.weight, *others)
+            if alias.collector and x.requires_grad and torch.is_grad_enabled():
+                return alias.collector.product(x, alias.weight, *others)
         with torch._C.DisableTorchFunctionSubclass():
             return func(*args, **(kwargs or {}))
 
 
-Place = tuple[dict[str, Any], str, _Weight]  # parameters of a module, name in it, alias of it
+WeightSlot = tuple[dict[str, Any], str, _Weight]  # a module's parameters, a name there, its alias
 
 
-def weights_of(stage: nn.Module) -> list[Place]:
-    """Return all trainable matrices of ``stage``, each with its place and its alias.
+def weights_of(stage: nn.Module) -> list[WeightSlot]:
+    """Return all trainable matrices of ``stage``, each with its slot and its alias.
 
     The embedding is among them. Its lookup is not a product with a weight, so it is not deferred.
     """
-    places: list[Place] = []
+    slots: list[WeightSlot] = []
     for module in stage.modules():
         for name, weight in module._parameters.items():
             if weight is not None and weight.dim() == 2 and weight.requires_grad:
                 alias = weight.as_subclass(_Weight)
-                alias.weight, alias.deferred = weight, None
-                places.append((module._parameters, name, alias))
-    return places
+                alias.weight, alias.collector = weight, None
+                slots.append((module._parameters, name, alias))
+    return slots
 
 
 class DeferredWeightGradients:
@@ -103,22 +102,22 @@ class DeferredWeightGradients:
     ``weights`` are :func:`weights_of` the stage; all of its micro-batches may share them.
     """
 
-    def __init__(self, weights: Sequence[Place]) -> None:
+    def __init__(self, weights: Sequence[WeightSlot]) -> None:
         self.weights = weights
-        # Per product: what adds its weight gradient, and the places of its x and dy in ``saved``.
-        self.deferred: list[tuple[Callable[..., None], tuple[int, ...]]] = []
-        self.new: list[Tensor] = []
+        # Per product: the function that adds its weight gradient, and the numbers of its x and dy.
+        self.pending: list[tuple[Callable[..., None], tuple[int, ...]]] = []
+        self.new: list[Tensor] = []  # tensors since the last ``with``, not in ``saved`` yet
         self.saved: list[GradientEdge] = []
-        self.count = 0
+        self.count = 0  # of the tensors in both
 
     def __enter__(self) -> DeferredWeightGradients:
         for parameters, name, alias in self.weights:
-            parameters[name], alias.deferred = alias, self
+            parameters[name], alias.collector = alias, self
         return self
 
     def __exit__(self, *_: object) -> None:
         for parameters, name, alias in self.weights:
-            parameters[name], alias.deferred = alias.weight, None
+            parameters[name], alias.collector = alias.weight, None
         if self.new:
             trained = torch.empty(0, requires_grad=True)
             # An edge, not only its node: before torch 2.12 a node is freed with its output.
@@ -139,22 +138,22 @@ class DeferredWeightGradients:
         if product is F.linear:
             y = F.linear(x, weight.detach(), None if bias is None else bias.detach())
             add, saved = partial(_add_gradients, weight, bias), (self._save(x),)
-        else:  # it saves what W needs itself
+        else:  # the product saves the tensors of W itself
             y = product(x.detach(), weight, bias)
             add = partial(torch.autograd.backward, get_gradient_edge(y))
             y = _InputGradient.apply(x, weight.detach(), y.detach())
-        y.register_hook(lambda dy: self.deferred.append((add, (*saved, self._save(dy)))))
+        y.register_hook(lambda dy: self.pending.append((add, (*saved, self._save(dy)))))
         return y
 
     def run(self) -> None:
-        """Add the deferred weight gradients, and free what each of them needed."""
+        """Add the deferred weight gradients, and free the tensors of each."""
         nodes: list[Any] = [edge.node for edge in self.saved]
         tensors = dict(enumerate(tensor for node in nodes for tensor in node.saved_tensors))
         self.saved.clear()
         nodes.clear()
-        while self.deferred:
-            add, places = self.deferred.pop(0)
-            add(*map(tensors.pop, places))
+        while self.pending:
+            add, numbers = self.pending.pop(0)
+            add(*map(tensors.pop, numbers))
 
 
 def _add_gradients(weight: Tensor, bias: Tensor | None, x: Tensor, dy: Tensor) -> None:
@@ -175,9 +174,7 @@ def saved_for_wgrad(
     """
     end = config.layers if end is None else end
     kv_features = config.kv_heads * config.head_dim
-    inner = (
-        3 if config.family == "llama" else 2
-    )  # of the MLP: x of its last linear, dy of the others
+    inner = 3 if config.family == "llama" else 2  # of size ffn: dy of up (and gate), x of down
     block = 6 * config.hidden + 2 * kv_features + inner * config.ffn
     head = config.hidden + config.vocab if end == config.layers else 0
     return sequences * seq_len * ((end - first) * block + head) * config.dtype.itemsize

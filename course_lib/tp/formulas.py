@@ -1,4 +1,4 @@
-"""What tensor parallelism costs, from shapes alone. n is the size of the axis, x an activation."""
+"""Bytes that tensor parallelism sends and saves, from shapes alone. n is the size of the axis."""
 
 from __future__ import annotations
 
@@ -20,17 +20,18 @@ def wire_bytes(
     forwards: int = 1,
     shards: int = 1,
 ) -> Fraction:
-    """Return the bytes per rank and optimizer step: activations, loss, shared heads.
+    """Return the bytes that a rank sends per optimizer step: activations, loss, shared heads.
 
-    Two all-reduces of x_BSD per layer in every forward (``forwards=2`` with full recomputation) and
-    two in backward, one where the embedding leaves, one where the head enters. With one forward
-    (8 layers + 4) (n-1)/n B S D b in all. ``shards`` as in :func:`shared_head_bytes`.
-    All parameters are trained: where early ones are frozen backward ends sooner and sends less.
+    Each layer makes two all-reduces of x_BSD per forward (``forwards=2`` with full recomputation)
+    and two in backward. The embedding makes one in forward, the head one in backward. For one
+    forward these are (8 layers + 4) (n-1)/n B S D b bytes. ``shards`` as in
+    :func:`shared_head_bytes`. All parameters are trained; if the first layers are frozen, backward
+    ends earlier and sends less.
     """
     x_bytes = sequences * seq_len * config.hidden * config.dtype.itemsize
-    moves = 2 * config.layers * (forwards + 1) + 2
+    all_reduces = 2 * config.layers * (forwards + 1) + 2
     return (
-        moves * wire("all_reduce", x_bytes, n)
+        all_reduces * wire("all_reduce", x_bytes, n)
         + loss_bytes(config, sequences * seq_len, n)
         + shared_head_bytes(config, n, shards=shards)
     )
@@ -43,10 +44,10 @@ def loss_bytes(config: ModelConfig, tokens: int, n: int) -> Fraction:
 
 
 def shared_head_bytes(config: ModelConfig, n: int, *, shards: int = 1) -> Fraction:
-    """Return the bytes of the sum over the KV replication group: a key and a value head per layer.
+    """Return the bytes of the gradient sum over the KV replication group, for all layers.
 
-    All parameters are trained. Under ZeRO over ``shards`` ranks each sums its shards: then it is
-    the average over these ranks.
+    A layer has one key head and one value head per rank. All parameters are trained. With ZeRO over
+    ``shards`` ranks each rank sums its own shards only, and this is the average over these ranks.
     """
     if config.kv_heads >= n:
         return Fraction(0)
@@ -56,20 +57,20 @@ def shared_head_bytes(config: ModelConfig, n: int, *, shards: int = 1) -> Fracti
 
 
 def parameters_per_rank(config: ModelConfig, n: int) -> int:
-    """Return how many a rank holds: shards of matrices and vocabulary, all of the rest."""
+    """Return the parameter count per rank: matrices and vocabulary are sharded, the rest is not."""
     hidden, gpt = config.hidden, config.family == "gpt"
     kv_features = max(config.kv_heads // n, 1) * config.head_dim
     attention = 2 * hidden * hidden // n + 2 * hidden * kv_features
     ffn = (2 if gpt else 3) * hidden * config.ffn // n
     biases = hidden // n + 2 * kv_features + config.ffn // n + 2 * hidden if gpt else 0
-    norms = 2 * hidden * (2 if gpt else 1)
+    norm = hidden * (2 if gpt else 1)  # two per layer, and one at the end
     vocabulary = padded_rows(config.vocab, n) * hidden * (1 if config.tied else 2)
-    rest = norms // 2 + (config.max_seq_len * hidden if gpt else 0)  # final norm, positions
-    return vocabulary + config.layers * (attention + ffn + biases + norms) + rest
+    positions = config.max_seq_len * hidden if gpt else 0
+    return vocabulary + positions + config.layers * (attention + ffn + biases + 2 * norm) + norm
 
 
 def saved_per_block(config: ModelConfig, sequences: int, seq_len: int, n: int) -> int:
-    """Return the bytes that a rank saves for one block: all of it outside, a shard inside."""
+    """Return the bytes that a rank saves for one block: a shard inside regions, all outside."""
     saved = saved_by_block(config, sequences, seq_len)
     keys_values = saved.keys_values // min(n, config.kv_heads)
     replicated = saved.outside + saved.masks + saved.entered + saved.rope_cache
@@ -79,7 +80,8 @@ def saved_per_block(config: ModelConfig, sequences: int, seq_len: int, n: int) -
 def saved_bytes(config: ModelConfig, sequences: int, seq_len: int, n: int) -> int:
     """Return the bytes that a rank saves in one forward: blocks, embedding and LM head.
 
-    Tokens and targets are not counted. Of embedding and LM head the vocabulary's are sharded.
+    Tokens and targets are not counted. Tensors of the vocabulary are sharded:
+    :func:`saved_by_vocabulary`.
     """
     saved = recompute.saved_outside_blocks(config, sequences, seq_len)
     outside = saved.positions + saved.mask + saved.norm + saved.entered
@@ -88,11 +90,11 @@ def saved_bytes(config: ModelConfig, sequences: int, seq_len: int, n: int) -> in
 
 
 def saved_by_vocabulary(config: ModelConfig, tokens: int, n: int) -> int:
-    """Return the bytes that a rank saves for embedding and loss of its shard of the vocabulary.
+    """Return the bytes that a rank saves for the embedding and loss of its vocabulary shard.
 
-    The loss saves the softmax of the rank's words in float32 at least, the row of each target, and
-    two masks of one byte: whether this rank has the row, and whether the target counts. The head
-    saves a mask of its padding, where there is some: on the last rank.
+    The loss saves the softmax of the rank's columns in float32 at least, the row of each target,
+    and two masks of one byte: whether this rank owns the row, and whether the target counts. On the
+    last rank the head also saves a mask of its padding, if there is any.
     """
     rows = padded_rows(config.vocab, n)
     wide = accumulation_dtype(config.dtype).itemsize
@@ -101,5 +103,5 @@ def saved_by_vocabulary(config: ModelConfig, tokens: int, n: int) -> int:
 
 
 def saved_by_embedding(tokens: int) -> int:
-    """Return the bytes saved of the tokens: the row of each, and a mask of one byte."""
+    """Return the bytes that the embedding saves: each token's row, and a mask of one byte."""
     return tokens * (ID_BYTES + 1)

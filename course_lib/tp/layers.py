@@ -5,8 +5,8 @@ layer           holds                       forward                  backward
 ==============  ==========================  =======================  ==============================
 ColumnLinear    W_FtD: F/t output features  y_Ft = x_D W_FtD^T       dx_D = dy_Ft W_FtD, partial
 RowLinear       W_DFt: F/t input features   leave(x_Ft W_DFt^T)      dx_Ft = leave'(dy_D) W_DFt
-VocabEmbedding  W_VtD: V'/t words           leave(rows, or zeros)    gradients of its rows
-VocabHead       W_VtD: V'/t words           logits_Vt of enter(x_D)  dx_D = enter'(dy_Vt W_VtD)
+VocabEmbedding  W_VtD: V'/t tokens          leave(rows, or zeros)    gradients of its rows
+VocabHead       W_VtD: V'/t tokens          logits_Vt of enter(x_D)  dx_D = enter'(dy_Vt W_VtD)
 ==============  ==========================  =======================  ==============================
 
 A prime marks the backward of an operator. How x enters and leaves is an argument
@@ -38,7 +38,7 @@ from course_lib.model import IGNORE_INDEX, accumulation_dtype
 
 
 def identity(x: Tensor, axis: Axis) -> Tensor:
-    """Return ``x``: the operator of an input that has entered already."""
+    """Return ``x``: the ``enter`` of a column linear whose input has entered the region already."""
     return x
 
 
@@ -93,31 +93,31 @@ class RowLinear(nn.Module):
         return y if self.bias is None else y + self.bias
 
 
-# --- key and value heads that several ranks hold -------------------------------------------------
+# --- key and value heads that several ranks store ------------------------------------------------
 
 
 def key_value_group(axis: Axis, kv_heads: int) -> Axis:
-    """Return the ranks of ``axis`` that hold the same head of keys and values.
+    """Return the KV replication group: the ranks of ``axis`` that store this rank's KV head.
 
-    It is this rank alone if there is a head for every rank. Makes groups: call it on every rank of
-    the world, once. Raises ValueError if neither number divides the other.
+    It is this rank alone if there is a head for every rank. It makes process groups, so every rank
+    of the world must call it, once. Raises ValueError if neither number divides the other.
     """
-    holders = min(kv_heads, axis.size)
-    if kv_heads % holders or axis.size % holders:
+    shards = min(kv_heads, axis.size)
+    if kv_heads % shards or axis.size % shards:
         raise ValueError(
             f"kv_heads={kv_heads} on axis {axis.name} of {axis.size} ranks: one must divide the "
             "other, so that each rank has whole heads or shares one; choose another number of "
             "ranks"
         )
-    return sub_axis(axis, axis.size // holders, f"{axis.name}_kv")
+    return sub_axis(axis, axis.size // shards, f"{axis.name}_kv")
 
 
 def sum_shared_gradients(held: Iterable[Held]) -> None:
-    """Add up the gradients of key and value weights over the ranks that share a head.
+    """Add up the gradients of key and value weights over each KV replication group.
 
-    Each of them used the head for its own queries only. Call it once per step, after the
-    last backward and the sum (or ZeRO's reduce-scatter) over data parallelism. Without such ranks
-    it does nothing.
+    Each rank of the group used the head for its own queries only. Call it once per step, after the
+    last backward and the sum (or ZeRO's reduce-scatter) over data parallelism. If every rank has a
+    head of its own, it does nothing.
     """
     by_group: dict[Axis, list[Held]] = {}
     for one in held:
@@ -136,10 +136,10 @@ def padded_rows(vocab: int, n: int) -> int:
     return -(-vocab // n)
 
 
-def _take_words(weight_VD: Tensor, axis: Axis) -> nn.Parameter:
-    """This rank's rows; those beyond the vocabulary are zeros and never get a gradient.
+def _take_vocab_shard(weight_VD: Tensor, axis: Axis) -> nn.Parameter:
+    """Return this rank's rows. Rows of padding are zeros and never receive a gradient.
 
-    The spec has V unpadded: on another number of ranks the padding is another one.
+    The spec records V without padding, because another number of ranks needs other padding.
     """
     vocab = len(weight_VD)
     missing = padded_rows(vocab, axis.size) * axis.size - vocab
@@ -148,29 +148,28 @@ def _take_words(weight_VD: Tensor, axis: Axis) -> nn.Parameter:
 
 
 class VocabEmbedding(nn.Module):
-    """Rows of this rank's tokens, zeros for the others; ``leave`` adds up what the ranks have."""
+    """Look up the tokens that this rank owns, zeros for the others; ``leave`` sums over ranks."""
 
     def __init__(self, embedding: nn.Embedding, axis: Axis, leave: Move = comm.reduce_from) -> None:
         super().__init__()
         self.axis, self.leave = axis, leave
         self.vocab = embedding.num_embeddings
-        self.weight = _take_words(embedding.weight, axis)
+        self.weight = _take_vocab_shard(embedding.weight, axis)
 
     def forward(self, tokens_BS: Tensor) -> Tensor:
-        """tokens (B, S) to x (B, S, D), or to what ``leave`` makes of it.
+        """Return x (B, S, D) of tokens (B, S); where ``leave`` scatters it, this rank's rows.
 
         Raises IndexError for a token outside the vocabulary: see :func:`_refuse_outside`.
         """
-        _refuse_outside(
-            (tokens_BS < 0) | (tokens_BS >= self.vocab), tokens_BS, self.vocab, self.axis
-        )
+        outside_BS = (tokens_BS < 0) | (tokens_BS >= self.vocab)
+        _refuse_outside(outside_BS, tokens_BS, self.vocab, self.axis)
         rows_BS, is_mine_BS = _in_own_rows(tokens_BS, len(self.weight), self.axis)
         x_BSD = F.embedding(rows_BS, self.weight).masked_fill(~is_mine_BS[..., None], 0.0)
         return self.leave(x_BSD, self.axis)
 
 
 class VocabHead(nn.Module):
-    """Logits of this rank's tokens, (B, S, V'/t), in which padding is minus infinity."""
+    """Compute the logits of this rank's shard of the vocabulary; padding gets minus infinity."""
 
     def __init__(self, linear: nn.Linear, axis: Axis, region: Region = REGION) -> None:
         super().__init__()
@@ -179,10 +178,10 @@ class VocabHead(nn.Module):
         self.axis: Axis = axis
         self.region: Region = region
         self.vocab: int = linear.out_features
-        self.weight: nn.Parameter = _take_words(linear.weight, axis)
+        self.weight: nn.Parameter = _take_vocab_shard(linear.weight, axis)
 
     def product(self, x: Tensor, product: Product = F.linear) -> Tensor:
-        """Return the products of x, which has entered, and this rank's words."""
+        """Return this rank's logits of x, which has entered the region."""
         return apply_weight(x, self.weight, None, product)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -196,31 +195,25 @@ class VocabHead(nn.Module):
 
 
 def loss_sum(
-    logits_BSVt: Tensor,
-    targets_BS: Tensor,
-    axis: Axis,
-    vocab: int,
-    ignore_index: int = IGNORE_INDEX,
+    logits_BSVt: Tensor, targets_BS: Tensor, axis: Axis, vocab: int
 ) -> tuple[Tensor, Tensor]:
-    """Cross-entropy summed over tokens, and how many count: as :func:`course_lib.model.loss_sum`.
+    """Return the summed cross-entropy and the token count, as :func:`course_lib.model.loss_sum`.
 
     A token's loss is log(sum_v exp(z_v - max)) + max - z_target. Three all-reduces of one number
     per token (max, sum, the target's logit), in float32 at least. Backward needs none:
     dz = softmax - onehot, each rank for its own columns. Raises IndexError for a target outside
-    the ``vocab`` words, those of the padding among them.
+    0..``vocab`` - 1; the rows of padding are outside.
     """
-    outside_BS = ((targets_BS < 0) | (targets_BS >= vocab)) & (targets_BS != ignore_index)
+    outside_BS = ((targets_BS < 0) | (targets_BS >= vocab)) & (targets_BS != IGNORE_INDEX)
     _refuse_outside(outside_BS, targets_BS, vocab, axis)
     logits_TVt, targets_T = logits_BSVt.flatten(0, -2), targets_BS.flatten()
-    loss = _VocabCrossEntropy.apply(logits_TVt, targets_T, axis, ignore_index)
-    return loss, (targets_T != ignore_index).sum()
+    loss = _VocabCrossEntropy.apply(logits_TVt, targets_T, axis)
+    return loss, (targets_T != IGNORE_INDEX).sum()
 
 
 class _VocabCrossEntropy(torch.autograd.Function):
     @staticmethod
-    def forward(
-        ctx: Any, logits_TVt: Tensor, targets_T: Tensor, axis: Axis, ignore_index: int
-    ) -> Tensor:
+    def forward(ctx: Any, logits_TVt: Tensor, targets_T: Tensor, axis: Axis) -> Tensor:
         z_TVt = logits_TVt.to(accumulation_dtype(logits_TVt.dtype))
         rows_T, is_mine_T = _in_own_rows(targets_T, z_TVt.shape[1], axis)
         max_T = comm.all_reduce_max(z_TVt.amax(1), axis)
@@ -228,7 +221,7 @@ class _VocabCrossEntropy(torch.autograd.Function):
         sum_T = comm.all_reduce(exp_TVt.sum(1), axis)
         own_T = z_TVt.gather(1, rows_T[:, None])[:, 0].masked_fill(~is_mine_T, 0.0)
         target_T = comm.all_reduce(own_T, axis)
-        counts_T = targets_T != ignore_index
+        counts_T = targets_T != IGNORE_INDEX
         ctx.save_for_backward(exp_TVt.div_(sum_T[:, None]), rows_T, is_mine_T, counts_T)
         ctx.dtype = logits_TVt.dtype
         return (sum_T.log() + max_T - target_T).masked_fill(~counts_T, 0.0).sum()
@@ -241,11 +234,11 @@ class _VocabCrossEntropy(torch.autograd.Function):
         onehot_T = is_mine_T.to(dz_TVt.dtype)
         dz_TVt.scatter_add_(1, rows_T[:, None], -onehot_T[:, None])
         dz_TVt.mul_((gradient * counts_T)[:, None])
-        return dz_TVt.to(ctx.dtype), None, None, None
+        return dz_TVt.to(ctx.dtype), None, None
 
 
 def _in_own_rows(tokens: Tensor, rows: int, axis: Axis) -> tuple[Tensor, Tensor]:
-    """Each token as a row of this rank (0 where it is not here), and whether it is here."""
+    """Return each token's row on this rank, or 0, and whether this rank owns the token."""
     local = tokens - axis.rank * rows
     is_mine = (local >= 0) & (local < rows)
     return local.masked_fill(~is_mine, 0), is_mine
@@ -273,11 +266,11 @@ def _refuse_outside(outside: Tensor, numbers: Tensor, vocab: int, axis: Axis) ->
 class RankDropout(nn.Module):
     """Dropout with a different mask on each rank of the axis.
 
-    Where ranks hold the same activations (outside a region), they must drop the same elements:
-    plain ``nn.Dropout`` does, if every rank has called ``torch.manual_seed`` with one number. Where
-    they hold different ones (on other rows in sequence parallelism), equal masks would drop the
-    same places of every shard. A seed is drawn from torch's common stream, which stays equal on all
-    ranks; the rank is added to it. A recomputation that restores the common stream repeats the
+    Outside a region of plain tensor parallelism, ranks hold equal activations and must drop the
+    same elements. ``nn.Dropout`` does that if all ranks called ``torch.manual_seed`` with one
+    number. In sequence parallelism they hold different rows, and equal masks would drop the same
+    positions of every shard. Here each rank draws a seed from torch's global stream, which is equal
+    on all ranks, and combines it with its rank. Recomputation that restores the stream repeats the
     mask.
     """
 

@@ -1,9 +1,9 @@
-"""Gather and scatter of sequence parallelism as rings between matrix products.
+"""Sequence parallelism whose gathers and scatters overlap with the matrix products beside them.
 
-A gather must end before the product that reads it starts, and a product must end before its
-scatter: arithmetic and network take turns. Split into blocks of S/t rows they overlap. Where rows
-enter, each block is multiplied while the next one is sent. Where partial sums leave, each block is
-multiplied while the sum of the previous block is sent:
+A product can start only after the gather of its input, and a scatter only after the product, so a
+rank either computes or communicates. Split into blocks of S/t rows, the two overlap. Where rows
+enter, a rank multiplies one block while it receives the next. Where partial sums leave, it
+multiplies one block while the sum of the previous block is sent:
 
 ========  ===========================================  ======================================
           forward                                      backward
@@ -13,7 +13,7 @@ row       y[r] = ring sum of x[r] W^T                  dx[r] = dy[r] W when bloc
 ========  ===========================================  ======================================
 
 dW = dy^T x is one product of the gathered tensors. The bytes are those of the two collectives. The
-ring adds in another order, so that results equal the plain form up to rounding. Use it in a plan:
+ring adds in another order, so results equal the plain form up to rounding. Use it in a plan:
 ``parallelize(model, axis, sp.REGION, overlapped(LLAMA))``.
 Source: Wang et al. 2023, doi:10.1145/3567955.3567959.
 """
@@ -32,7 +32,7 @@ from course_lib import comm
 from course_lib.mesh import Axis
 from course_lib.model import Attention
 from course_lib.model.layers import MLP, SwiGLU
-from course_lib.tp.layers import ColumnLinear, RowLinear, identity
+from course_lib.tp.layers import ColumnLinear, RowLinear
 from course_lib.tp.plan import Cut, Entry, enters, row
 
 S = 1  # the dim of x_BSD that the ranks divide
@@ -48,10 +48,10 @@ def ring_gather(x_BScD: Tensor, weights: Sequence[Tensor], axis: Axis) -> list[T
 
 
 def ring_scatter(xs_BSF: Sequence[Tensor], weights: Sequence[Tensor], axis: Axis) -> Tensor:
-    """Return this rank's rows of the sum, over ranks and over pairs, of x weight.
+    """Return this rank's rows of the sum of ``x @ weight`` over all pairs and all ranks.
 
-    A sum starts at the rank after its owner and is sent once around the ring. Each rank computes
-    its own summand while it receives the sum.
+    The sum for one rank starts at the next rank and is sent once around the ring. Each rank
+    computes its own summand while it receives the sum.
     """
 
     def summand(number: int) -> Tensor:
@@ -72,7 +72,7 @@ def _weight_gradient(dy_BSF: Tensor, x_BSD: Tensor) -> Tensor:
 
 
 class _Columns(torch.autograd.Function):
-    """x_BScD and any number of weights W_FtD to a product y_BSFt for each."""
+    """Return y_BSFt, the product of the gathered x_BScD and W_FtD, for each of the weights."""
 
     @staticmethod
     def forward(ctx: Any, axis: Axis, x_BScD: Tensor, *weights_FtD: Tensor) -> Any:
@@ -91,7 +91,7 @@ class _Columns(torch.autograd.Function):
 
 
 class _Row(torch.autograd.Function):
-    """x_BSFt and W_DFt to this rank's rows of the sum of products, y_BScD."""
+    """Return y_BScD, this rank's rows of the product of x_BSFt and W_DFt, summed over ranks."""
 
     @staticmethod
     def forward(ctx: Any, axis: Axis, x_BSFt: Tensor, weight_DFt: Tensor) -> Tensor:
@@ -111,7 +111,7 @@ class RingRowLinear(RowLinear):
     """:class:`~course_lib.tp.layers.RowLinear` that scatters as it multiplies."""
 
     def forward(self, x: Tensor) -> Tensor:
-        """x (B, S, F/t) to this rank's rows, (B, S/t, D)."""
+        """Return this rank's rows (B, S/t, D) of x (B, S, F/t)."""
         y = _Row.apply(self.axis, x, self.weight)
         return y if self.bias is None else y + self.bias
 
@@ -122,7 +122,7 @@ def ring_row(linear: nn.Linear, cut: Cut) -> nn.Module:
 
 
 def ring_columns(x_BScD: Tensor, linears: Sequence[ColumnLinear], axis: Axis) -> list[Tensor]:
-    """``Region.columns``, overlapped: all linears multiply each block of rows as it comes by."""
+    """``Region.columns``, overlapped: all linears multiply each block of rows as it arrives."""
     ys_BSFt = _Columns.apply(axis, x_BScD, *(linear.weight for linear in linears))
     pairs = zip(ys_BSFt, linears, strict=True)
     return [y if linear.bias is None else y + linear.bias for y, linear in pairs]
@@ -130,13 +130,16 @@ def ring_columns(x_BScD: Tensor, linears: Sequence[ColumnLinear], axis: Axis) ->
 
 def ring_enters(module: Attention | SwiGLU | MLP, cut: Cut) -> nn.Module:
     """:func:`~course_lib.tp.plan.enters`, overlapped."""
-    if cut.region.rows is identity:
-        raise ValueError("an overlapped plan gathers rows: give it the region sp.REGION")
+    if not cut.by_rows:
+        raise ValueError(
+            "expected a region in which ranks divide the rows, because an overlapped plan gathers "
+            "them, got one without: give it the region sp.REGION"
+        )
     module.columns = partial(ring_columns, axis=cut.axis)
     return module
 
 
 def overlapped(plan: Mapping[str, Entry]) -> dict[str, Entry]:
-    """``plan`` with gathers and scatters inside the blocks done as rings between products."""
+    """Return ``plan`` with overlapped gathers and scatters inside the blocks."""
     rings: dict[Entry, Entry] = {enters: ring_enters, row: ring_row}
     return {key: rings.get(entry, entry) for key, entry in plan.items()}

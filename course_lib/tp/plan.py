@@ -1,4 +1,4 @@
-"""A plan as data: the replacement of each module of a model. ``*`` matches one name."""
+"""A plan as data: module names (``*`` matches one name) and the functions that replace them."""
 
 from __future__ import annotations
 
@@ -32,53 +32,58 @@ SHARDED = (ColumnLinear, RowLinear, VocabEmbedding, VocabHead)
 
 @dataclass(frozen=True)
 class Cut:
-    """What an entry of a plan may use to make its module.
+    """The values that an entry of a plan needs to make its module.
 
-    ``kv_group`` are the ranks that hold the same head of keys and values.
+    ``kv_group`` is the KV replication group: the ranks that store the same key and value head.
     """
 
     axis: Axis
     region: Region
     kv_group: Axis
 
+    @property
+    def by_rows(self) -> bool:
+        """Whether ranks hold different rows outside the regions, as in sequence parallelism."""
+        return self.region.rows is not identity
 
-Entry = Callable[[Any, Cut], nn.Module]  # module, how to shard it -> its replacement
+
+Entry = Callable[[Any, Cut], nn.Module]  # (module, cut) -> its replacement
 
 
 def column(linear: nn.Linear, cut: Cut) -> nn.Module:
-    """A shard of the output features; the input enters in the module around it."""
+    """Shard the output features; :func:`enters` of the module around it handles the input."""
     return ColumnLinear(linear, cut.axis)
 
 
 def key_value(linear: nn.Linear, cut: Cut) -> nn.Module:
-    """A shard of the heads of keys or values, which neighbors may hold too."""
+    """Shard the key or value heads; with fewer heads than ranks, neighbors store the same one."""
     return ColumnLinear(linear, cut.axis, kv_group=cut.kv_group)
 
 
 def row(linear: nn.Linear, cut: Cut) -> nn.Module:
-    """A shard of the input features; its output leaves the region."""
+    """Shard the input features; the output leaves the region."""
     return RowLinear(linear, cut.axis, cut.region.leave)
 
 
 def enters(module: Attention | SwiGLU | MLP, cut: Cut) -> nn.Module:
-    """The module lets its input enter the region, once for all linears that read it."""
+    """Make the input of ``module`` enter the region, once for all linears that read it."""
     module.columns = partial(cut.region.columns, axis=cut.axis)
     return module
 
 
 def embedding(module: nn.Embedding, cut: Cut) -> nn.Module:
-    """A shard of the vocabulary; its output leaves the region."""
+    """Shard the vocabulary; the output leaves the region."""
     return VocabEmbedding(module, cut.axis, cut.region.leave)
 
 
 def head(linear: nn.Linear, cut: Cut) -> nn.Module:
-    """A shard of the vocabulary; its input enters the region."""
+    """Shard the vocabulary; the input enters the region."""
     return VocabHead(linear, cut.axis, cut.region)
 
 
 def dropout(module: nn.Dropout, cut: Cut) -> nn.Module:
-    """Dropout outside the region: equal masks for equal activations, others for other rows."""
-    return module if cut.region.rows is identity else RankDropout(module.p, cut.axis)
+    """Draw one mask per rank where ranks hold different rows; keep plain dropout elsewhere."""
+    return RankDropout(module.p, cut.axis) if cut.by_rows else module
 
 
 SHARED: Mapping[str, Entry] = {  # by both families
@@ -108,7 +113,7 @@ GPT: Mapping[str, Entry] = {
 
 
 def plan_for(model: Decoder) -> Mapping[str, Entry]:
-    """Return the plan of the model's family, without what a pipeline stage does not have."""
+    """Return the plan of the model's family; a pipeline stage may lack embedding and head."""
     plan = LLAMA if model.config.family == "llama" else GPT
     optional = {"embedding": model.embedding, "head": model.head}
     absent = tuple(name for name, module in optional.items() if module is None)
@@ -118,12 +123,11 @@ def plan_for(model: Decoder) -> Mapping[str, Entry]:
 def parallelize(
     model: Decoder, axis: Axis, region: Region = REGION, plan: Mapping[str, Entry] | None = None
 ) -> Decoder:
-    """Shard the single-process ``model`` in place: every rank has its shards of the same weights.
+    """Shard the single-process ``model`` in place, by ``plan`` or else by :func:`plan_for` of it.
 
-    ``plan`` left out is :func:`plan_for` of the model. Call it before an optimizer takes the
-    parameters, and on every rank of the world (it makes groups, as ``make_mesh`` does).
-    Raises ValueError for sizes that the axis does not divide, for a key that matches nothing, and
-    for modules that are sharded already.
+    All ranks must start from the same weights. Call it before you make the optimizer, on every rank
+    of the world, because it makes process groups. Raises ValueError for sizes that the axis does
+    not divide, for a key that matches no module, and for modules that are sharded already.
     """
     plan = plan_for(model) if plan is None else plan
     check(model.config, axis, plan)
@@ -133,9 +137,9 @@ def parallelize(
     if tied and ("head" in plan) != ("embedding.token" in plan):
         raise ValueError("plan: embedding.token and head share one weight; shard both or neither")
     places = [(name, entry) for key, entry in plan.items() for name in _matches(key, model)]
-    if done := [name for name, _ in places if isinstance(model.get_submodule(name), SHARDED)]:
+    if twice := [name for name, _ in places if isinstance(model.get_submodule(name), SHARDED)]:
         raise ValueError(
-            f"{len(done)} modules of the model, the first of them {done[0]}, are sharded over "
+            f"{len(twice)} modules of the model, the first of them {twice[0]}, are sharded over "
             "tensor parallel ranks already: parallelize a full model, once"
         )
     cut = Cut(axis, region, key_value_group(axis, model.config.kv_heads))
@@ -152,9 +156,9 @@ def parallelize(
 
 
 def check(config: ModelConfig, axis: Axis, plan: Mapping[str, Entry]) -> None:
-    """Raise ValueError where the axis cannot divide ``config`` as ``plan`` says."""
-    n, cuts_ffn = axis.size, any(".ffn" in key for key in plan)
-    for name, size in (("heads", config.heads), ("ffn", config.ffn if cuts_ffn else 0)):
+    """Raise ValueError if the axis does not divide the heads, or the ffn where ``plan`` has it."""
+    n, shards_ffn = axis.size, any(".ffn" in key for key in plan)
+    for name, size in (("heads", config.heads), ("ffn", config.ffn if shards_ffn else 0)):
         if size % n:
             raise ValueError(
                 f"{name}={size} is not divisible by the {n} ranks of axis {axis.name}: every rank "

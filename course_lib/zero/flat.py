@@ -24,10 +24,10 @@ def padded(elements: int, n: int) -> int:
 class FlatParameter:
     """Parameters of one dtype in one flat tensor, split into n shards; the last one is padded.
 
-    ``full_F`` stores what the model computes with; the parameters are views into it.
-    ``shard`` (f) is what this rank's optimizer updates. With bfloat16 parameters it stores float32
-    master weights: bfloat16 has 8 bits of precision, so an update below 1/256 of a weight would be
-    lost. Otherwise it is a view of this rank's slice of ``full_F`` and needs no memory.
+    The model computes with ``full_F``: its parameters are views into it. This rank's optimizer
+    updates ``shard`` (f). With bfloat16 parameters the shard stores float32 master weights:
+    bfloat16 has 8 bits of precision, so an update below 1/256 of a weight would be lost. Otherwise
+    it is a view of this rank's slice of ``full_F`` and needs no memory.
     ``shard.grad`` is this rank's shard of the gradient, summed over the ranks, in shard's dtype.
     """
 
@@ -120,7 +120,7 @@ class FlatParameter:
         else:
             self.shard.grad += sum_f
 
-    # A tensor counts the writes to it. Our gathers write to full_F and leave these counts alone.
+    # A tensor counts the writes to it in _version. Gathers write to full_F, which is not counted.
 
     def _versions_now(self) -> list[int]:
         return [parameter._version for parameter in self.parameters]
@@ -140,8 +140,8 @@ class FlatParameter:
 class ShardedFlatParameter(FlatParameter):
     """A flat parameter whose full tensor has memory from :meth:`start_gather` to :meth:`free` only.
 
-    The storage is resized and never replaced. What autograd saved for backward are views into it,
-    and they show the values again after the next gather. In between, a parameter has its shape
+    The storage is resized and never replaced, because autograd saved views into it for backward.
+    These have the right values again after the next gather. In between, a parameter has its shape
     and reads as NaN. Frozen parameters are sharded too; they have no gradient and need no master
     weights.
     """
@@ -179,13 +179,13 @@ class ShardedFlatParameter(FlatParameter):
 
 
 class OneReduceScatter:
-    """Reduce-scatters of flat gradients, at most one in flight: its gradient needs memory."""
+    """Reduce-scatters of flat gradients, at most one in flight, because each needs memory."""
 
     def __init__(self) -> None:
         self._in_flight: tuple[FlatParameter, comm.Handle] | None = None
 
     def start(self, flat: FlatParameter) -> None:
-        """Wait for the reduce-scatter before, then start that of ``flat``."""
+        """Wait for the previous reduce-scatter, then start the one of ``flat``."""
         self.wait()
         self._in_flight = flat, flat.start_reduce()
 

@@ -19,7 +19,7 @@ from course_lib.model import accumulation_dtype
 from course_lib.zero.flat import padded
 
 
-def _shapes(
+def _sizes(
     stage: int, elements: Sequence[int], n: int, dtype: torch.dtype
 ) -> tuple[list[int], int, int]:
     """Return F of each flat parameter, b and a."""
@@ -46,12 +46,12 @@ def wire_bytes(
     stage 3   (n-1)/n sum F (a + 2b) M               b for a unit gathered once
     ========  =============================================================
 
-    ``gathered_once`` numbers the units that are gathered once per micro-batch: those that are not
-    resharded after forward (in Zero3 by default 0 and the last one) and those that have no
-    backward (frozen, and nothing trained before them). Frozen parameters are gathered and never
-    reduced. Prefetch changes nothing.
+    ``gathered_once`` numbers the units that are gathered once per micro-batch: units that are not
+    resharded after forward (in Zero3 by default 0 and the last one), and units without a backward
+    (frozen, and nothing trained before them). Frozen parameters are gathered and never reduced.
+    Prefetch does not change the bytes.
     """
-    full, b, a = _shapes(stage, elements, n, dtype)
+    full, b, a = _sizes(stage, elements, n, dtype)
     if stage < 3:
         total = sum(full) * (b + a * (micro_batches if stage == 2 else 1))
     else:
@@ -78,15 +78,15 @@ def state_bytes(
     stage 3   sum F/n 3 a + frozen/n b
     ========  ==================================================================
 
-    In the paper's mixed precision with Adam that is 2 + 12/n and 12/n bytes per parameter. Not
-    counted are gradients (sum F/n a from the last reduce-scatter to ``zero_grad()``, see
+    In the paper's mixed precision with Adam that is 2 + 12/n and 12/n bytes per parameter. The
+    count leaves out gradients (sum F/n a from the last reduce-scatter to ``zero_grad()``, see
     :func:`peak_bytes`) and two small tensors per flat parameter: the optimizer's step counter (4
     bytes in torch's Adam), and in stage 3 the one element that freed parameters read (b).
     """
-    full, b, a = _shapes(stage, elements, n, dtype)
+    full, b, a = _sizes(stage, elements, n, dtype)
     copies = 2 + (stage == 3 or a != b)
-    cold = sum(padded(F, n) // n for F in frozen) if stage == 3 else sum(frozen)
-    return sum(F * b * (stage < 3) + F // n * a * copies for F in full) + cold * b
+    frozen_here = sum(padded(F, n) // n for F in frozen) if stage == 3 else sum(frozen)
+    return sum(F * b * (stage < 3) + F // n * a * copies for F in full) + frozen_here * b
 
 
 def peak_bytes(
@@ -100,10 +100,10 @@ def peak_bytes(
 ) -> int:
     """Return the peak bytes of gradients and gathered parameters in a step, on gloo.
 
-    They come on top of :func:`state_bytes`, activations, the gradient of the one parameter that is
+    A rank also needs :func:`state_bytes`, activations, the gradient of the one parameter that is
     being collected, the optimizer's temporaries and stage 3's cast of one shard. The peak is
     reached while flat parameter k, in backward's order, is reduced: gloo's reduce-scatter needs
-    memory for what it sends and for what it receives.
+    memory for the elements that it sends and for those that it receives.
 
     ========  =======================================================================
     stage 1   a (shards; F from k on; F of k, received)
@@ -115,13 +115,13 @@ def peak_bytes(
               + b (the root; two units)      in the forward of the next micro-batch
     ========  =======================================================================
 
-    ``shards`` is F/n of every sum received so far, and of k once more where it is added to the sum
-    of earlier micro-batches; stage 1 has one reduce-scatter for all of them. Stage 3 is that of
-    Zero3's defaults: root and last unit not resharded, with prefetch. n must be above 1. nccl
-    needs no separate memory for what it receives: one F less.
+    ``shards`` is F/n of every sum received so far; F/n of k counts twice while it is added to the
+    sum of earlier micro-batches. Stage 1 has one reduce-scatter for all micro-batches. The lines of
+    stage 3 describe Zero3's defaults: root and last unit not resharded, with prefetch. n must be
+    above 1. nccl needs no separate memory to receive: one F less.
     """
-    full, b, a = _shapes(stage, elements, n, dtype)
-    rounds = min(micro_batches, 3)  # first, last, and one that has both a before and an after
+    full, b, a = _sizes(stage, elements, n, dtype)
+    rounds = min(micro_batches, 3)  # the first, one in the middle, and the last
     if stage == 1:
         return max(a * (sum(full[: k + 1]) // n + sum(full[k:]) + F) for k, F in enumerate(full))
     if stage == 2:
@@ -130,13 +130,13 @@ def peak_bytes(
         in_step = sum(full) // n * (a + b * (a != b))
         return max(in_step, *(a * (at + F) for at, F in zip(reduced, following, strict=True)))
     gathered = [
-        F + padded(cold, n) for F, cold in zip_longest(full, frozen[: len(full)], fillvalue=0)
+        F + padded(fixed, n) for F, fixed in zip_longest(full, frozen[: len(full)], fillvalue=0)
     ]
     return _peak_of_stage_3(full, gathered, rounds, n, a, b)
 
 
 def _while_reduced(sent: Sequence[int], flats: int, n: int) -> list[int]:
-    """Elements of shards, and of the gradient sent and received, while each is reduced."""
+    """Count the elements of shards and of the gradient in flight, while each flat is reduced."""
     return [
         sum(sent[: min(number + 1, flats)]) // n + (number >= flats) * F // n + 2 * F
         for number, F in enumerate(sent)
@@ -160,7 +160,7 @@ def _peak_of_stage_3(
         this_round, k = divmod(number, len(order))
         if k < len(units):
             peaks.append(a * (elements + root) + b * (root_b + after[k + 1] + after[k + 2]))
-        elif this_round + 1 < rounds:  # its shard, F/n, comes with the reduced sum
+        elif this_round + 1 < rounds:  # the root's shard is received with the reduced sum
             forward = elements - root // n
             peaks.append(a * forward + b * (root_b + pair))
             peaks.append(a * elements + b * (root_b + after[0]))

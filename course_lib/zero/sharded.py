@@ -57,9 +57,9 @@ class Sharded:
     def held_gradients(self) -> list[comm.Held]:
         """Return the slices of summed gradients that this rank stores, 1-D and in shard's dtype.
 
-        For sums and norms over other axes (tp, pp), after ``finish()``: ``step()`` uses what is
-        written to them. They are in the order of the flat parameters, which is the same on all
-        ranks of those axes. Raises ValueError before a backward and finish().
+        Sums and norms over other axes (tp, pp) take them after ``finish()``, and ``step()`` uses
+        what is written to them. They are in the order of the flat parameters, which is the same on
+        all ranks of those axes. Raises ValueError before a backward and finish().
         """
         gradients = [(flat, flat.shard.grad) for flat in self.flats]
         if all(gradient is None for _, gradient in gradients):
@@ -74,8 +74,8 @@ class Sharded:
     def clip(self, max_norm: float) -> Tensor:
         """Scale all gradients down together to a global norm of at most ``max_norm``.
 
-        Returns the norm before. Where parameters are sharded over other axes too, call
-        ``comm.clip_grad_norm(z.held_gradients(), [z.axis, mesh.tp], max_norm)``: this is refused.
+        Returns the norm before. Raises ValueError if parameters are sharded over another axis too:
+        call ``comm.clip_grad_norm(z.held_gradients(), [z.axis, mesh.tp], max_norm)`` instead.
         """
         return comm.clip_grad_norm(self.held_gradients(), [self.axis], max_norm)
 
@@ -94,10 +94,10 @@ class Sharded:
         self.refresh()
 
     def sync_shards(self) -> None:
-        """Copy what was written to the parameters into the shards, on every rank alike.
+        """Copy the parameters into the shards; call it on every rank after you write to them.
 
-        Call it after ``model.load_state_dict`` and the like: in bfloat16 the float32 master
-        weights are a separate copy. The optimizer's moments stay as they are.
+        It is needed after ``model.load_state_dict`` and the like, because in bfloat16 the float32
+        master weights are a separate copy. The optimizer's moments do not change.
         """
         for flat in self.every_flat:
             flat.sync_shard()
@@ -117,8 +117,8 @@ class Sharded:
     def reset(self) -> None:
         """Drop the state of a step that an error in forward or backward interrupted.
 
-        Call it on all ranks, which must have stopped at the same place: it waits for what is in
-        flight. Weights and the optimizer's state are those after the last ``step()``.
+        Call it on all ranks, which must have stopped at the same place: it waits for the collective
+        in flight. Weights and the optimizer's state are those after the last ``step()``.
         """
         self._reduction.wait()
         for flat in self.flats:

@@ -38,7 +38,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
-from itertools import accumulate
 from typing import Any
 
 import torch
@@ -63,18 +62,18 @@ class Unit:
         for parameter in parameters:
             kinds.setdefault((parameter.dtype, parameter.requires_grad), []).append(parameter)
         self.flats = [ShardedFlatParameter(alike, axis, name) for alike in kinds.values()]
-        self.has_backward = False  # whether the last forward will receive a gradient
+        self.has_backward = False  # whether the outputs of the last forward require a gradient
         self.in_backward = False
         self._gathered = False
         self._gathering: list[comm.Handle] = []
 
     def start_gather(self) -> None:
-        """Start the all-gather, unless it was started or is finished."""
+        """Start the all-gather, unless it is in flight or finished."""
         if not self._gathering and not self._gathered:
             self._gathering = [flat.start_gather() for flat in self.flats]
 
     def gather(self) -> None:
-        """Return when the parameters are gathered."""
+        """Start the all-gather if necessary, and wait until the parameters are gathered."""
         self.start_gather()
         for handle in self._gathering:
             handle.wait()
@@ -106,12 +105,12 @@ def make_units(model: nn.Module, modules: Sequence[nn.Module], axis: Axis) -> li
             )
     users: dict[nn.Parameter, set[nn.Module]] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
-        around = accumulate(name.split("."), "{}.{}".format)
-        inside = [chosen[path] for path in around if path in chosen]
-        users.setdefault(parameter, set()).add(inside[-1] if inside else model)
+        around = [module for path, module in chosen.items() if name.startswith(f"{path}.")]
+        innermost = around[-1] if around else model
+        users.setdefault(parameter, set()).add(innermost)
     owned: dict[nn.Module, list[nn.Parameter]] = {module: [] for module in [model, *modules]}
-    for parameter, owners in users.items():
-        owned[owners.pop() if len(owners) == 1 else model].append(parameter)
+    for parameter, using in users.items():
+        owned[using.pop() if len(using) == 1 else model].append(parameter)
     names = {module: path for path, module in chosen.items()}
     return [Unit(one, own, axis, names.get(one, "root")) for one, own in owned.items()]
 
@@ -143,10 +142,10 @@ class Zero3(Sharded):
         elif isinstance(reshard_after_forward, bool):
             reshard_after_forward = modules if reshard_after_forward else []
         self._resharded, self._prefetches = set(reshard_after_forward), prefetch
-        if strangers := self._resharded - set(modules):
+        if unknown := self._resharded - set(modules):
             raise ValueError(
                 "expected reshard_after_forward to name units, or the model for the root; got "
-                f"{[type(one).__name__ for one in strangers]}: choose from the modules that were "
+                f"{[type(one).__name__ for one in unknown]}: choose from the modules that were "
                 "given as units"
             )
         flats = [flat for unit in self.units for flat in unit.flats if not flat.frozen]
@@ -246,7 +245,7 @@ class Zero3(Sharded):
         self._reduction.wait()
 
     def refresh(self) -> None:
-        """Free what a forward without backward has gathered: the shards were written to."""
+        """Free units that a forward without backward has gathered: their shards have changed."""
         for unit in self.units:
             unit.free()
 
@@ -278,7 +277,7 @@ class Zero3(Sharded):
 
 
 class _AfterBackward(torch.autograd.Function):
-    """The identity, with a call of ``done`` in backward, when all uses of the inputs are done."""
+    """The identity. Its backward calls ``done``: the inputs' gradients are complete then."""
 
     @staticmethod
     def forward(ctx: Any, done: Callable[[], None], *inputs: Tensor) -> tuple[Tensor, ...]:

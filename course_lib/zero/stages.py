@@ -20,11 +20,10 @@ from contextlib import contextmanager
 from torch import nn
 
 from course_lib import comm
+from course_lib.comm.flat import BUCKET_BYTES
 from course_lib.mesh import Axis
 from course_lib.zero.flat import FlatParameter
 from course_lib.zero.sharded import MakeOptimizer, Sharded
-
-BUCKET_BYTES = 12 * 2**20
 
 
 class Zero1(Sharded):
@@ -67,7 +66,7 @@ class Zero2(Zero1):
     that issued collectives in different orders would add different buckets together.
     """
 
-    _sent = 0  # buckets of this backward that were sent
+    _sent = 0  # how many buckets of this backward were sent
 
     def _ready(self, parameter: nn.Parameter) -> None:
         flat = self._flat_of[parameter]
