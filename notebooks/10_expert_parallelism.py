@@ -733,7 +733,7 @@ lab.grade(diagnosis)
 # all-to-alls.
 #
 # **Claim 2: false.** The gradient of an expert is summed over edp, because the tokens of its ep group are in it
-# already. Code that averages must still divide it by the size of dp.
+# already. Where each rank's loss is a mean, divide by the size of dp.
 
 # %%
 times = {name: summarize(read(result.traces)[0]).makespan for name, result in paced.items()}
@@ -766,7 +766,7 @@ def cheat_sheet(n=8, tokens=4096):
         dtype=torch.bfloat16,
     )  # fmt: skip
     print("router: on all ranks, summed over dp")
-    print("expert: E/n on each rank, summed over edp, never divided")
+    print("expert: E/n on each rank, summed over edp; losses are divided by all ranks' tokens")
     print("a layer: 2 all-to-alls forward, 2 backward; 4 rows per pair with an expert elsewhere\n")
     print(f"{'':3}{'weights stored, GB':>27}{'sent per step and rank, GB':>40}")
     print(f"{'ep':>3}{'experts':>13}{'all else':>14}{'tokens':>14}{'gradients of experts':>26}")
