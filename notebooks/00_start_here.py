@@ -97,7 +97,7 @@ for rank, values in enumerate(sums):
 # ## What went through the network
 # Every rank now holds 1 + 2 + 3 + 4 = 10. How many bytes did this take? Every rank records its calls in a **ledger**.
 # The *payload* of a call is the number of bytes in its tensor. The *wire* bytes are the bytes that the ranks send for
-# the call, by formula. In a *ring*, the usual algorithm for large tensors, an all-reduce of S bytes over n ranks makes
+# the call, by formula. In a *ring*, a common algorithm for large tensors, an all-reduce of S bytes over n ranks makes
 # each rank send 2(n-1)/n · S, here 1.5 times its 4,096 bytes. Lesson 02 derives this formula and compares it with the
 # bytes that the kernel counts. The table adds up all four ranks; the line below it is for one rank.
 
@@ -147,8 +147,8 @@ paced = run(step, n=4, pace=pace, links=network)
 timeline(paced.traces, conditions=Conditions(pace, network))
 
 # %% [markdown]
-# Ranks 0 to 2 enter the all-reduce early, but it can only finish once rank 3 has joined. The first part of their bar is
-# waiting, and all four bars end together.
+# Ranks 0 to 2 enter the all-reduce early, but it can only finish once rank 3 has joined. The first part of their bars is
+# waiting, and all four bars end at almost the same time.
 #
 # ## When a rank fails
 # Sooner or later one rank fails while the others wait for it in a collective. `run` then names the failed rank and the
@@ -182,7 +182,7 @@ run(hello, n=2)  # and the next cell works
 # - on **dp** (data parallelism), they hold the same weights and read different data.
 #
 # The number of a rank determines its *coordinates*, one on each axis. A *group* of an axis consists of the ranks that
-# differ only in their coordinate on that axis. Collectives run within a group.
+# differ only in their coordinate on that axis. Ranks communicate within a group.
 #
 # Which axis varies fastest is a choice, called the *order*. Here it is `tp-dp-pp`, with the fastest axis first, on two
 # machines of eight GPUs. Which ranks are in the dp group of rank 5, with which it averages its gradients? And on which
@@ -205,9 +205,9 @@ print(f"groups that cross: {', '.join(crossing)}; your prediction {predicted_axi
 
 # %% [markdown]
 # In the drawing, a node is a machine. An `mp` group joins the axes tp and pp, so it holds one copy of the model. The axis
-# `cp` belongs to lesson 09. Here only pp, the slowest axis, crosses machines. Links inside a machine are much faster
-# than links between machines. That is why tp, which communicates in every layer, is nearly always the fastest axis, and
-# why pp and dp, which communicate less often, are placed across machines.
+# `cp` belongs to lesson 09. Here only pp, the slowest axis, crosses machines. Links inside a machine are usually much
+# faster than links between machines. That is why tp, which communicates in every layer, is nearly always the fastest
+# axis, and why pp and dp, which communicate less often, are placed across machines.
 #
 # ## The same in PyTorch
 # The library adds little to PyTorch. With `run(..., init=False)` a rank does what a training script does after

@@ -292,8 +292,9 @@ print(f"your prediction: {predicted_busiest}")
 #                  6      [#] [ ]         [#] [#]
 # ```
 #
-# Both its query chunks come after chunk 0 and before chunk 7, so they see one key chunk of rank 0. Chunks 3 and 4 of
-# rank 3 lie between its two query chunks, so only the late query chunk sees them.
+# Both query chunks come after chunk 0 and before chunk 7, so each sees one key chunk of rank 0. Chunks 3 and 4 of
+# rank 3 lie between the two query chunks, so only the late query chunk sees them. The chunks of any two ranks are
+# nested like this.
 #
 # ## Can the messages hide?
 # While a rank computes with one block, the next one is in flight. We measure both layouts on emulated links.
@@ -376,8 +377,8 @@ print(
 #
 # F is the achieved rate, not the peak. Llama 3 achieved 380 TFLOP/s per GPU over links of 400 Gb/s, so F/β is 7,600
 # positions. But 16 query heads share each head of K and V, so messages are 16 times smaller, and zig-zag halves the
-# work. The limit becomes 950. In backward it is 1.2 times as high (2.5 times the operations, three times the bytes).
-# Llama 3 had 8,192 positions per rank, so a ring would hide its messages.
+# work. The limit becomes 7,600 · 2/16 = 950. In backward it is 1.2 times as high (2.5 times the operations, three times
+# the bytes). Llama 3 had 8,192 positions per rank, so a ring would hide its messages.
 #
 # ## Training: positions, targets and the loss
 # `cp.shard` shards tokens, targets and positions alike. RoPE needs the true positions, so a rank must not number its
@@ -671,7 +672,7 @@ for lab_run in lab:
 # - **Own losses off on several ranks**: *positions*. Rank 0 can be right, because short sequences end before its late
 #   chunk.
 # - **One rank's own loss off**: *labels*. The ranks that attend to its keys are right, so its targets are wrong.
-# - **Losses right, one rank's key gradient 0**: *lost*. A test of outputs never finds it.
+# - **Losses right, one rank's key gradient 0**: *lost*. A test of outputs does not find it.
 # - **Losses right, gradient off, no rank at 0**: *mean*.
 #
 # </details>
@@ -950,7 +951,7 @@ check("09-5", to_heads, to_rows)
 # The sums are equal, so the output is 15 and the lse 5 + ln 2 = 5.69.
 # </details>
 #
-# **2.** A long sequence on 8 ranks, and messages that hide. By what factor does zig-zag shorten forward attention?
+# **2.** A long sequence is on 8 ranks, and all messages hide. By what factor does zig-zag shorten forward attention?
 #
 # <details><summary>Answer</summary>
 # By 2 - 1/8 = 1.875, the busiest rank's work over the mean.
@@ -959,7 +960,7 @@ check("09-5", to_heads, to_rows)
 # **3.** Sequence parallelism (lesson 06) shards positions too. What is the difference?
 #
 # <details><summary>Answer</summary>
-# It uses the ranks of tensor parallelism, and in attention each has all positions of some heads.
+# It uses the ranks of tensor parallelism, and in attention each of them has all positions of some heads.
 # </details>
 #
 # **4.** The outputs of a ring are right, but the gradients of the key weights are not. Where do you look?

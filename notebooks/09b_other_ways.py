@@ -15,9 +15,9 @@
 # %% [markdown]
 # # 09b Gather, Ulysses, USP
 #
-# *Untimed.* Lesson 09 sends K and V round a ring. This deep dive shows three other ways to shard attention. The folded
-# cell sets them up and defines the reference in one process, which checks each of them. The symbols are those of
-# lesson 09: n ranks share a sequence of S positions, with H heads of queries and G heads of K and V.
+# *Untimed.* Lesson 09 sends K and V round a ring. This deep dive shows three other ways to shard attention. The symbols
+# are those of lesson 09: n ranks share a sequence of S positions, with H heads of queries and G heads of K and V. The
+# folded cell defines the three ways, their formulas, and attention in one process, with which we compare them.
 
 # %% jupyter={"source_hidden": true}
 # One attention on four ranks, in each way: its output and gradients, its bytes and what it saves.
@@ -181,7 +181,7 @@ for kv_heads in (8, 2):
         assert off < 1e-4
 
 # %% [markdown]
-# All ways agree with one process, and all bytes agree with their formulas. The gather sends less than the ring and
+# All ways agree with one process, and all bytes agree with their formulas. *Gather* sends less than the ring and
 # saves more. The ring needs the most calls, because it sends and receives one block at a time.
 #
 # ## Which way sends least?
@@ -214,12 +214,12 @@ assert least[8, 2] == least[8, 4] == least[32, 16] == {"ring", "gather twice"}
 assert least[4, 4] == least[8, 8] == {"ulysses"}
 
 # %% [markdown]
-# Without grouped queries Ulysses sends least. With them the ring sends least on few ranks and Ulysses on many. The
-# larger H/G is, the more ranks it takes before Ulysses sends less. *Gather twice* sends as much as a ring, and a gather
-# that saves K and V sends a quarter less.
+# Without grouped queries Ulysses sends least. If 4 or 8 query heads share a head of K and V, the ring sends least on few
+# ranks and Ulysses on more. If all 32 share one head, the ring sends least in every row. *Gather twice* sends as much
+# as a ring, and a gather that saves K and V sends a quarter less.
 #
-# Fewer bytes do not always mean less waiting. The ring can hide its messages behind computation. The all-to-all of
-# Ulysses and the all-gather must finish before attention starts.
+# Fewer bytes do not always mean less waiting. The ring can hide its messages behind computation. As written here, the
+# all-gather and the all-to-all that precede attention must finish before it starts.
 #
 # **Sources.** Ulysses: [arXiv:2309.14509](https://arxiv.org/abs/2309.14509). USP:
 # [arXiv:2405.07719](https://arxiv.org/abs/2405.07719).
