@@ -32,8 +32,8 @@ vote_2 = None
 
 # %% [markdown]
 # ## Your machine
-# `course doctor` in a terminal checks whether this machine is ready, and says how to fix what is not. This cell runs
-# the same checks and prints only those that fail:
+# `course doctor` in a terminal checks whether this machine is ready, and tells you how to fix each problem. This cell
+# runs the same checks and prints only those that fail:
 
 # %%
 from course_lib import doctor
@@ -95,10 +95,11 @@ for rank, values in enumerate(sums):
 
 # %% [markdown]
 # ## What went through the network
-# Every rank records its calls in a **ledger**. The *payload* is the bytes handed to a call. The *wire* bytes are what
-# the ranks send for it, by formula: in a ring all-reduce of S bytes over n ranks, each rank sends 2(n-1)/n S, here 1.5
-# times its 4,096 bytes. Lesson 02 derives this and compares it with the bytes that the kernel counts. The table adds up
-# all four ranks.
+# Every rank now holds 1 + 2 + 3 + 4 = 10. How many bytes did this take? Every rank records its calls in a **ledger**.
+# The *payload* of a call is the number of bytes in its tensor. The *wire* bytes are the bytes that the ranks send for
+# the call, by formula. In a *ring*, a common algorithm for large tensors, an all-reduce of S bytes over n ranks makes
+# each rank send 2(n-1)/n · S, here 1.5 times its 4,096 bytes. Lesson 02 derives this formula and compares it with the
+# bytes that the kernel counts. The table adds up all four ranks; the line below it is for one rank.
 
 # %%
 from course_lib import ledger
@@ -112,10 +113,11 @@ print(f"every rank holds {sums[0]['after']:g}; your prediction {predicted_value}
 
 # %% [markdown]
 # ## What happened when
-# Now a step of training. A batch is split into three *micro-batches*. Each rank computes forward (F) and backward (B)
-# for all three, and one all-reduce then adds 4 MB of gradients. On a small machine four ranks would compete for the
-# cores, so this run is *paced*: F and B are sleeps of 20 and 40 ms, and the network is slowed down to 100 MB/s. The
-# processes, the messages and the waiting are real. Rank 3 begins 60 ms late. Look at which ranks wait for it.
+# Now we run one step of data-parallel training. Each rank splits its batch into three *micro-batches* and computes
+# forward (F) and backward (B) for each of them. Then one all-reduce adds 4 MB of gradients over the ranks. On a small
+# machine four ranks would compete for the cores, so this run is *paced*: F and B are sleeps of 20 and 40 ms, and the
+# network is slowed down to 100 MB/s. The processes, the messages and the waiting are real. Rank 3 begins 60 ms late.
+# Look at which ranks wait for it.
 
 # %%
 import time
@@ -145,9 +147,12 @@ paced = run(step, n=4, pace=pace, links=network)
 timeline(paced.traces, conditions=Conditions(pace, network))
 
 # %% [markdown]
+# Ranks 0 to 2 enter the all-reduce early, but it can only finish once rank 3 has joined. The first part of their bars is
+# waiting, and all four bars end at almost the same time.
+#
 # ## When a rank fails
 # Sooner or later one rank fails while the others wait for it in a collective. `run` then names the failed rank and the
-# line at which each other rank waits, and it stops all four. The notebook continues.
+# line at which each other rank waits, and it stops all four. The notebook continues, as the second cell shows.
 
 # %%
 from course_lib.launch import RankError
@@ -170,14 +175,18 @@ run(hello, n=2)  # and the next cell works
 
 # %% [markdown]
 # ## The axes of a rank
-# So far all ranks were on one axis. A large training run has several. Neighbors in **tp** (tensor parallelism) share
-# every layer. Neighbors in **pp** (pipeline parallelism) hold different layers. Neighbors in **dp** hold the same
-# layers and read different data. The number of a rank determines its *coordinates*, one on each axis. Ranks that
-# differ in one coordinate only form a *group*, and a group communicates.
+# So far all ranks were on one axis. A large training run has several:
+#
+# - on **tp** (tensor parallelism), the ranks of a group hold different shards of the same layers,
+# - on **pp** (pipeline parallelism), they hold different layers,
+# - on **dp** (data parallelism), they hold the same weights and read different data.
+#
+# The number of a rank determines its *coordinates*, one on each axis. A *group* of an axis consists of the ranks that
+# differ only in their coordinate on that axis. Ranks communicate within a group.
 #
 # Which axis varies fastest is a choice, called the *order*. Here it is `tp-dp-pp`, with the fastest axis first, on two
-# machines of eight GPUs. Which ranks does rank 5 average its gradients with, in its dp group? And on which axis do
-# groups cross from one machine to the other?
+# machines of eight GPUs. Which ranks are in the dp group of rank 5, with which it averages its gradients? And on which
+# axis do groups cross from one machine to the other?
 
 # %%
 predicted_dp_group = None  # the ranks, as [5, ...]
@@ -195,15 +204,16 @@ print(f"\nrank 5 averages with {dp_group}; your prediction {predicted_dp_group}"
 print(f"groups that cross: {', '.join(crossing)}; your prediction {predicted_axis}")
 
 # %% [markdown]
-# A node is a machine. An `mp` group is tp and pp together, so it has one copy of the model; `cp` belongs to lesson 09.
-# Only the slowest axis crosses machines. That is why tp, which communicates in every layer, is nearly always the
-# fastest axis, and why pp and dp, which communicate less often, are placed across machines.
+# In the drawing, a node is a machine. An `mp` group joins the axes tp and pp, so it holds one copy of the model. The axis
+# `cp` belongs to lesson 09. Here only pp, the slowest axis, crosses machines. Links inside a machine are usually much
+# faster than links between machines. That is why tp, which communicates in every layer, is nearly always the fastest
+# axis, and why pp and dp, which communicate less often, are placed across machines.
 #
 # ## The same in PyTorch
 # The library adds little to PyTorch. With `run(..., init=False)` a rank does what a training script does after
-# `torchrun`, PyTorch's launcher, has started it. The backend `gloo` sends between CPUs. Two things differ from our
-# library: `dist.all_reduce` *writes into* its tensor, while `comm.all_reduce` returns a new one, and a device mesh
-# names the *slowest* axis first.
+# `torchrun`, PyTorch's launcher, has started it. The backend `gloo` sends messages between processes on CPUs. Two
+# things differ from our library. `dist.all_reduce` *writes into* its tensor, while `comm.all_reduce` returns a new one.
+# And a device mesh names the *slowest* axis first. The cell checks that sums and groups are the same as ours:
 
 # %%
 import torch.distributed as dist
@@ -230,8 +240,9 @@ for rank, (value, groups) in enumerate(run(in_pytorch, n=4, init=False)):
 # %% [markdown]
 # ## Your turn
 # [The exercises](../exercises/00_start_here.ipynb) of this lesson take ten minutes and start no rank. You write the two
-# functions behind that drawing. Every launcher of a large run computes them first, and a mistake in them is silent:
-# each rank averages with the wrong ranks, and the loss still falls.
+# functions behind that drawing: from a rank to its coordinates, and from coordinates to groups. Every large training
+# run computes both at its start, and a mistake in them is silent: ranks average gradients with the wrong ranks, and the
+# loss may still fall.
 #
 # This is how the exercises work, here and in every lesson:
 #
@@ -323,7 +334,7 @@ check("00-2", groups)
 
 # %% [markdown]
 # ## The claims settled
-# **Claim 1: only if they meet.** Look at the step with the late rank again, in numbers:
+# **Claim 1: only if they meet in a collective.** Look at the step with the late rank again, in numbers:
 
 # %%
 begin = min(span.start for trace in paced.traces for span in trace.spans)
@@ -342,7 +353,7 @@ print(f"all-reduce done after   {ends('all_reduce')} ms; your vote: {vote_1}")
 # The compute of ranks 0 to 2 was not late. But an all-reduce finishes only after every rank has joined, so all four
 # ranks end together. Training has a collective in every step, so the slowest rank sets the speed of all ranks.
 #
-# **Claim 2: false.**
+# **Claim 2: false.** We repeat the all-reduce on two, four and eight ranks:
 
 # %%
 for n in (2, 4, 8):
@@ -351,8 +362,8 @@ for n in (2, 4, 8):
 print(f"your vote: {vote_2}")
 
 # %% [markdown]
-# 2(n-1)/n grows towards 2 and never reaches it. What does grow with n is the number of messages that a rank sends one
-# after the other.
+# The factor 2(n-1)/n grows towards 2 and never reaches it. But the number of messages that a rank sends one after the
+# other in a ring does grow with n.
 #
 # ## Exit questions
 # Answer each before you unfold it.
@@ -369,7 +380,7 @@ print(f"your vote: {vote_2}")
 #
 # <details><summary>Answer</summary>
 #
-# The three wait for ever, or until a timeout. Either every rank of the group calls a collective, or no rank does.
+# The three wait until a timeout or forever. Every rank of the group must call a collective, or none of them.
 #
 # </details>
 #
@@ -378,8 +389,8 @@ print(f"your vote: {vote_2}")
 #
 # <details><summary>Answer</summary>
 #
-# They are the sums over all four ranks: 4 · 4,096 handed in, 4 · 6,144 sent. The wire bytes depend on the algorithm:
-# without a ring they may differ.
+# Both are sums over all four ranks: 4 · 4,096 bytes of tensors and 4 · 6,144 bytes sent. The wire bytes depend on the
+# algorithm: another algorithm than the ring may send a different number.
 #
 # </details>
 #

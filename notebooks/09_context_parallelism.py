@@ -16,9 +16,9 @@
 # # 09 Context parallelism: one sequence on many ranks
 #
 # *50 minutes to read and run, 65 to build.* Train Llama 3 405B on one sequence of 131,072 tokens. In bfloat16 the
-# input of a layer takes 4.3 GB, so the inputs of all 126 layers take 541 GB, even if backward recomputes everything
-# else. The batch cannot be smaller than one sequence. So we shard the sequence itself, and each rank runs the full
-# model on some of the positions. You need lessons 02 and 03.
+# input of a layer takes 4.3 GB. Even if we save only these inputs and recompute everything else in backward, the 126
+# layers of the model need 541 GB. A smaller batch does not help, because there is only one sequence. So we shard the
+# sequence itself: each rank runs the full model on some of the positions. You need lessons 02 and 03.
 #
 # Vote first: write `"true"`, `"false"` or `"only if ..."`.
 #
@@ -32,7 +32,7 @@ vote_2 = None
 # %% [markdown]
 # ## Sixteen blocks of scores
 # Norms, projections and MLPs treat each position by itself. Causal attention does not, because a query needs the keys
-# and values of all positions up to its own. These are the scores of 64 positions on four ranks:
+# and values of all positions up to its own. The picture shows which scores four ranks compute for 64 positions:
 #
 # ```
 #                            keys and values of rank
@@ -43,19 +43,21 @@ vote_2 = None
 #                  3  (48..63) [#]   [#]   [#]   [\]
 # ```
 #
-# How do all keys and values reach rank 3 without filling its memory? And who waits, if rank 3 has so much more to
-# compute than rank 0?
+# How do all keys and values reach rank 3 without filling its memory? And which ranks wait, if rank 3 has so much more
+# to compute than rank 0?
 #
 # | symbol | meaning |
 # |---|---|
 # | n | ranks that share a sequence |
 # | S, s | positions of a sequence, positions per rank (S/n) |
 # | H, G | heads of queries, heads of keys and values (fewer in grouped queries) |
-# | `q_BsHK` | its shape: B sequences, s positions, H heads, K elements per head |
+# | `q_BsHK` | a tensor q of B sequences, s positions, H heads and K elements per head |
 # | h | hidden size |
 # | F, β | operations per second of a GPU, bytes per second of a link |
 #
-# Predict for four ranks:
+# Predict five values for four ranks, the first for the shards of the picture. A *ring* passes K and V from rank to
+# rank, a *gather* collects them all at once, and *Ulysses* exchanges positions for heads. *Zig-zag* gives each rank two
+# chunks: rank 0 has positions 0 to 7 and 56 to 63.
 
 # %%
 from course_lib.model import build_model, tiny_config
@@ -80,8 +82,9 @@ predicted_targets = None  # of 64 targets, how many are lost if ranks shift thei
 # have the exponentials 1, 1, 2 and 4. The output is (8 + 4 + 6 + 0) / 8 = 2.25. The first two keys alone have the sum
 # 2 and give (8 + 4) / 2 = 6. The last two have the sum 6 and give 6 / 6 = 1.
 #
-# If we weight each output by its part of the total sum, we get 6 · 2/8 + 1 · 6/8 = 2.25 again. So the output of a block
-# and its sum are enough. We store the logarithm of the sum, the *log-sum-exp* (lse), because exponentials overflow.
+# If we weight each output by its block's fraction of the total sum, we get 6 · 2/8 + 1 · 6/8 = 2.25 again. So the
+# output and the sum of each block are enough. We store the logarithm of the sum, the *log-sum-exp* (lse), because
+# exponentials overflow. The cell repeats the calculation:
 
 # %%
 import torch
@@ -113,7 +116,8 @@ torch.testing.assert_close((out, lse), partial_attention(scores, values))
 # %% [markdown]
 # ## K and V go round a ring
 # Blocks can be merged one by one, so a rank never needs all keys at once. In each turn it computes with one block of K
-# and V, sends this block to the next rank and receives another from the previous rank:
+# and V, sends this block to the next rank, and receives another from the previous rank. Here each block is only the
+# number of its rank:
 
 # %%
 
@@ -128,20 +132,22 @@ for rank, seen in enumerate(run(whose_block, n=RANKS)):
 
 # %% [markdown]
 # In turn t, rank r has the block of rank r - t (mod n). In forward it never stores more than three blocks: its own, the
-# current one and the arriving one. In the library, `comm.ring` yields the blocks and `attend` merges them:
+# current one and the arriving one. In the library, `comm.ring` yields the blocks and `attend` merges them. `visible`
+# gives the parts of a block that the queries may see:
 
 # %%
 show_source(cp.ring.RingAttention.forward, blockwise.attend)
 
 # %% [markdown]
 # ## Backward: each gradient follows its block
-# Forward saves no scores. Backward recomputes the probabilities p of one block from q, k and the lse of the full row
-# (q comes scaled):
+# Forward saves no scores. Backward recomputes the probabilities p of one block from k, the merged lse and q, which is
+# already scaled:
 #
 # $$p = e^{qk^T - lse} \qquad dv = p^T dout \qquad ds = p \, (dout \, v^T - \textstyle\sum dout \cdot out) \qquad dq = ds \, k \qquad dk = ds^T q$$
 #
-# So K and V go round once more, and dq stays on its rank. But dk and dv of a block are sums over all ranks that used
-# it, and they must return to its owner. They are sent one turn behind the block, and each rank adds its own term:
+# So K and V go round once more, and dq needs no communication. But dk and dv of a block are sums over all ranks that
+# used it, and they must return to the owner of the block. They follow the block one turn later, and each rank adds its
+# own term:
 #
 # ```
 #  rank 2, turn         0       1       2              3
@@ -155,7 +161,7 @@ show_source(cp.ring.RingAttention.forward, blockwise.attend)
 show_source(cp.ring.RingAttention.backward)
 
 # %% [markdown]
-# We compare the results with one process:
+# We compare the results with one process, and count the bytes:
 
 # %% jupyter={"source_hidden": true}
 # Ring attention on four ranks: its output and gradients, and the bytes that each rank sends.
@@ -219,12 +225,12 @@ assert sent == 3 * forward
 assert kernel is None or sent <= kernel <= 1.05 * sent
 
 # %% [markdown]
-# In units of all ranks' K and V, a rank sends (n-1)/n forward. Backward sends that twice, for K and V and for their
-# gradients.
+# In forward a rank sends (n-1)/n of all K and V. Backward sends twice as much: K and V again, and their gradients. With
+# bfloat16 it is three times as much, because our ring sums gradients in float32.
 #
-# ## Who has the most to do?
-# With contiguous shards it is rank 3, and all ranks wait for it. **Zig-zag** splits the sequence into 2n chunks and gives
-# each rank one from the front and one from the end:
+# ## Which rank has the most to do?
+# With contiguous shards rank 3 has the most, and all ranks wait for it. **Zig-zag** splits the sequence into 2n chunks
+# and gives each rank one from the front and one from the end:
 #
 # ```
 #  chunk        0 1 2 3 4 5 6 7
@@ -273,8 +279,11 @@ for name, layout in LAYOUTS.items():
 print(f"your prediction: {predicted_busiest}")
 
 # %% [markdown]
-# With contiguous shards the busiest rank has 2 - (s+1)/(S+1) times the mean, almost twice on many ranks. Zig-zag is
-# even in every turn, because a rank computes exactly half of any other rank's block:
+# With contiguous shards the last rank computes 1.74 times the mean. For long sequences the factor is 2 - 1/n, so on
+# many ranks it is almost 2.
+#
+# With zig-zag the work is equal in every turn. When a rank has another rank's block, it has two chunks of queries and
+# two of keys, and exactly two of the four pairs are visible. Take rank 1:
 #
 # ```
 #  keys of               lower rank 0    higher rank 3
@@ -283,9 +292,13 @@ print(f"your prediction: {predicted_busiest}")
 #                  6      [#] [ ]         [#] [#]
 # ```
 #
+# Both query chunks come after chunk 0 and before chunk 7, so each sees one key chunk of rank 0. Chunks 3 and 4 of
+# rank 3 lie between the two query chunks, so only the late query chunk sees them. The chunks of any two ranks are
+# nested like this.
+#
 # ## Can the messages hide?
-# While a rank computes with one block, the next one is in flight. We measure it on emulated links. Computation is
-# *paced*: sleep pads it to 0.2 ms per score forward and 0.4 ms backward.
+# While a rank computes with one block, the next one is in flight. We measure both layouts on emulated links.
+# Computation is *paced*: sleep pads it to 0.2 ms per score in forward and 0.4 ms in backward.
 
 # %% jupyter={"source_hidden": true}
 # Measure both layouts, paced, once the connections are warm.
@@ -353,23 +366,24 @@ print(
 )
 
 # %% [markdown]
-# The lower line of each rank shows its messages. With zig-zag most of them run under a computation. The last transfer
-# is exposed, because it returns gradients when nothing is left to compute. So zig-zag gains less than its scores
-# promise.
+# The lines below each rank show its messages. With zig-zag most of them overlap with computation. The last transfer is
+# exposed in both layouts, because it returns gradients when nothing is left to compute. So the measured ratio is
+# slightly below the ratio of entries.
 #
-# When does a block hide? Without mask and grouped queries, a rank computes 4s²h operations forward on a block of 4sh
-# bytes (bfloat16), and meanwhile receives the next one. The message hides if
+# When does a block hide? Consider forward, without mask and grouped queries. A rank computes 4s²h operations on one
+# block, and meanwhile receives the next one, which has 4sh bytes in bfloat16. The message hides if
 #
 # $$\frac{4 s^2 h}{F} \ge \frac{4 s h}{\beta} \qquad \text{or} \qquad s \ge \frac{F}{\beta}$$
 #
-# We take F as achieved, not as peak, and β as the rate of the link. Llama 3 achieved 380 TFLOP/s per GPU over links of
-# 400 Gb/s, so F/β is 7,600 positions. But 16 query heads share each head of K and V, so messages are 16 times smaller,
-# and zig-zag halves the work. That leaves 950. Llama 3 had 8,192 positions per rank, so a ring would hide.
+# F is the achieved rate, not the peak. Llama 3 achieved 380 TFLOP/s per GPU over links of 400 Gb/s, so F/β is 7,600
+# positions. But 16 query heads share each head of K and V, so messages are 16 times smaller, and zig-zag halves the
+# work. The limit becomes 7,600 · 2/16 = 950. In backward it is 1.2 times as high (2.5 times the operations, three times
+# the bytes). Llama 3 had 8,192 positions per rank, so a ring would hide its messages.
 #
 # ## Training: positions, targets and the loss
-# `cp.shard` shards tokens, targets and positions alike. RoPE needs the true positions, so no rank may count from 0.
-# Targets are made *before* sharding, because the token after a chunk is on another rank. How many would be lost
-# otherwise?
+# `cp.shard` shards tokens, targets and positions alike. RoPE needs the true positions, so a rank must not number its
+# tokens from 0. The target of a token is the next token, which may be on another rank, so targets are made *before*
+# sharding. How many would be lost otherwise?
 
 # %%
 lost = 0
@@ -383,9 +397,11 @@ print(
 )
 
 # %% [markdown]
-# The loss is a mean over tokens, but our sequences end with padding, so fewer tokens of the last shards count. Therefore
-# each rank divides its *sum* by the tokens of all ranks. Gradients are summed over `mesh.dp_cp`, because ranks saw
-# different tokens.
+# Each rank loses a target at the end of each chunk; the two chunks of rank 3 are neighbors, so it loses one.
+#
+# The loss is a mean over tokens, but our sequences end with padding, so fewer tokens of the last shards count.
+# Therefore each rank divides the *sum* of its losses by the number of tokens on all ranks. Gradients are summed over
+# `mesh.dp_cp`, because ranks have the same weights but different tokens.
 
 # %%
 from course_lib import dp
@@ -402,7 +418,7 @@ def backward_of(model, full, mesh, layout):
 
 
 # %% [markdown]
-# The folded cell trains in one process, with a ring and in three other ways:
+# We train in one process, with a ring, and in three other ways that the next section explains:
 
 # %% jupyter={"source_hidden": true}
 # Train in one process and in four ways: losses, weights, bytes and memory.
@@ -481,17 +497,19 @@ print(
 )
 
 # %% [markdown]
-# All ways train like one process. A mean over ranks would give the last rank's few tokens the largest weight.
+# All ways reach the loss and weights of one process. A mean over ranks would give the last rank's few tokens the
+# largest weight.
 #
 # ## Three other ways
-# Llama 3 gathers K and V, *Ulysses* exchanges positions for heads, and *USP* combines Ulysses with a ring.
+# Llama 3 *gathers* K and V before attention. *Ulysses* gives each rank all positions of some heads. *USP* uses Ulysses
+# inside small groups, and a ring between them.
 #
 # | | ring | gather | Ulysses | USP |
 # |---|---|---|---|---|
-# | forward | K, V by blocks | all-gather of K, V | all-to-all of q, k, v, out | both |
-# | limit | short shards | memory | n divides H | group size divides H |
+# | sends in forward | K, V block by block | K, V in one all-gather | q, k, v, out by all-to-all | both |
+# | needs | shards long enough to hide messages | memory for all K and V | n that divides H | group size that divides H |
 #
-# Which one sends least in a layer and step?
+# Which one sends least per layer and step?
 
 # %%
 from dataclasses import replace
@@ -521,13 +539,14 @@ again = cp.gather_wire_bytes(one_layer[2], BATCH, SEQ, RANKS, save_gathered=Fals
 print(f"you predicted {predicted_least}\ngather again in backward: {int(again):,}")
 
 # %% [markdown]
-# The ranking flips, because grouped queries shrink K and V, but Ulysses also sends queries and outputs. The gather sends
-# less than the ring for another reason: it saves K and V of all ranks until backward. At equal memory the two send the
-# same, as the last line shows. [Deep dive 09b](09b_other_ways.ipynb) has the details.
+# With 8 heads of K and V Ulysses sends least, and with 2 the gather does. Grouped queries shrink K and V, but Ulysses
+# also sends queries and outputs. The gather sends less than the ring because it saves K and V of all ranks until
+# backward. If it gathers them again, it sends as much as the ring. [Deep dive 09b](09b_other_ways.ipynb) has the
+# details.
 #
 # ## The same in PyTorch
-# PyTorch's experimental `context_parallel` also uses zig-zag. In version 2.13 it has no kernel for CPUs, but a private
-# function inside it accepts one:
+# PyTorch's experimental `context_parallel` also uses zig-zag by default. In version 2.13 it has no kernel for CPUs, but
+# a private function inside it accepts one:
 
 # %%
 from course_lib.bench.cp import torch_ring
@@ -552,7 +571,7 @@ for index, name in enumerate(NAMES):
 
 # %% [markdown]
 # ## Break it and diagnose
-# One of five zig-zag rings is correct (its cause is `"correct"`), four are faulty:
+# One of five zig-zag rings is correct (its cause is `"correct"`), and four are faulty:
 #
 # - **positions**: every rank takes contiguous positions for its zig-zag data
 # - **mean**: every rank divides by its own tokens, and gradients are averaged over ranks
@@ -560,7 +579,8 @@ for index, name in enumerate(NAMES):
 # - **lost**: one rank drops the dK and dV that return to it
 #
 # Name the cause, where it shows (`"forward"` if the ranks' own losses are wrong, else `"backward"`) and the rank (a
-# number, or `"all"`); both are None for the correct run. The last columns are norms before the sum over ranks.
+# number, or `"all"`); both are None for the correct run. In the output, "off" is a relative error, and the last columns
+# are norms before the sum over ranks.
 
 # %%
 SEED = 3
@@ -652,7 +672,7 @@ for lab_run in lab:
 # - **Own losses off on several ranks**: *positions*. Rank 0 can be right, because short sequences end before its late
 #   chunk.
 # - **One rank's own loss off**: *labels*. The ranks that attend to its keys are right, so its targets are wrong.
-# - **Losses right, one rank's key gradient 0**: *lost*. A test of outputs never finds it.
+# - **Losses right, one rank's key gradient 0**: *lost*. A test of outputs does not find it.
 # - **Losses right, gradient off, no rank at 0**: *mean*.
 #
 # </details>
@@ -662,10 +682,11 @@ lab.grade(diagnosis)
 
 # %% [markdown]
 # ## When not to use it
-# A ring cannot hide below F/β positions per rank, so do not shard short sequences. In decoding, one new query cannot hide
-# a block either (lesson 13).
+# Do not shard short sequences: below the limit that we computed, a ring cannot hide its messages. In decoding, one new
+# query cannot hide a block either (lesson 13).
 #
-# **Claim 1: only if the layout balances it.** Zig-zag does, and contiguous shards do not.
+# **Claim 1: only if the layout balances it.** For a causal mask zig-zag does, and contiguous shards do not. With masks
+# between documents, zig-zag is uneven too.
 #
 # **Claim 2: only if queries are not grouped, or ranks are many.** The bytes of Ulysses fall with n, and those of a ring
 # do not.
@@ -930,7 +951,7 @@ check("09-5", to_heads, to_rows)
 # The sums are equal, so the output is 15 and the lse 5 + ln 2 = 5.69.
 # </details>
 #
-# **2.** A long sequence on 8 ranks, and messages that hide. By what factor does zig-zag shorten forward attention?
+# **2.** A long sequence is on 8 ranks, and all messages hide. By what factor does zig-zag shorten forward attention?
 #
 # <details><summary>Answer</summary>
 # By 2 - 1/8 = 1.875, the busiest rank's work over the mean.
@@ -939,7 +960,7 @@ check("09-5", to_heads, to_rows)
 # **3.** Sequence parallelism (lesson 06) shards positions too. What is the difference?
 #
 # <details><summary>Answer</summary>
-# It uses the ranks of tensor parallelism, and in attention each has all positions of some heads.
+# It uses the ranks of tensor parallelism, and in attention each of them has all positions of some heads.
 # </details>
 #
 # **4.** The outputs of a ring are right, but the gradients of the key weights are not. Where do you look?

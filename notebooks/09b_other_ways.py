@@ -15,7 +15,9 @@
 # %% [markdown]
 # # 09b Gather, Ulysses, USP
 #
-# *Untimed.* Lesson 09 sends K and V round a ring. Here are three other ways, each checked against one process.
+# *Untimed.* Lesson 09 sends K and V round a ring. This deep dive shows three other ways to shard attention. The symbols
+# are those of lesson 09: n ranks share a sequence of S positions, with H heads of queries and G heads of K and V. The
+# folded cell defines the three ways, their formulas, and attention in one process, with which we compare them.
 
 # %% jupyter={"source_hidden": true}
 # One attention on four ranks, in each way: its output and gradients, its bytes and what it saves.
@@ -105,9 +107,12 @@ def saved_formula(way, config, n=RANKS, batch=BATCH, seq=SEQ):
 
 # %% [markdown]
 # ## Gather K and V
-# Llama 3 makes one all-gather of K and V and then computes on the visible keys. Any mask is easy, because all keys are
-# there. In backward a reduce-scatter adds up dK and dV and returns them. The price is memory, since every rank saves K
-# and V of all positions. *Gather twice* does not save them, and gathers again in backward.
+# Llama 3 makes one all-gather of K and V, and then each rank computes with the keys that its queries may see. Any mask
+# is easy to apply, because all keys are on the rank. In backward a reduce-scatter sums dK and dV over the ranks and
+# returns them to their owners. The price is memory: every rank saves K and V of all positions until backward. In the
+# variant *gather twice* a rank saves only its own K and V, and gathers them all again in backward.
+#
+# In the code, `attend` is the function that the ring uses too. Only the source of the blocks differs:
 
 # %%
 show_source(cp.gather.GatherAttention.forward)
@@ -125,16 +130,19 @@ show_source(cp.gather.GatherAttention.forward)
 #  positions of r3  [d d d d]   all-to-all                 A B C D
 # ```
 #
-# In between, each rank runs the attention of one process, and the work is even without zig-zag. If n does not divide G,
-# heads of K and V are sent in copies.
+# Between the two, each rank runs ordinary causal attention on its heads. All ranks have equal work with contiguous
+# shards, because every rank has all positions. If n does not divide G, the code repeats the heads of K and V before it
+# sends them, so that every rank gets the same number:
 
 # %%
 show_source(cp.ulysses_attention)
 
 # %% [markdown]
 # ## USP: a ring of groups
-# With more ranks than heads, combine both. Neighboring ranks form a group and exchange heads, because the all-to-all
-# cannot hide and needs fast links. The groups form a ring, in zig-zag, and each group splits its chunks again:
+# Ulysses cannot use more ranks than heads. USP (*unified sequence parallelism*) combines it with a ring. Neighboring
+# ranks form a group and exchange positions for heads inside it. They should be neighbors because nothing is computed
+# during this all-to-all, so it needs fast links. The groups form a ring with a zig-zag layout, and each group splits
+# its two chunks among its ranks:
 
 # %%
 for rank in range(RANKS):
@@ -143,8 +151,12 @@ for rank in range(RANKS):
     print(f"rank {rank}: chunks {chunks} of 8; in group {group} it has half {place} of the heads")
 
 # %% [markdown]
+# Group 0 has the first and the last quarter of the sequence, and group 1 has the two in the middle. After its
+# all-to-all, rank 0 has both quarters of group 0, with half of the heads.
+#
 # ## All of them, measured
-# The next cell compares outputs and gradients with one process, and bytes and saved activations with formulas.
+# The next cell compares outputs and gradients with one process, and bytes and saved activations with formulas. It does
+# so without grouped queries (8 heads of K and V) and with them (2 heads):
 
 # %%
 WAYS = ("ring", "gather twice", "gather", "ulysses", "usp")
@@ -169,10 +181,17 @@ for kv_heads in (8, 2):
         assert off < 1e-4
 
 # %% [markdown]
+# All ways agree with one process, and all bytes agree with their formulas. *Gather* sends less than the ring and
+# saves more. The ring needs the most calls, because it sends and receives one block at a time.
+#
 # ## Which way sends least?
-# Above, the ring never sends least. But the gather saves n times as much of K and V, so this compares unlike things.
-# Here a star marks the least among the ways that never save all K and V. Sizes are in bfloat16, in units of S·h elements
-# per layer and step:
+# In the tables above, another way always sends less than the ring. But the gather saves n times as much of K and V, so
+# this compares unlike things. In the next table a star marks the least among the ways that do not save all K and V. The
+# gather that saves them is in the last column.
+#
+# The table shows bytes per rank for one layer and one step in bfloat16. The unit is the size of one tensor of S
+# positions and all features. In the ring and the gathers, gradients of K and V are sent in float32, so they take twice
+# the bytes of K and V. The first column is the number of query heads per head of K and V:
 
 # %%
 BF16 = tiny_config(
@@ -195,8 +214,12 @@ assert least[8, 2] == least[8, 4] == least[32, 16] == {"ring", "gather twice"}
 assert least[4, 4] == least[8, 8] == {"ulysses"}
 
 # %% [markdown]
-# Without grouped queries Ulysses sends least. With them a ring does, up to a number of ranks that grows with H/G.
-# *Gather twice* sends as much as a ring, and a gather that saves K and V sends a quarter less.
+# Without grouped queries Ulysses sends least. If 4 or 8 query heads share a head of K and V, the ring sends least on few
+# ranks and Ulysses on more. If all 32 share one head, the ring sends least in every row. *Gather twice* sends as much
+# as a ring, and a gather that saves K and V sends a quarter less.
+#
+# Fewer bytes do not always mean less waiting. The ring can hide its messages behind computation. As written here, the
+# all-gather and the all-to-all that precede attention must finish before it starts.
 #
 # **Sources.** Ulysses: [arXiv:2309.14509](https://arxiv.org/abs/2309.14509). USP:
 # [arXiv:2405.07719](https://arxiv.org/abs/2405.07719).
