@@ -35,12 +35,7 @@ def outputs(notebook: nbformat.NotebookNode) -> str:
     return "\n".join(found)
 
 
-LESSONS = [
-    pytest.param(path, id=name(path), marks=pytest.mark.xdist_group(name(path))) for path in RUN
-]
-
-
-@pytest.fixture(scope="module", params=LESSONS)
+@pytest.fixture(scope="module", params=RUN, ids=name)
 def committed(request) -> Path:
     return request.param
 
