@@ -7,7 +7,7 @@ PYTEST := $(BIN)/python -m pytest
 TESTS := tests/test_architecture.py tests/fast tests/notebooks tests/browser tests/ranks
 # Two at once: ranks and kernels wait much of their time. WORKERS=0 wants less memory and more time.
 WORKERS ?= 2
-SPREAD := -n $(WORKERS) --dist loadgroup --no-loadscope-reorder
+SPREAD := -n $(WORKERS) --dist loadfile --no-loadscope-reorder
 
 .PHONY: help setup tour test test-long test-gpu mutants attack lab lint fmt notebooks execute site length clean
 

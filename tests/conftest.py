@@ -16,20 +16,6 @@ settings.register_profile("random", max_examples=60, deadline=None, print_blob=T
 settings.load_profile("course")
 
 
-@pytest.hookimpl(tryfirst=True)  # before xdist reads the groups
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Let the tests of a file, or of an executed notebook, share a worker.
-
-    A test with a group of its own stays in that group.
-    """
-    for item in items:
-        if item.get_closest_marker("xdist_group") is None:
-            callspec = getattr(item, "callspec", None)
-            notebook = callspec.params.get("committed") if callspec else None
-            group = str(notebook or item.nodeid.partition("::")[0])
-            item.add_marker(pytest.mark.xdist_group(group))
-
-
 @pytest.fixture(autouse=True, scope="session")
 def one_thread() -> None:
     """Ranks have one thread each; a reference computed with another number differs bitwise."""

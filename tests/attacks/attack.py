@@ -13,7 +13,7 @@ import json
 import linecache
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Container, Sequence
 from dataclasses import dataclass, field
 from functools import cache, partial
 from importlib import import_module
@@ -23,6 +23,7 @@ from typing import Any
 
 from course_lib.grading import registry
 from course_lib.grading.exercise import Answers, Exercise, Wrong, each
+from course_lib.grading.ranked import OnRanks
 from course_lib.grading.verdict import Verdict
 from course_lib.grading.worked import Worked
 
@@ -114,6 +115,26 @@ def attack(exercise: Exercise, seed: int = 0) -> Attack:
     if not good:
         result.failures.append(f"the stub scores: {verdict.line}")
     return result
+
+
+def ranked(lessons: Container[str]) -> list[OnRanks]:
+    """Return the exercises on ranks of some lessons."""
+    return [
+        exercise
+        for lesson in registry.lesson_numbers()
+        if lesson in lessons
+        for exercise in registry.exercises(lesson)
+        if isinstance(exercise, OnRanks)
+    ]
+
+
+def assert_stands(exercise: Exercise) -> None:
+    """Assert that an exercise rejects its wrong answers, of which it has six, and no right one."""
+    result = attack(exercise)
+    assert not result.failures, table([result])
+    assert (result.wrong, result.right) == (result.rejected, result.accepted)
+    assert result.wrong >= 6
+    assert result.right >= 1
 
 
 def _rejects(words: str, verdict: Verdict) -> bool:

@@ -128,7 +128,7 @@ def test_make_target_exists_and_ends_in_what_the_readme_says(target, need):
     lines = dry_run(target)
     runs = {
         "tour": ".venv/bin/course tour",
-        "test": '-m pytest -m "not long and not alone" -n 2 --dist loadgroup '
+        "test": '-m pytest -m "not long and not alone" -n 2 --dist loadfile '
         "--no-loadscope-reorder tests/test_architecture.py tests/fast tests/notebooks "
         "tests/browser tests/ranks",
         "test-long": '-m pytest -m "long or hypothesis" --hypothesis-profile=random tests/',
