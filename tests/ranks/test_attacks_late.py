@@ -10,6 +10,6 @@ from course_lib.grading import registry
 LATE = {lesson for lesson in registry.lesson_numbers() if lesson >= "07"}
 
 
-@pytest.mark.parametrize("exercise", ranked(LATE), ids=lambda ex: ex.id)
+@pytest.mark.parametrize("exercise", ranked(LATE), ids=lambda exercise: exercise.id)
 def test_an_exercise_stands_its_attack(exercise):
     assert_stands(exercise)
