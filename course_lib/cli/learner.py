@@ -23,7 +23,7 @@ ExerciseId = Annotated[str, typer.Argument(metavar="EX", help="Exercise: 03-2, o
 
 @app.command("list")
 def list_lessons(as_json: AsJson = False) -> int:
-    """The lessons: minutes, exercises, points, labs, and how far you are."""
+    """List the lessons with minutes and points, and show how far you are."""
     from course_lib.grading import syllabus
 
     found = syllabus.lessons(course_folder())
@@ -56,7 +56,7 @@ def start(
         bool, typer.Option("--fresh", help="Set your files aside, begin anew.")
     ] = False,
 ) -> int:
-    """Copy a lesson and its exercises into work/, where they are yours."""
+    """Copy a lesson and its exercises into work/, your own folder."""
     from course_lib.grading import desk
 
     root = course_folder()
@@ -87,7 +87,7 @@ def check(
 
 @app.command()
 def hint(number: Number, ex: ExerciseId) -> int:
-    """The next rung of the hints to an exercise; there are three."""
+    """Print the next of three hints to an exercise."""
     from course_lib.grading import desk
 
     root = course_folder()
@@ -121,7 +121,7 @@ def grade(
     as_junit: Annotated[bool, typer.Option("--junit", help="Print JUnit XML.")] = False,
     seed: Annotated[int | None, typer.Option(min=0, help="Draw the same parameters again.")] = None,
 ) -> int:
-    """The official grade: your answers in a pristine notebook and a fresh kernel."""
+    """Grade notebooks officially: your answers, in a fresh kernel."""
     from course_lib.grading import report
 
     if as_json + as_csv + as_junit > 1:

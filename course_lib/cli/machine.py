@@ -36,7 +36,7 @@ def tour(
     out: Annotated[str, typer.Option(help="Folder for the pictures and tour.json.")] = "out/tour",
     as_json: AsJson = False,
 ) -> int:
-    """The main job: train on 4 ranks with each technique, and compare with one process."""
+    """Train on 4 ranks with each technique, and compare with one process."""
     if not out.strip():
         raise ValueError("--out is empty: give a folder, such as --out out/tour")
     place.make_folder(Path(out), "--out")
@@ -51,7 +51,7 @@ def lab(
         list[str] | None, typer.Argument(help="A notebook, or after -- options of JupyterLab.")
     ] = None,
 ) -> int:
-    """Open JupyterLab on the course, with the kernel of this very Python."""
+    """Open JupyterLab on the course, with the kernel of this Python."""
     rest = rest or []
     if not rest or rest[0].startswith("-"):
         rest = [f"--LabApp.default_url=/lab/tree/{_lesson_to_open().as_posix()}", *rest]

@@ -20,7 +20,7 @@ File = Annotated[Path | None, typer.Option(help="Also draw the page into this fi
 
 @app.command(name="map")
 def course_map(pdf: File = None, png: File = None, as_json: AsJson = False) -> int:
-    """Which technique, when, and at what cost: one example, by formula, on one page."""
+    """Each technique on one page: when to use it, and what it costs."""
     files = {name: path for name, path in (("pdf", pdf), ("png", png)) if path is not None}
     if files:
         with Status("drawing the page"):

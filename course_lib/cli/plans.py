@@ -97,13 +97,14 @@ def schedule(
     ] = False,
     png: Annotated[Path | None, typer.Option(help="Draw the picture into this file.")] = None,
     file: Annotated[
-        Path | None, typer.Option(help="A schedule of your own: CSV, a row a rank, cells as 0F0.")
+        Path | None,
+        typer.Option(help="A schedule of your own: CSV, one row per rank, cells such as 0F0."),
     ] = None,
     as_json: AsJson = False,
 ) -> int:
-    """Simulate a pipeline schedule: when each rank works, the bubble, what is in flight.
+    """Draw and simulate a pipeline schedule, with its bubble and memory.
 
-    "searched" makes one for the costs and --limit given.
+    "searched" makes one for the given costs and --limit.
     """
     from course_lib.schedule import Costs, drawing, scored, simulate, validate
     from course_lib.schedule import score as score_of
