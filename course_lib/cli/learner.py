@@ -23,7 +23,7 @@ ExerciseId = Annotated[str, typer.Argument(metavar="EX", help="Exercise: 03-2, o
 
 @app.command("list")
 def list_lessons(as_json: AsJson = False) -> int:
-    """List the lessons with minutes and points, and show how far you are."""
+    """List the lessons with their minutes and your points."""
     from course_lib.grading import syllabus
 
     found = syllabus.lessons(course_folder())

@@ -36,7 +36,7 @@ def tour(
     out: Annotated[str, typer.Option(help="Folder for the pictures and tour.json.")] = "out/tour",
     as_json: AsJson = False,
 ) -> int:
-    """Train on 4 ranks with each technique, and compare with one process."""
+    """Train on 4 ranks with each technique, beside one process."""
     if not out.strip():
         raise ValueError("--out is empty: give a folder, such as --out out/tour")
     place.make_folder(Path(out), "--out")

@@ -102,7 +102,7 @@ def schedule(
     ] = None,
     as_json: AsJson = False,
 ) -> int:
-    """Draw and simulate a pipeline schedule, with its bubble and memory.
+    """Draw and simulate a pipeline schedule and its bubble.
 
     "searched" makes one for the given costs and --limit.
     """
