@@ -375,10 +375,10 @@ print(
 #
 # $$\frac{4 s^2 h}{F} \ge \frac{4 s h}{\beta} \qquad \text{or} \qquad s \ge \frac{F}{\beta}$$
 #
-# F is the achieved rate, not the peak. Llama 3 achieved 380 TFLOP/s per GPU over links of 400 Gb/s, so F/β is 7,600
-# positions. But 16 query heads share each head of K and V, so messages are 16 times smaller, and zig-zag halves the
-# work. The limit becomes 7,600 · 2/16 = 950. In backward it is 1.2 times as high (2.5 times the operations, three times
-# the bytes). Llama 3 had 8,192 positions per rank, so a ring would hide its messages.
+# As in lesson 01, F is the peak and β the line rate. An H100 (989 TFLOP/s) with a link of 400 Gb/s needs 19,780
+# positions. In Llama 3 405B, 16 query heads share each K/V head, so messages are 16 times smaller, and zig-zag halves
+# the work. The limit becomes 19,780 · 2/16, about 2,470. In backward it is 1.2 times as high (2.5 times the operations,
+# three times the bytes). Llama 3 had 8,192 positions per rank, so a ring would hide its messages.
 #
 # ## Training: positions, targets and the loss
 # `cp.shard` shards tokens, targets and positions alike. RoPE needs the true positions, so a rank must not number its
@@ -735,10 +735,10 @@ def cheat_sheet(n):
         print(f"{way:10}{sent:19.1f}{saved[way] / 1e6:31.0f}")
     for name, layout in LAYOUTS.items():
         print(f"work, busiest over mean, {name}: {float(cp.imbalance(layout, seq, n)):.3f}")
-    achieved, link = 380e12, 400e9 / 8  # per second: Llama 3's operations, bytes of its link
+    peak, link = 989e12, 400e9 / 8  # per second: operations of an H100, bytes of its link
     grouped = config.heads // config.kv_heads
-    print(f"a ring hides from F/beta = {achieved / link:,.0f} positions per rank", end="; ")
-    print(f"here, with zig-zag, {2 * achieved / link / grouped:,.0f} of {seq // n:,}")
+    print(f"a ring hides from F/beta = {peak / link:,.0f} positions per rank", end="; ")
+    print(f"here, with zig-zag, {2 * peak / link / grouped:,.0f} of {seq // n:,}")
 
 
 cheat_sheet(16)

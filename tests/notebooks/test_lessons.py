@@ -409,7 +409,7 @@ def lesson_09_shows_rings(notebook):
         "ulysses                    73,728           98,304",
         "usp                        65,536          163,840",
         "gather again in backward: 73,728",
-        "a ring hides from F/beta = 7,600 positions per rank; here, with zig-zag, 950 of 8,192",
+        "a ring hides from F/beta = 19,780 positions per rank; here, with zig-zag, 2,472 of 8,192",
         "0 of 5 right",
     ):
         assert line in text
