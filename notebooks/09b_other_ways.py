@@ -15,8 +15,8 @@
 # %% [markdown]
 # # 09b Gather, Ulysses, USP
 #
-# *Untimed.* Lesson 09 sends K and V round a ring. This deep dive shows three other ways to shard attention. The symbols
-# are those of lesson 09: n ranks share a sequence of S positions, with H heads of queries and G heads of K and V. The
+# *Untimed.* Lesson 09 sends K and V round a ring. This deep dive shows three other ways to shard attention, with the
+# symbols of lesson 09: n ranks share a sequence of S positions, with H heads of queries and G heads of K and V. The
 # folded cell defines the three ways, their formulas, and attention in one process, with which we compare them.
 
 # %% jupyter={"source_hidden": true}

@@ -59,6 +59,6 @@ def _note(verdict: Verdict, root: Path) -> None:
     """
     with contextlib.suppress(OSError):
         if not verdict.not_judged and in_work(Path.cwd() / "notebook", root):
-            progress = Progress(root)
-            progress.attempt(verdict.ex, verdict.passed, verdict.total)
-            progress.save()
+            record = Progress(root)
+            record.attempt(verdict.ex, verdict.passed, verdict.total)
+            record.save()
