@@ -1,0 +1,1 @@
+"""Closed forms from shapes alone: bytes sent and stored, and parameters. Nothing imports torch."""

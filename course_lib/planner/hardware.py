@@ -1,0 +1,61 @@
+"""The GPUs of the catalog (hardware.toml), each with its source."""
+
+from __future__ import annotations
+
+import tomllib
+from collections.abc import Mapping
+from dataclasses import dataclass
+from difflib import get_close_matches
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+
+@dataclass(frozen=True)
+class Link:
+    """``bandwidth`` in bytes per second per GPU and direction, ``latency`` in seconds per step."""
+
+    bandwidth: float
+    latency: float
+
+
+@dataclass(frozen=True)
+class Hardware:
+    """One kind of GPU, and nodes of ``gpus_per_node`` of them.
+
+    ``capacity_bytes`` of a GPU; ``memory_bandwidth`` in bytes per second; ``peak`` in FLOP/s,
+    dense, by the name of the number format. ``node`` is the link inside a node, ``network`` the
+    one between nodes. ``efficiency``: share of the peak that the kernels reach, by number format,
+    and where that comes from.
+    """
+
+    name: str
+    capacity_bytes: float
+    memory_bandwidth: float
+    gpus_per_node: int
+    peak: Mapping[str, float]
+    node: Link
+    network: Link
+    efficiency: Mapping[str, float]
+    source: str
+
+
+def hardware(name: str) -> Hardware:
+    """Return hardware of the catalog; ValueError with the nearest names if there is none."""
+    found = _catalog()
+    if name not in found:
+        near = get_close_matches(name, found, n=3, cutoff=0.3) or list(found)
+        raise ValueError(f"no hardware is called {name!r}; did you mean {' or '.join(near)}?")
+    return found[name]
+
+
+@cache
+def _catalog() -> dict[str, Hardware]:
+    text = Path(__file__).with_name("hardware.toml").read_text(encoding="utf-8")
+    return {name: _hardware(name, dict(row)) for name, row in tomllib.loads(text).items()}
+
+
+def _hardware(name: str, row: dict[str, Any]) -> Hardware:
+    row["node"], row["network"] = Link(**row["node"]), Link(**row["network"])
+    row.setdefault("efficiency", {})
+    return Hardware(name=name, **row)
