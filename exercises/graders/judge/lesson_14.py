@@ -182,7 +182,7 @@ CASES = (  # model, GPUs, GPUs per node, GB per GPU
     ("GPT-J", 8, 8, 16), ("33B", 64, 8, 40), ("70B", 32, 8, 80), ("70B", 64, 8, 80),
     ("70B", 64, 4, 80), ("175B", 8, 8, 80), ("180B", 128, 8, 80),
     ("8B, 128k", 32, 8, 80), ("70B, 128k", 128, 8, 141),
-    ("8 experts", 32, 8, 80), ("64 experts", 16, 8, 40),
+    ("8 experts", 32, 8, 80), ("64 experts", 16, 8, 24),
 )  # fmt: skip
 
 
@@ -210,7 +210,7 @@ def _other(rng: random.Random, given: Instance) -> Instance:
     model["heads"] = rng.choice((int(model["heads"]), 20, 24, 36, 48, 60))
     model["batch"] = rng.choice((int(model["batch"]), 2 * int(model["batch"]), 42, 50, 66, 90, 210))
     if model["seq"] > 2**16:  # odd numbers of pieces
-        model["seq"] = int(model["seq"]) + rng.choice((2, 4))
+        model["seq"] = int(model["seq"]) + rng.choice((2, 2, 2, 4))
     memory = int(given["memory"] * rng.choice((0.5, 1, 1.5, 2, 3)))
     return {**given, "model": model, "memory": memory}
 
@@ -235,11 +235,13 @@ CHOOSE = Function(
     normal=_layout,
     fault=_misfit,
     drawn=tuple(
-        Case(f"{name} on {gpus} GPUs of {gb} GB, {per_node} per node",
-             _variants(name, gpus, per_node, gb))
+        Case(
+            f"{name} on {gpus} GPUs of {gb} GB, {per_node} per node",
+            _variants(name, gpus, per_node, gb),
+        )
         for name, gpus, per_node, gb in CASES
     ),
-)  # fmt: skip
+)
 
 
 # --- 14-2 ----------------------------------------------------------------------------------------
@@ -323,13 +325,16 @@ PEAK = Function(
     names=("peak",),
     mistakes=(
         Wrong(_sum, "This is the sum of all allocations: they are not in memory together."),
-        Wrong(_sum_of_maxima, "This adds maxima of different moments: add up one moment at a time."),
+        Wrong(
+            _sum_of_maxima, "This adds maxima of different moments: add up one moment at a time."
+        ),
         Wrong(
             lambda shards, units, *rest: _peak(0, units, *rest),
             "The shards of weights, gradients and optimizer are in memory all the time.",
         ),
         Wrong(
-            partial(_peak, gradient=False), "In backward the unsharded gradient of the unit is there too."
+            partial(_peak, gradient=False),
+            "In backward the unsharded gradient of the unit is there too.",
         ),
         Wrong(partial(_peak, saved=False), "The saved activations are missing."),
         Wrong(
@@ -352,13 +357,17 @@ PEAK = Function(
             partial(_peak, following=True),
             "Backward goes from the last unit to the first: it gathers unit k-1 ahead, not k+1.",
         ),
-        Wrong(partial(_peak, own=False), "The weights of the unit that computes are unsharded too."),
+        Wrong(
+            partial(_peak, own=False), "The weights of the unit that computes are unsharded too."
+        ),
         Wrong(
             lambda shards, units, *rest: _peak(shards, units[:-1] or units, *rest),
             "The last unit is left out.",
         ),
         Wrong(
-            lambda shards, units, *rest: _peak(shards, [(max(w for w, _ in units), s) for _, s in units], *rest),
+            lambda shards, units, *rest: _peak(
+                shards, [(max(w for w, _ in units), s) for _, s in units], *rest
+            ),
             "The units have different sizes: take each one's own.",
         ),
     ),
@@ -367,11 +376,14 @@ PEAK = Function(
     relative=1e-9,
     drawn=(
         Case("one unit at a time", _units(False, True, "equal", "front", "middle", "end", "one")),
-        Case("the next unit ahead", _units(True, True, "equal", "front", "second", "middle", "end", "pair")),
+        Case(
+            "the next unit ahead",
+            _units(True, True, "equal", "front", "second", "middle", "end", "pair"),
+        ),
         Case("weights stay after forward", _units(False, False, "equal", "middle", "front", "end")),
         Case("weights stay, gathered ahead", _units(True, False, "equal", "second", "end", "one")),
     ),
-)  # fmt: skip
+)
 
 
 # --- 14-3 ----------------------------------------------------------------------------------------
@@ -479,18 +491,24 @@ PLACE = Function(
     drawn=(
         Case("nodes of eight", _clusters(((8, 4, 4), 8), ((2, 4, 8), 8), ((2, 2, 2, 8), 8))),
         Case("the largest axis does not fit", _clusters(((16, 2, 4), 8), ((8, 2, 2), 4))),
-        Case("nodes of four, six and twelve", _clusters(((2, 2, 6), 4), ((3, 2, 4), 6), ((3, 4, 5), 12))),
-        Case("sizes that do not divide a node", _clusters(((3, 4, 2), 8), ((5, 2, 3), 8), ((6, 3, 2), 4))),
+        Case(
+            "nodes of four, six and twelve",
+            _clusters(((2, 2, 6), 4), ((3, 2, 4), 6), ((3, 4, 5), 12)),
+        ),
+        Case(
+            "sizes that do not divide a node",
+            _clusters(((3, 4, 2), 8), ((5, 2, 3), 8), ((6, 3, 2), 4)),
+        ),
         Case("four axes, some of size one", _clusters(((2, 4, 1, 6), 8), ((3, 2, 2, 4), 12))),
     ),
-)  # fmt: skip
+)
 
 
 # --- 14-4 ----------------------------------------------------------------------------------------
 
 Parts = Mapping[str, float]
 COMPUTE = ("forward", "backward", "recompute")
-CHANGES = ("network", "no recompute", "chunks", "overlap", "none")
+CHANGES = ("none", "network", "no recompute", "chunks", "overlap")
 
 
 def times(
@@ -539,8 +557,9 @@ def _table(rng: random.Random, kind: str) -> Instance:
     while True:
         made = _parts(rng, kind)
         found = times(**made)
-        first, second = sorted(found.values())[:2]
-        if _helped(*made.values())[0] == RIGHT[kind] and second > first + 0.03 * found["none"]:
+        best, after = _helped(*made.values())
+        apart = min(abs(found[name] - after) for name in CHANGES if name != best)
+        if best == RIGHT[kind] and (apart > 0.03 * found["none"] or best == "none"):
             return made
 
 
@@ -586,7 +605,7 @@ def _parts(rng: random.Random, kind: str) -> Instance:
             parts |= {"dp": rng.uniform(5, 9) * forward, "recompute": 0}
             links |= {"dp": "network"}
         case "through the bubble":
-            parts |= {"recompute": forward, "bubble": 1.6 * forward, "dp": 1.2 * forward, "pp": 0.1}
+            parts |= {"recompute": forward, "bubble": 1.8 * forward, "dp": 1.1 * forward, "pp": 0.1}
             links |= {"dp": "node"}
         case "nothing":
             parts |= {"recompute": 0, "dp": 0.0, "cp": 0.0, "bubble": 0.2, "pp": 0.3}
@@ -630,7 +649,10 @@ BOTTLENECK = Function(
             lambda *given: (_helped(*given)[0], sum(given[0].values())),
             "These are the seconds of the old step: return the new one.",
         ),
-        Wrong(_mistaken("no memory"), "Without recomputation, saved GB are needed, and only free GB are there."),
+        Wrong(
+            _mistaken("no memory"),
+            "Without recomputation, saved GB are needed, and only free GB are there.",
+        ),
         Wrong(
             _mistaken("bubble stays"),
             "The bubble is a share of the computing: with less to compute, it shrinks as well.",
@@ -642,7 +664,9 @@ BOTTLENECK = Function(
             "Gradients exist only in backward: forward and recomputation hide none of them.",
         ),
         Wrong(_mistaken("chunks are free"), "Twice as many chunks send twice as much over pp."),
-        Wrong(_largest, "The largest part is not what helps most: compare what each change leaves."),
+        Wrong(
+            _largest, "The largest part is not what helps most: compare what each change leaves."
+        ),
     ),
     reference=_helped,
     normal=_change,
@@ -651,8 +675,11 @@ BOTTLENECK = Function(
         Case("the network", _tables("slow network", "partly hidden", "hidden")),
         Case("memory decides", _tables("recomputation", "no room", "through the bubble")),
         Case("the bubble", _tables("bubble", "dear chunks", "through the bubble")),
-        Case("all of them", _tables("nothing", "bubble", "slow network", "recomputation", "partly hidden")),
+        Case(
+            "all of them",
+            _tables("nothing", "bubble", "slow network", "recomputation", "partly hidden"),
+        ),
     ),
-)  # fmt: skip
+)
 
 EXERCISES = (CHOOSE, PEAK, PLACE, BOTTLENECK)
