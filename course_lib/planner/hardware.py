@@ -17,6 +17,7 @@ class Link:
 
     bandwidth: float
     latency: float
+    efficiency: float = 1.0
 
 
 @dataclass(frozen=True)
