@@ -83,42 +83,65 @@ class Sizes(Protocol):
         """Number format of parameters and activations."""
 
 
-def parameter_sizes(config: Sizes, first: int = 0, end: int | None = None) -> list[int]:
+def parameter_sizes(
+    config: Sizes, first: int = 0, end: int | None = None, *, tp: int = 1
+) -> list[int]:
     """Return the elements of each parameter, in the order of ``parameters()``.
 
     Of the whole model, in which a tied embedding counts once; or of the slice with the blocks
-    ``first``..``end - 1``, as :meth:`course_lib.model.Decoder.stage` makes it.
+    ``first``..``end - 1``, as :meth:`course_lib.model.Decoder.stage` makes it. With ``tp``, the
+    elements on one rank of tensor parallelism: it divides matrices and the padded vocabulary.
     """
     end = config.layers if end is None else end
-    table = config.vocab * config.hidden
-    sizes = [] if first else _embedding(config)
-    sizes += (end - first) * _block(config)
+    sizes = [] if first else embedding_sizes(config, tp)
+    sizes += (end - first) * _block(config, tp)
     if end == config.layers:
-        head = [] if config.tied and first == 0 else [table]
+        head = [] if config.tied and first == 0 else [padded_rows(config.vocab, tp) * config.hidden]
         sizes += _norm(config) + head
     return sizes
 
 
-def _embedding(config: Sizes) -> list[int]:
-    rows = [config.vocab] + [config.max_seq_len] * (config.family == "gpt")
+def padded_rows(vocab: int, n: int) -> int:
+    """Return the rows of the vocabulary on each of ``n`` ranks, padding included."""
+    return -(-vocab // n)
+
+
+def embedding_sizes(config: Sizes, tp: int = 1, *, positions: bool | None = None) -> list[int]:
+    """Return the elements of the embedding and of learned positions (by default gpt has them)."""
+    learned = config.family == "gpt" if positions is None else positions
+    rows = [padded_rows(config.vocab, tp)] + [config.max_seq_len] * learned
     return [size * config.hidden for size in rows]
 
 
-def _block(config: Sizes) -> list[int]:
-    hidden, queries = config.hidden, config.heads * config.head_dim
-    keys = config.kv_heads * config.head_dim
-    attention = [(hidden, queries), (hidden, keys), (hidden, keys), (queries, hidden)]
-    ffn = [(hidden, config.ffn)] * (2 if config.family == "llama" else 1) + [(config.ffn, hidden)]
-    return [
-        *_norm(config),
-        *(size for shape in attention for size in _linear(config, *shape)),
-        *_norm(config),
-        *(size for shape in ffn for size in _linear(config, *shape)),
-    ]
+def _block(config: Sizes, tp: int) -> list[int]:
+    norm = _norm(config)
+    return [*norm, *attention_sizes(config, tp), *norm, *mlp_sizes(config, tp)]
 
 
-def _linear(config: Sizes, features_in: int, features_out: int) -> list[int]:
-    return [features_in * features_out] + [features_out] * (config.family == "gpt")
+def attention_sizes(config: Sizes, tp: int = 1, *, bias: bool | None = None) -> list[int]:
+    """Return the elements of the four linears of attention on a rank; by default gpt has biases.
+
+    Ranks share a key and value head where there are fewer heads than ranks.
+    """
+    queries = config.heads * config.head_dim // tp
+    keys = max(config.kv_heads // tp, 1) * config.head_dim
+    shapes = [(config.hidden, n) for n in (queries, keys, keys)] + [(queries, config.hidden)]
+    return _linears(config, shapes, bias)
+
+
+def mlp_sizes(
+    config: Sizes, tp: int = 1, *, ffn: int | None = None, bias: bool | None = None
+) -> list[int]:
+    """Return the elements of the linears of an MLP, or of an expert of ``ffn`` inner features."""
+    inner = (config.ffn if ffn is None else ffn) // tp
+    gates = 2 if config.family == "llama" else 1
+    return _linears(config, gates * [(config.hidden, inner)] + [(inner, config.hidden)], bias)
+
+
+def _linears(config: Sizes, shapes: list[tuple[int, int]], bias: bool | None) -> list[int]:
+    """Return weight and bias of each; an output bias is whole on each rank, as its features are."""
+    biased = config.family == "gpt" if bias is None else bias
+    return [size for n, m in shapes for size in [n * m] + [m] * biased]
 
 
 def _norm(config: Sizes) -> list[int]:
@@ -126,24 +149,13 @@ def _norm(config: Sizes) -> list[int]:
 
 
 def attention_parameters(config: Sizes, n: int = 1) -> int:
-    """Return the parameters of one attention, or of one of ``n`` tensor-parallel shards of it.
-
-    Biases of o are replicated, and K and V have at least one head per rank.
-    """
-    hidden, queries = config.hidden, config.heads * config.head_dim
-    keys_values = 2 * max(config.kv_heads // n, 1) * config.head_dim
-    biases = queries // n + keys_values + hidden if config.family == "gpt" else 0
-    return 2 * hidden * queries // n + hidden * keys_values + biases
+    """Return the parameters of one attention, or of one of ``n`` tensor-parallel shards of it."""
+    return sum(attention_sizes(config, n))
 
 
 def mlp_parameters(config: Sizes, n: int = 1) -> int:
-    """Return the parameters of one MLP or expert, or of one of ``n`` tensor-parallel shards of it.
-
-    The second bias is replicated.
-    """
-    if config.family == "llama":
-        return 3 * config.hidden * config.ffn // n
-    return 2 * config.hidden * config.ffn // n + config.ffn // n + config.hidden
+    """Return the parameters of one MLP or expert, or of one of ``n`` tensor-parallel shards."""
+    return sum(mlp_sizes(config, n))
 
 
 def norm_parameters(config: Sizes) -> int:
@@ -153,7 +165,7 @@ def norm_parameters(config: Sizes) -> int:
 
 def block_parameter_count(config: Sizes) -> int:
     """Return the parameters of one block."""
-    return sum(_block(config))
+    return sum(_block(config, 1))
 
 
 def parameter_count(config: Sizes) -> int:

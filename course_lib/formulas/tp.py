@@ -11,6 +11,7 @@ from course_lib.formulas.parameters import (
     attention_parameters,
     mlp_parameters,
     norm_parameters,
+    padded_rows,
 )
 from course_lib.formulas.recompute import ID_BYTES, saved_by_block
 from course_lib.ledger import wire
@@ -62,11 +63,6 @@ def shared_head_bytes(
     head = config.head_dim * (config.hidden + (config.family == "gpt"))
     payload = 2 * config.layers * head * (itemsize or config.dtype.itemsize)
     return wire("all_reduce", payload, n // config.kv_heads) / shards
-
-
-def padded_rows(vocab: int, n: int) -> int:
-    """Return the rows of the vocabulary on each of ``n`` ranks, padding included."""
-    return -(-vocab // n)
 
 
 def parameters_per_rank(config: Sizes, n: int) -> int:
