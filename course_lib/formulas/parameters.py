@@ -148,9 +148,14 @@ def _norm(config: Sizes) -> list[int]:
     return [config.hidden] * (2 if config.family == "gpt" else 1)
 
 
-def mlp_parameters(config: Sizes) -> int:
-    """Return the parameters of one MLP, which are those of one expert."""
-    return sum(mlp_sizes(config))
+def attention_parameters(config: Sizes, n: int = 1) -> int:
+    """Return the parameters of one attention, or of one of ``n`` tensor-parallel shards of it."""
+    return sum(attention_sizes(config, n))
+
+
+def mlp_parameters(config: Sizes, n: int = 1) -> int:
+    """Return the parameters of one MLP or expert, or of one of ``n`` tensor-parallel shards."""
+    return sum(mlp_sizes(config, n))
 
 
 def norm_parameters(config: Sizes) -> int:
