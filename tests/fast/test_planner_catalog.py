@@ -159,7 +159,7 @@ def test_ranks_add_up_to_the_model(config, tp, schedule, pp, experts, ep):
 def test_a_rank_of_tp_holds_its_part_of_each_parameter(config, tp):
     """A rank has as many parameters as the model, none larger; KV heads are shared if too few."""
     config = replace(config, hidden=8 * config.head_dim, heads=8, ffn=8 * config.ffn)
-    whole, part = parameter_sizes(config), parameter_sizes(config, tp=tp)
+    whole, part = parameter_sizes(config), parameter_sizes(config, n=tp)
     assert len(whole) == len(part)
     assert all(size <= all_ <= size * tp for size, all_ in zip(part, whole, strict=True))
     rank = parameters_per_rank(as_model(config), Configuration(tp=tp), 0)
