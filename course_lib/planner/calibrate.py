@@ -2,7 +2,7 @@
 
 .. code-block:: toml
 
-    node.bandwidth = "370 GB/s"      # per GPU and direction
+    node.bandwidth = "370 GB/s"      # per GPU and direction, as measured in a ring
     node.latency = "5 us"
     network.bandwidth = "400 Gb/s"
     efficiency.bf16 = 0.55           # share of the peak that the kernels reach
@@ -55,7 +55,7 @@ def calibrated(hardware: Hardware, path: Path) -> Hardware:
     if "efficiency" in rows:
         shares = _table("efficiency", rows["efficiency"])
         _known("efficiency.", shares, hardware.peak)
-        given["efficiency"] = {**hardware.efficiency, **{k: _share(k, shares[k]) for k in shares}}
+        given["efficiency"] = _shares(shares, hardware)
     if "memory_bandwidth" in rows:
         given["memory_bandwidth"] = rate("memory_bandwidth", rows["memory_bandwidth"])
     return replace(hardware, **given)
@@ -96,7 +96,20 @@ def _quantity(name: str, given: object, units: Mapping[str, float], example: str
 def _link(name: str, row: Mapping[str, object], link: Link) -> Link:
     _known(f"{name}.", row, ["bandwidth", "latency"])
     readers = {"bandwidth": rate, "latency": delay}
-    return replace(link, **{key: readers[key](f"{name}.{key}", row[key]) for key in row})
+    given = {key: readers[key](f"{name}.{key}", row[key]) for key in row}
+    if "bandwidth" in given:
+        given["efficiency"] = 1.0  # it was measured, so nothing of it is lost
+    return replace(link, **given)
+
+
+def _shares(given: Mapping[str, object], hardware: Hardware) -> dict[str, float]:
+    """Return the efficiencies; a given one replaces those of all software generations."""
+    found = dict(hardware.efficiency)
+    for name in given:
+        own = "bf16" if name == "fp16" else name  # as Hardware.efficiency_of
+        found = {key: one for key, one in found.items() if key.partition("@")[0] != own}
+        found[own] = _share(name, given[name])
+    return found
 
 
 def _share(name: str, given: object) -> float:

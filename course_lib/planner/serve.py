@@ -10,23 +10,25 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from fractions import Fraction
 from math import ceil, log2
 from typing import Any
 
 from course_lib.formulas.inference import cache_bytes
-from course_lib.ledger import wire
+from course_lib.formulas.moves import Move
 from course_lib.planner.catalog import Model
 from course_lib.planner.configuration import MOST, Configuration
 from course_lib.planner.flops import blocks_flops, head_flops
-from course_lib.planner.hardware import Hardware, Link
+from course_lib.planner.hardware import Hardware
+from course_lib.planner.links import Span, axis_span, seconds
 from course_lib.planner.parameters import layers_of_rank, padded_rows, parameters_per_rank
 
 REGIONS = 2  # all-reduces per layer: attention and MLP
 ASSUMPTIONS = (
-    "Weights and KV cache have {itemsize} bytes per element.",
+    "Weights and KV cache take {itemsize} per element.",
     "All requests of a batch start together and have the same lengths.",
     "Decoding reads weights and KV cache at the full {bandwidth:.2f} TB/s of the datasheet.",
-    "Prefill reaches {efficiency:.0%} of the peak.",
+    "Prefill reaches {efficiency:.0f} % of the peak.",
     "An all-reduce over tp takes the fastest of ring, tree and, inside a node, one message to each "
     "rank; no communication is hidden.",
 )
@@ -93,6 +95,11 @@ def serve(
             raise ValueError(f"expected {name} from 1 to {MOST:,}, got {name}={size}")
     if configuration.cp > 1:
         raise ValueError(f"expected cp=1 with --serve, got cp={configuration.cp}; take tp or pp")
+    if configuration.dtype.name not in hardware.peak:
+        raise ValueError(
+            f"{hardware.name} has no peak for {configuration.dtype.name}; choose "
+            f"{' or '.join(hardware.peak)}"
+        )
     plan = _Plan(model, hardware, configuration, batch, prompt, generate)
     weights, request = plan.weights(), plan.cache(1, prompt + generate)
     kv = plan.cache(batch, prompt + generate)
@@ -128,7 +135,7 @@ def _reasons(
         return ()
     text = (
         f"weights of {weights / 1e9:.1f} GB, KV cache of {kv / 1e9:.1f} GB and the reserve of "
-        f"{reserve:.0%} need {(kv - room) / 1e9:.1f} GB more than the "
+        f"{100 * reserve:.0f} % need {(kv - room) / 1e9:.1f} GB more than the "
         f"{hardware.capacity_bytes / 1e9:.0f} GB of a GPU"
     )
     remedy = "raise tp or pp" if room < 0 else "lower the batch, or raise tp or pp"
@@ -235,31 +242,26 @@ class _Plan:
         found = {}
         if c.tp > 1:
             calls = REGIONS * model.layers + 1
-            found["tp"] = calls * all_reduce_seconds(
-                row, c.tp, self.link(c.tp, 1), self.inside(c.tp)
-            )
+            found["tp"] = calls * all_reduce_seconds(row, c.tp, self.span("tp"), self.hardware)
         if c.ep > 1 and model.experts:
             layers = model.layers - model.experts.dense_layers
-            link = self.link(c.ep, c.tp)
-            sent = float(wire("all_to_all", 1, c.ep)) * row * model.experts.top_k / c.tp
-            found["ep"] = 2 * layers * (link.latency + sent / link.bandwidth)
+            pairs = Fraction(row * model.experts.top_k, c.tp)
+            moves = [Move("all_to_all", pairs, c.ep, 2 * layers)]
+            found["ep"] = seconds(moves, self.span("ep"), self.hardware)
         if c.pp > 1:
-            link = self.link(c.pp, c.tp * c.dp)
-            found["pp"] = c.pp * (link.latency + row / c.tp / link.bandwidth)
+            moves = [Move("send", Fraction(row, c.tp), c.pp, c.pp)]
+            found["pp"] = seconds(moves, self.span("pp"), self.hardware)
         return found
 
-    def inside(self, n: int, stride: int = 1) -> bool:
-        return n * stride <= self.hardware.gpus_per_node
-
-    def link(self, n: int, stride: int) -> Link:
-        return self.hardware.node if self.inside(n, stride) else self.hardware.network
+    def span(self, axis: str) -> Span:
+        return axis_span(axis, self.configuration, self.hardware.gpus_per_node)
 
     def assumptions(self) -> tuple[str, ...]:
         c, hardware = self.configuration, self.hardware
         values = {
-            "itemsize": c.dtype.itemsize,
+            "itemsize": "1 byte" if c.dtype.itemsize == 1 else f"{c.dtype.itemsize} bytes",
             "bandwidth": hardware.memory_bandwidth / 1e12,
-            "efficiency": hardware.efficiency_of(c.dtype.name),
+            "efficiency": 100 * hardware.efficiency_of(c.dtype.name),
         }
         found = [text.format(**values) for text in ASSUMPTIONS]
         most = self.model.max_seq_len
@@ -273,16 +275,17 @@ class _Plan:
         return tuple(found)
 
 
-def all_reduce_seconds(payload: float, n: int, link: Link, inside: bool = True) -> float:
-    """Return the seconds of an all-reduce by the fastest of three algorithms.
+def all_reduce_seconds(payload: int, n: int, over: Span, hardware: Hardware) -> float:
+    """Return the seconds of an all-reduce of ``payload`` bytes by the fastest of three algorithms.
 
-    Ring: 2(n-1) messages of payload/n. Tree: 2 log2 n messages of the payload. One-shot, inside a
-    node only: each rank sends the payload to n-1 others at once and pays the latency once, as the
+    Ring: as in training, hierarchical over nodes. Tree: 2 log2 n messages of the payload. One-shot,
+    inside a node only: each rank sends the payload to n-1 others and pays the latency once, as the
     custom all-reduce of vLLM and TensorRT-LLM for small tensors.
     """
-    hops = 2 * ceil(log2(n))
-    ring = 2 * (n - 1) * link.latency + float(wire("all_reduce", 1, n)) * payload / link.bandwidth
-    tree = hops * (link.latency + payload / link.bandwidth)
-    if not inside:
+    ring = seconds([Move("all_reduce", payload, n)], over, hardware)
+    messages = Move("send", payload, n)
+    near, far = (seconds([messages], Span(1, nodes), hardware) for nodes in (1, 2))
+    tree = 2 * (ceil(log2(over.inside)) * near + ceil(log2(over.nodes)) * far)
+    if over.nodes > 1:
         return min(ring, tree)
-    return min(ring, tree, link.latency + (n - 1) * payload / link.bandwidth)
+    return min(ring, tree, near + (n - 2) * (near - hardware.node.latency))
