@@ -30,6 +30,7 @@ from course_lib.formulas.parameters import (
     attention_parameters,
     mlp_parameters,
     norm_parameters,
+    padded_rows,
 )
 from course_lib.ledger import wire
 from course_lib.schedule import Schedule
@@ -308,7 +309,7 @@ class _Step:
 
     def table(self) -> int:
         """Elements of a rank's shard of the embedding, or of the LM head."""
-        return tp.padded_rows(self.config.vocab, self.sizes.tp) * self.config.hidden
+        return padded_rows(self.config.vocab, self.sizes.tp) * self.config.hidden
 
     def experts_of_layer(self) -> tuple[int, int]:
         """Elements of (router and shared expert, this rank's experts) in a layer."""

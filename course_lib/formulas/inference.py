@@ -22,8 +22,7 @@ from fractions import Fraction
 from typing import Protocol
 
 from course_lib.formulas import ep
-from course_lib.formulas.parameters import Sizes, accumulation_itemsize
-from course_lib.formulas.tp import padded_rows
+from course_lib.formulas.parameters import Sizes, accumulation_itemsize, padded_rows
 from course_lib.ledger import wire
 
 TOKEN_BYTES = 8

@@ -83,67 +83,79 @@ class Sizes(Protocol):
         """Number format of parameters and activations."""
 
 
-def parameter_sizes(config: Sizes, first: int = 0, end: int | None = None) -> list[int]:
+def parameter_sizes(config: Sizes, first: int = 0, end: int | None = None, n: int = 1) -> list[int]:
     """Return the elements of each parameter, in the order of ``parameters()``.
 
     Of the whole model, in which a tied embedding counts once; or of the slice with the blocks
-    ``first``..``end - 1``, as :meth:`course_lib.model.Decoder.stage` makes it.
+    ``first``..``end - 1``, as :meth:`course_lib.model.Decoder.stage` makes it; or of one of ``n``
+    tensor-parallel shards, with matrices and the padded vocabulary divided and the rest whole.
     """
     end = config.layers if end is None else end
-    table = config.vocab * config.hidden
-    sizes = [] if first else _embedding(config)
-    sizes += (end - first) * _block(config)
+    sizes = [] if first else embedding_sizes(config, n)
+    sizes += (end - first) * _block(config, n)
     if end == config.layers:
-        head = [] if config.tied and first == 0 else [table]
+        head = [] if config.tied and first == 0 else [padded_rows(config.vocab, n) * config.hidden]
         sizes += _norm(config) + head
     return sizes
 
 
-def _embedding(config: Sizes) -> list[int]:
-    rows = [config.vocab] + [config.max_seq_len] * (config.family == "gpt")
+def padded_rows(vocab: int, n: int) -> int:
+    """Return the rows of the vocabulary on each of ``n`` ranks, padding included."""
+    return -(-vocab // n)
+
+
+def embedding_sizes(config: Sizes, n: int = 1, *, positions: bool | None = None) -> list[int]:
+    """Return the elements of the embedding, and of learned ``positions`` (by default gpt's)."""
+    learned = config.family == "gpt" if positions is None else positions
+    rows = [padded_rows(config.vocab, n)] + [config.max_seq_len] * learned
     return [size * config.hidden for size in rows]
 
 
-def _block(config: Sizes) -> list[int]:
-    hidden, queries = config.hidden, config.heads * config.head_dim
-    keys = config.kv_heads * config.head_dim
-    attention = [(hidden, queries), (hidden, keys), (hidden, keys), (queries, hidden)]
-    ffn = [(hidden, config.ffn)] * (2 if config.family == "llama" else 1) + [(config.ffn, hidden)]
-    return [
-        *_norm(config),
-        *(size for shape in attention for size in _linear(config, *shape)),
-        *_norm(config),
-        *(size for shape in ffn for size in _linear(config, *shape)),
-    ]
+def _block(config: Sizes, n: int = 1) -> list[int]:
+    norm = _norm(config)
+    return [*norm, *_attention(config, n), *norm, *_mlp(config, n)]
 
 
-def _linear(config: Sizes, features_in: int, features_out: int) -> list[int]:
-    return [features_in * features_out] + [features_out] * (config.family == "gpt")
+def _attention(config: Sizes, n: int, bias: bool | None = None) -> list[int]:
+    queries = config.heads * config.head_dim // n
+    keys = max(config.kv_heads // n, 1) * config.head_dim
+    shapes = [(config.hidden, size) for size in (queries, keys, keys)] + [(queries, config.hidden)]
+    return _linears(config, shapes, bias)
+
+
+def _mlp(config: Sizes, n: int, ffn: int | None = None, bias: bool | None = None) -> list[int]:
+    inner = (config.ffn if ffn is None else ffn) // n
+    ups = 2 if config.family == "llama" else 1
+    return _linears(config, ups * [(config.hidden, inner)] + [(inner, config.hidden)], bias)
+
+
+def _linears(config: Sizes, shapes: list[tuple[int, int]], bias: bool | None) -> list[int]:
+    """Return the elements of weight and bias for each shape (features in, features out)."""
+    biased = config.family == "gpt" if bias is None else bias
+    return [size for shape in shapes for size in [shape[0] * shape[1], *[shape[1]] * biased]]
 
 
 def _norm(config: Sizes) -> list[int]:
     return [config.hidden] * (2 if config.family == "gpt" else 1)
 
 
-def attention_parameters(config: Sizes, n: int = 1) -> int:
+def attention_parameters(config: Sizes, n: int = 1, *, bias: bool | None = None) -> int:
     """Return the parameters of one attention, or of one of ``n`` tensor-parallel shards of it.
 
-    Biases of o are replicated, and K and V have at least one head per rank.
+    The bias of o is replicated, and K and V have at least one head per rank. By default gpt has
+    biases.
     """
-    hidden, queries = config.hidden, config.heads * config.head_dim
-    keys_values = 2 * max(config.kv_heads // n, 1) * config.head_dim
-    biases = queries // n + keys_values + hidden if config.family == "gpt" else 0
-    return 2 * hidden * queries // n + hidden * keys_values + biases
+    return sum(_attention(config, n, bias))
 
 
-def mlp_parameters(config: Sizes, n: int = 1) -> int:
+def mlp_parameters(
+    config: Sizes, n: int = 1, *, ffn: int | None = None, bias: bool | None = None
+) -> int:
     """Return the parameters of one MLP or expert, or of one of ``n`` tensor-parallel shards of it.
 
-    The second bias is replicated.
+    The second bias is replicated. ``ffn`` is the inner size of an expert, by default the MLP's.
     """
-    if config.family == "llama":
-        return 3 * config.hidden * config.ffn // n
-    return 2 * config.hidden * config.ffn // n + config.ffn // n + config.hidden
+    return sum(_mlp(config, n, ffn, bias))
 
 
 def norm_parameters(config: Sizes) -> int:

@@ -33,7 +33,7 @@ from course_lib import comm
 from course_lib.comm import Held, Region, ShardSpec
 from course_lib.comm.collectives import check_equal_shards
 from course_lib.comm.operators import Move, Product, apply_weight
-from course_lib.formulas.tp import padded_rows
+from course_lib.formulas.parameters import padded_rows
 from course_lib.mesh import Axis, sub_axis
 from course_lib.model import IGNORE_INDEX, accumulation_dtype
 
