@@ -11,6 +11,8 @@ from typing import Any
 
 from course_lib.planner.catalog import look_up
 
+NOT_CALIBRATED = 0.5  # the efficiency where no published run has been used; a guess
+
 
 @dataclass(frozen=True)
 class Link:
@@ -31,8 +33,8 @@ class Hardware:
     ``capacity_bytes`` of a GPU, as torch reports it; ``memory_bandwidth`` in bytes per second;
     ``peak`` in FLOP/s, dense, by the name of the number format; a format that the GPU lacks, or
     whose peak is unknown, is left out. ``node`` is the link inside a node, ``network`` the
-    one between nodes. ``efficiency``: share of the peak that the kernels reach, by number format,
-    and where that comes from.
+    one between nodes. ``efficiency``: share of the peak that the kernels reach, by number format
+    and software generation, as in ``{"bf16@2021": 0.6, "bf16@2024": 0.5}``.
     """
 
     name: str
@@ -44,6 +46,24 @@ class Hardware:
     network: Link
     efficiency: Mapping[str, float]
     source: str
+
+    def efficiency_of(self, dtype: str, generation: str | None = None) -> float:
+        """Return the share of the peak that kernels of ``dtype`` reach when no rank waits.
+
+        ``generation`` is the year of the software, by default the newest. fp16 counts as bf16.
+        ``NOT_CALIBRATED`` where no published run of this GPU and number format was used.
+        Raises ValueError for a generation that is not known.
+        """
+        name = "bf16" if dtype == "fp16" else dtype
+        known = {key.partition("@")[2]: key for key in self.efficiency if key.startswith(name)}
+        if generation is None:
+            return self.efficiency[known[max(known)]] if known else NOT_CALIBRATED
+        if generation not in known:
+            raise ValueError(
+                f"expected the software generation of {name} on {self.name} to be one of "
+                f"{', '.join(sorted(known)) or '(none)'}, got {generation!r}"
+            )
+        return self.efficiency[known[generation]]
 
 
 def hardware_names() -> list[str]:
