@@ -36,9 +36,7 @@ class LayerFlops:
         return self.projections + self.core + self.mlp
 
 
-def layer_flops(
-    model: Model, layer: int, seq: int, *, attention: str = "causal"
-) -> LayerFlops:
+def layer_flops(model: Model, layer: int, seq: int, *, attention: str = "causal") -> LayerFlops:
     """Return the forward FLOPs of one token in ``layer``, in sequences of ``seq`` tokens."""
     if attention not in SHARE_OF_SCORES:
         raise ValueError(f'expected attention="causal" or "full", got attention={attention!r}')
