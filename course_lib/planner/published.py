@@ -285,7 +285,8 @@ def _hardware(row: Row, efficiency: Efficiency) -> Hardware:
     if key is None:
         return found
     value = efficiency.get(key) or found.efficiency_of(row.format, row.given["generation"])
-    return replace(found, efficiency={row.format: value})
+    others = {name: x for name, x in found.efficiency.items() if name.split("@")[0] != row.format}
+    return replace(found, efficiency={**others, row.format: value})
 
 
 def _estimate(row: Row, efficiency: Efficiency) -> Estimate:
@@ -409,7 +410,7 @@ def _tokens_per_gpu_second(row: Row, efficiency: Efficiency) -> float:
 
 
 def _model_tflops(row: Row, efficiency: Efficiency) -> float:
-    return _estimate(row, efficiency).tflops_per_gpu / 1e12
+    return _estimate(row, efficiency).tflops_per_gpu
 
 
 def _megatron_hfu_tflops(row: Row, efficiency: Efficiency) -> float:
