@@ -20,8 +20,6 @@ from course_lib.planner.catalog import FP32, FP64, Dtype, Experts
 from course_lib.planner.communication import stage_moves, step_moves
 from course_lib.planner.configuration import stages_of
 from course_lib.planner.estimate import rank_moves
-from course_lib.planner.pipeline import StageSeconds, pipeline
-from course_lib.schedule import make, simulate
 from course_lib.tour.technique import JOB
 from course_lib.tour.techniques import TECHNIQUES
 from course_lib.tour.techniques.compose import FIVE, PLAN_5D
