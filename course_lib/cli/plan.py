@@ -19,7 +19,7 @@ EXAMPLE = "course plan llama-3-70b --gpus 64 --hardware h100 --tp 8 --pp 4"
 NEEDED = ("family", "layers", "hidden", "heads", "vocab")  # of a custom model
 RESERVE = 0.08  # of the capacity: NCCL's buffers, fragmentation
 
-Degree = Annotated[int, typer.Option(help="GPUs on this axis.")]
+Degree = Annotated[int | None, typer.Option(help="GPUs on this axis; default: 1.")]
 Count = Annotated[int | None, typer.Option(help="Of a custom model.")]
 
 
@@ -30,11 +30,11 @@ def plan(
     ] = None,
     gpus: Annotated[int | None, typer.Option(help="Number of GPUs.")] = None,
     hardware: Annotated[str | None, typer.Option(help="h100, say; a wrong name lists all.")] = None,
-    tp: Degree = 1,
-    pp: Degree = 1,
-    cp: Degree = 1,
+    tp: Degree = None,
+    pp: Degree = None,
+    cp: Degree = None,
     dp: Annotated[int | None, typer.Option(help="Default: what is left.")] = None,
-    ep: Annotated[int, typer.Option(help="Expert parallel, a divisor of dp x cp.")] = 1,
+    ep: Annotated[int | None, typer.Option(help="Expert parallel, a divisor of dp x cp.")] = None,
     zero: Annotated[int | None, typer.Option(help="0 to 3; default: 1 if dp > 1.")] = None,
     schedule: Annotated[
         str | None, typer.Option(help="Default: interleaved if --chunks > 1, else 1f1b.")
@@ -43,12 +43,16 @@ def plan(
     stage_layers: Annotated[
         str | None, typer.Option(help="Layers per stage where they are uneven: 7,8x14,7.")
     ] = None,
-    micro_batch: Annotated[int, typer.Option(help="Sequences per micro-batch.")] = 1,
+    micro_batch: Annotated[
+        int | None, typer.Option(help="Sequences per micro-batch; default: 1.")
+    ] = None,
     global_batch: Annotated[
         int | None, typer.Option(help="Sequences per step; default: about 4 Mi tokens.")
     ] = None,
     seq: Annotated[int | None, typer.Option(help="Tokens per sequence.")] = None,
-    recompute: Annotated[str, typer.Option(help="none, selective or full.")] = "none",
+    recompute: Annotated[
+        str | None, typer.Option(help="none, selective or full; default: none.")
+    ] = None,
     dtype: Annotated[str, typer.Option(help="bf16, fp16, fp8, fp32 or fp64.")] = "bf16",
     reserve: Annotated[
         float, typer.Option(help="Share of memory that stays free: NCCL, fragmentation.")
@@ -114,7 +118,7 @@ def plan(
         machine = calibrated(machine, calibrate)
     if not 0 <= reserve < 1:
         raise ValueError(f"expected --reserve from 0 to below 1, a share, got {reserve}")
-    degrees: dict[str, Any] = {
+    options = {
         "tp": tp,
         "pp": pp,
         "cp": cp,
@@ -130,6 +134,7 @@ def plan(
         "recompute": recompute,
         "dtype": dtype,
     }
+    degrees = {name: value for name, value in options.items() if value is not None}
     modes = {"explain": explain, "compare": compare, "search": search, "serve": serve}
     chosen = [f"--{name}" for name, on in modes.items() if on]
     if len(chosen) > 1:
@@ -218,10 +223,8 @@ def _search(
     from course_lib.planner.search import search
     from course_lib.planner.text import ranking
 
-    defaults = {"tp": 1, "pp": 1, "cp": 1, "ep": 1, "micro_batch": 1, "recompute": "none"}
-    fixed = {k: v for k, v in degrees.items() if v is not None and defaults.get(k) != v}
     with Status("searching"):
-        found = search(model, machine, gpus, top=top, reserve=reserve, **fixed)
+        found = search(model, machine, gpus, top=top, reserve=reserve, **degrees)
     if as_json:
         print_json(found.as_dict())
     else:
