@@ -83,20 +83,18 @@ class Sizes(Protocol):
         """Number format of parameters and activations."""
 
 
-def parameter_sizes(
-    config: Sizes, first: int = 0, end: int | None = None, *, tp: int = 1
-) -> list[int]:
+def parameter_sizes(config: Sizes, first: int = 0, end: int | None = None, n: int = 1) -> list[int]:
     """Return the elements of each parameter, in the order of ``parameters()``.
 
     Of the whole model, in which a tied embedding counts once; or of the slice with the blocks
-    ``first``..``end - 1``, as :meth:`course_lib.model.Decoder.stage` makes it. With ``tp``, the
-    elements on one rank of tensor parallelism: it divides matrices and the padded vocabulary.
+    ``first``..``end - 1``, as :meth:`course_lib.model.Decoder.stage` makes it; or of one of ``n``
+    tensor-parallel shards, with matrices and the padded vocabulary divided and the rest whole.
     """
     end = config.layers if end is None else end
-    sizes = [] if first else embedding_sizes(config, tp)
-    sizes += (end - first) * _block(config, tp)
+    sizes = [] if first else embedding_sizes(config, n)
+    sizes += (end - first) * _block(config, n)
     if end == config.layers:
-        head = [] if config.tied and first == 0 else [padded_rows(config.vocab, tp) * config.hidden]
+        head = [] if config.tied and first == 0 else [padded_rows(config.vocab, n) * config.hidden]
         sizes += _norm(config) + head
     return sizes
 
@@ -106,56 +104,58 @@ def padded_rows(vocab: int, n: int) -> int:
     return -(-vocab // n)
 
 
-def embedding_sizes(config: Sizes, tp: int = 1, *, positions: bool | None = None) -> list[int]:
-    """Return the elements of the embedding and of learned positions (by default gpt has them)."""
+def embedding_sizes(config: Sizes, n: int = 1, *, positions: bool | None = None) -> list[int]:
+    """Return the elements of the embedding, and of learned ``positions`` (by default gpt's)."""
     learned = config.family == "gpt" if positions is None else positions
-    rows = [padded_rows(config.vocab, tp)] + [config.max_seq_len] * learned
+    rows = [padded_rows(config.vocab, n)] + [config.max_seq_len] * learned
     return [size * config.hidden for size in rows]
 
 
-def _block(config: Sizes, tp: int) -> list[int]:
+def _block(config: Sizes, n: int = 1) -> list[int]:
     norm = _norm(config)
-    return [*norm, *attention_sizes(config, tp), *norm, *mlp_sizes(config, tp)]
+    return [*norm, *_attention(config, n), *norm, *_mlp(config, n)]
 
 
-def attention_sizes(config: Sizes, tp: int = 1, *, bias: bool | None = None) -> list[int]:
-    """Return the elements of the four linears of attention on a rank; by default gpt has biases.
-
-    Ranks share a key and value head where there are fewer heads than ranks.
-    """
-    queries = config.heads * config.head_dim // tp
-    keys = max(config.kv_heads // tp, 1) * config.head_dim
-    shapes = [(config.hidden, n) for n in (queries, keys, keys)] + [(queries, config.hidden)]
+def _attention(config: Sizes, n: int, bias: bool | None = None) -> list[int]:
+    queries = config.heads * config.head_dim // n
+    keys = max(config.kv_heads // n, 1) * config.head_dim
+    shapes = [(config.hidden, size) for size in (queries, keys, keys)] + [(queries, config.hidden)]
     return _linears(config, shapes, bias)
 
 
-def mlp_sizes(
-    config: Sizes, tp: int = 1, *, ffn: int | None = None, bias: bool | None = None
-) -> list[int]:
-    """Return the elements of the linears of an MLP, or of an expert of ``ffn`` inner features."""
-    inner = (config.ffn if ffn is None else ffn) // tp
-    gates = 2 if config.family == "llama" else 1
-    return _linears(config, gates * [(config.hidden, inner)] + [(inner, config.hidden)], bias)
+def _mlp(config: Sizes, n: int, ffn: int | None = None, bias: bool | None = None) -> list[int]:
+    inner = (config.ffn if ffn is None else ffn) // n
+    ups = 2 if config.family == "llama" else 1
+    return _linears(config, ups * [(config.hidden, inner)] + [(inner, config.hidden)], bias)
 
 
 def _linears(config: Sizes, shapes: list[tuple[int, int]], bias: bool | None) -> list[int]:
-    """Return weight and bias of each; an output bias is whole on each rank, as its features are."""
+    """Return the elements of weight and bias for each shape (features in, features out)."""
     biased = config.family == "gpt" if bias is None else bias
-    return [size for n, m in shapes for size in [n * m] + [m] * biased]
+    return [size for shape in shapes for size in [shape[0] * shape[1], *[shape[1]] * biased]]
 
 
 def _norm(config: Sizes) -> list[int]:
     return [config.hidden] * (2 if config.family == "gpt" else 1)
 
 
-def attention_parameters(config: Sizes, n: int = 1) -> int:
-    """Return the parameters of one attention, or of one of ``n`` tensor-parallel shards of it."""
-    return sum(attention_sizes(config, n))
+def attention_parameters(config: Sizes, n: int = 1, *, bias: bool | None = None) -> int:
+    """Return the parameters of one attention, or of one of ``n`` tensor-parallel shards of it.
+
+    The bias of o is replicated, and K and V have at least one head per rank. By default gpt has
+    biases.
+    """
+    return sum(_attention(config, n, bias))
 
 
-def mlp_parameters(config: Sizes, n: int = 1) -> int:
-    """Return the parameters of one MLP or expert, or of one of ``n`` tensor-parallel shards."""
-    return sum(mlp_sizes(config, n))
+def mlp_parameters(
+    config: Sizes, n: int = 1, *, ffn: int | None = None, bias: bool | None = None
+) -> int:
+    """Return the parameters of one MLP or expert, or of one of ``n`` tensor-parallel shards of it.
+
+    The second bias is replicated. ``ffn`` is the inner size of an expert, by default the MLP's.
+    """
+    return sum(_mlp(config, n, ffn, bias))
 
 
 def norm_parameters(config: Sizes) -> int:
@@ -165,7 +165,7 @@ def norm_parameters(config: Sizes) -> int:
 
 def block_parameter_count(config: Sizes) -> int:
     """Return the parameters of one block."""
-    return sum(_block(config, 1))
+    return sum(_block(config))
 
 
 def parameter_count(config: Sizes) -> int:

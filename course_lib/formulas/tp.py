@@ -8,10 +8,8 @@ from course_lib.formulas import recompute
 from course_lib.formulas.parameters import (
     Sizes,
     accumulation_itemsize,
-    attention_parameters,
-    mlp_parameters,
-    norm_parameters,
     padded_rows,
+    parameter_sizes,
 )
 from course_lib.formulas.recompute import ID_BYTES, saved_by_block
 from course_lib.ledger import wire
@@ -67,11 +65,7 @@ def shared_head_bytes(
 
 def parameters_per_rank(config: Sizes, n: int) -> int:
     """Return the parameter count per rank: matrices and vocabulary are sharded, the rest is not."""
-    norm = norm_parameters(config)
-    layer = attention_parameters(config, n) + mlp_parameters(config, n) + 2 * norm
-    vocabulary = padded_rows(config.vocab, n) * config.hidden * (1 if config.tied else 2)
-    positions = config.max_seq_len * config.hidden if config.family == "gpt" else 0
-    return vocabulary + positions + config.layers * layer + norm
+    return sum(parameter_sizes(config, n=n))
 
 
 def saved_per_block(config: Sizes, sequences: int, seq_len: int, n: int) -> int:

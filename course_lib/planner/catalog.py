@@ -22,6 +22,7 @@ LARGEST = {
     "vocab": 2**24,
     "max_seq_len": 2**28,
 }
+MOST_EXPERTS = 2**16
 T = TypeVar("T")
 
 
@@ -155,6 +156,7 @@ def custom_model(
     """
     _check_size("hidden", hidden, LARGEST["hidden"])  # before they are divided
     _check_size("heads", heads, LARGEST["heads"])
+    _check_size("experts", experts, MOST_EXPERTS, least=0)
     default = 4 * hidden if family == "gpt" else -(-8 * hidden // (3 * 256)) * 256
     inner = default if ffn is None else ffn
     return Model(
@@ -204,7 +206,7 @@ def _check_heads(sizes: Model) -> None:
 
 
 def _check_experts(experts: Experts) -> None:
-    _check_sizes(experts, {"number": 2**16, "top_k": 2**16, "ffn": LARGEST["ffn"]})
+    _check_sizes(experts, {"number": MOST_EXPERTS, "top_k": MOST_EXPERTS, "ffn": LARGEST["ffn"]})
     if experts.top_k > experts.number:
         raise ValueError(
             f"expected top_k of at most the number of experts, got top_k={experts.top_k} and "

@@ -5,9 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from difflib import get_close_matches
+from itertools import accumulate, pairwise
 from math import lcm
 
+from course_lib.formulas.pp import partition
 from course_lib.planner.catalog import DTYPES, Dtype, Model
+from course_lib.schedule import placement
 from course_lib.schedule.named import CHUNKS, SCHEDULES, V_SHAPED
 
 RECOMPUTE = ("none", "selective", "full")
@@ -23,7 +26,10 @@ class Configuration:
     ``zero`` 0 to 3. ``schedule`` is a name of :mod:`course_lib.schedule`, ``chunks`` the stages
     per rank. ``micro_batch`` and ``global_batch`` count sequences of ``seq`` tokens.
     ``sequence_parallel``: on when tp > 1. ``stage_layers`` counts the layers of each stage where
-    they are not as even as possible.
+    they are not as even as possible, in the order in which a micro-batch passes the pp x chunks
+    stages. ``recipe``: bytes per parameter, 16, 18 or 20 (:func:`planner.memory.state_bytes`).
+    ``fused_attention``: the kernel saves no scores for backward (FlashAttention). ``gather_again``:
+    sequence parallelism saves shards of inputs, and backward gathers them again.
     """
 
     tp: int = 1
@@ -41,6 +47,9 @@ class Configuration:
     dtype: Dtype = DTYPES["bf16"]
     sequence_parallel: bool = False
     stage_layers: tuple[int, ...] | None = None
+    recipe: int = 18
+    fused_attention: bool = True
+    gather_again: bool = True
 
     @property
     def world(self) -> int:
@@ -143,6 +152,14 @@ def configure(
     for problem in impossible(model, made):
         raise ValueError(problem)
     return made
+
+
+def stages_of(model: Model, configuration: Configuration) -> list[tuple[int, range]]:
+    """Return pipeline rank and layers of each virtual stage."""
+    ranks = placement(configuration.schedule, configuration.pp, configuration.chunks)
+    counts = configuration.stage_layers or partition(model.layers, len(ranks))
+    ends = [0, *accumulate(counts)]
+    return [(rank, range(*at)) for rank, at in zip(ranks, pairwise(ends), strict=True)]
 
 
 def suggestion(name: str, known: Iterable[str]) -> str:

@@ -8,7 +8,7 @@ fragmentation. The reserve of an estimate stands for them.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 from course_lib.formulas.tp import padded_rows
@@ -136,8 +136,8 @@ def _gathered(model: Model, configuration: Configuration, stage: int) -> tuple[i
 
 def state_memory(model: Model, configuration: Configuration) -> States:
     """Return the bytes of states on the pipeline rank that has most of them."""
-    of_ranks = (stage_states(model, configuration, rank) for rank in range(configuration.pp))
-    return max(of_ranks, key=lambda states: states.total)
+    ranks = range(configuration.pp)
+    return max((stage_states(model, configuration, rank) for rank in ranks), key=_total)
 
 
 # --- activations ---------------------------------------------------------------------------------
@@ -204,11 +204,11 @@ def layer_activations(model: Model, configuration: Configuration, layer: int) ->
     tokens = configuration.micro_batch * configuration.seq / configuration.cp
     rows = tokens / t if configuration.sequence_parallel else tokens
     masks = 2 * model.hidden if model.dropout else 0
-    outside = 2 * model.block_norms * w * model.hidden + masks
+    outside: float = 2 * model.block_norms * w * model.hidden + masks
     heads, kv_heads = model.heads // t, max(model.kv_heads // t, 1)
     latent = model.latent
     if latent is None:
-        inside = w * model.head_dim * 2 * (heads + kv_heads)
+        inside: float = w * model.head_dim * 2 * (heads + kv_heads)
     else:
         outside += w * (2 * (latent.q_rank + latent.kv_rank) + latent.rope_dim)
         inside = 2 * w * heads * (latent.nope_dim + latent.rope_dim + latent.value_dim)
@@ -261,33 +261,91 @@ def activation_bytes(model: Model, configuration: Configuration, stage: int = 0)
     logits, so that only the larger of the two counts.
 
     A micro-batch that waits for W stores inputs and output gradients of the linears: about as much
-    as the layers save without recomputation, and 16-bit gradients of the logits.
+    as the layers save with selective recomputation, and output gradients of the LM head.
     """
-    found = in_flight_on(configuration, stage)
-    recompute = configuration.recompute
-    own = [part for part in enumerate(stages_of(model, configuration)) if part[1][0] == stage]
-    kinds: dict[bool, LayerActivations] = {}
-    total = working = 0.0
-    for (number, (_, layers)), whole, later in zip(own, found.whole, found.weight, strict=True):
-        saved = unsplit = 0.0
-        for layer in layers:
-            kind = is_expert_layer(model, layer)
-            if kind not in kinds:
-                kinds[kind] = layer_activations(model, configuration, layer)
-            saved += kinds[kind].saved(recompute)
-            unsplit += kinds[kind].saved("none" if recompute == "full" else recompute)
-        total += whole * saved + later * unsplit
+    found, recompute = _in_flight(configuration, stage), configuration.recompute
+    stages = stages_of(model, configuration)
+    own = [(number, layers) for number, (rank, layers) in enumerate(stages) if rank == stage]
+    kinds = _layer_kinds(model, configuration, [layer for _, layers in own for layer in layers])
+    kept, working = 0.0, max(kind.working(recompute) for kind in kinds.values())
+    for (number, layers), whole, later in zip(own, found.whole, found.weight, strict=True):
+        of_layers = [kinds[is_expert_layer(model, layer)] for layer in layers]
+        saved = sum(one.saved(recompute) for one in of_layers)
+        waiting = sum(one.saved("selective") for one in of_layers)
         if configuration.schedule in SPLIT_BACKWARD:
-            working = max(working, unsplit - saved)
+            working = max(working, waiting - saved)
+        kept += whole * saved + later * waiting
         if number == 0 and model.dropout:
             mask = _entering(model, configuration) / _width(configuration)
-            total += mask * (sum(found.whole) + sum(found.weight)) / len(own)
-    working = max(working, *(kind.working(recompute) for kind in kinds.values()))
-    last, (rank, _) = len(own) - 1, own[-1][1]
-    if own[last][0] == len(stages_of(model, configuration)) - 1 and rank == stage:
-        head = head_activations(model, configuration)
-        total += (found.whole[last] - 1) * head + found.weight[last] * _waiting_head(
-            model, configuration
-        )
-        working = max(working, head)
-    return total + working
+            kept += mask * found.total / len(own)
+        if number == len(stages) - 1:
+            head = head_activations(model, configuration)
+            working = max(working, head)
+            kept += (whole - 1) * head + later * _head_waiting(model, configuration)
+    return kept + working
+
+
+def _layer_kinds(
+    model: Model, configuration: Configuration, layers: Iterable[int]
+) -> dict[bool, LayerActivations]:
+    """Return what layers of the two kinds save, by whether they have experts."""
+    found = {is_expert_layer(model, layer): layer for layer in layers}
+    return {kind: layer_activations(model, configuration, at) for kind, at in found.items()}
+
+
+# Their backward goes through all layers of a stage before the first W of that stage.
+SPLIT_BACKWARD = ("zb-h1", "zb-h2", "zb-v", "dualpipe-v")
+
+
+def _in_flight(configuration: Configuration, stage: int) -> InFlight:
+    """Return the micro-batches in flight on a pipeline rank."""
+    return in_flight(
+        configuration.schedule,
+        configuration.pp,
+        configuration.micro_batches,
+        stage,
+        configuration.chunks,
+    )
+
+
+def _head_waiting(model: Model, configuration: Configuration) -> float:
+    """Return the bytes that the LM head stores between I and W: its input and output gradient."""
+    tokens = configuration.micro_batch * configuration.seq / configuration.cp
+    logits = padded_rows(model.vocab, configuration.tp) * _width(configuration)
+    return _entering(model, configuration) + tokens * logits
+
+
+# --- all of it -----------------------------------------------------------------------------------
+
+
+def memory(model: Model, configuration: Configuration) -> Memory:
+    """Return the bytes on a GPU of the pipeline rank whose total is largest."""
+    ranks = _candidates(model, configuration)
+    return max((stage_memory(model, configuration, rank) for rank in ranks), key=_total)
+
+
+def _candidates(model: Model, configuration: Configuration) -> Iterable[int]:
+    """Return the pipeline ranks of which one needs most.
+
+    Where all layers are alike and spread evenly, the ranks between the second and the last two
+    need no more than the second: they have as many layers, or fewer, and no more in flight.
+    """
+    p = configuration.pp
+    if model.experts is not None or configuration.stage_layers is not None:
+        return range(p)
+    return sorted({0, min(1, p - 1), max(p - 2, 0), p - 1})
+
+
+def _total(held: Memory | States) -> float:
+    return held.total
+
+
+def stage_memory(model: Model, configuration: Configuration, stage: int) -> Memory:
+    """Return the bytes on a GPU of pipeline rank ``stage``."""
+    states = stage_states(model, configuration, stage)
+    return Memory(
+        weights=states.weights,
+        gradients=states.gradients,
+        optimizer=states.optimizer,
+        activations=activation_bytes(model, configuration, stage),
+    )

@@ -10,9 +10,9 @@ from dataclasses import dataclass
 from itertools import accumulate
 
 from course_lib.formulas.parameters import (
-    attention_sizes,
+    attention_parameters,
     embedding_sizes,
-    mlp_sizes,
+    mlp_parameters,
     norm_parameters,
     padded_rows,
 )
@@ -54,10 +54,10 @@ def layer_parameters(model: Model, layer: int, *, tp: int = 1) -> LayerParameter
     and down-projections of latent attention; a rank routes its own rows of the sequence.
     """
     experts = model.experts if is_expert_layer(model, layer) else None
-    expert = sum(mlp_sizes(model, ffn=experts.ffn, bias=model.mlp_bias)) if experts else 0
+    expert = mlp_parameters(model, ffn=experts.ffn, bias=model.mlp_bias) if experts else 0
     return LayerParameters(
         attention=_attention(model, tp),
-        mlp=0 if experts else sum(mlp_sizes(model, tp, bias=model.mlp_bias)),
+        mlp=0 if experts else mlp_parameters(model, tp, bias=model.mlp_bias),
         router=experts.number * (model.hidden + experts.router_bias) if experts else 0,
         experts=experts.number * expert if experts else 0,
         shared_experts=experts.shared * expert if experts else 0,
@@ -73,7 +73,7 @@ def is_expert_layer(model: Model, layer: int) -> bool:
 def _attention(model: Model, tp: int) -> int:
     latent, heads = model.latent, model.heads // tp
     if latent is None:
-        return sum(attention_sizes(model, tp, bias=model.attention_bias))
+        return attention_parameters(model, tp, bias=model.attention_bias)
     down = model.hidden * (latent.q_rank + latent.kv_rank + latent.rope_dim)
     norms = latent.q_rank + latent.kv_rank
     up_q = latent.q_rank * heads * (latent.nope_dim + latent.rope_dim)
