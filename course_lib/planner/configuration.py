@@ -15,7 +15,9 @@ from course_lib.schedule.named import CHUNKS, SCHEDULES, V_SHAPED
 
 RECOMPUTE = ("none", "selective", "full")
 ONE_STAGE = ("1f1b", "zb-h1", "zb-h2")  # schedules in which a rank has one stage
-MOST = 2**24  # of any count: GPUs, sequences, positions
+# Above these a number is a mistake, and a plan would take minutes.
+MOST_GPUS, MOST = 2**20, 2**30
+RECIPES = (16, 18, 20)  # bytes per parameter
 STEP_TOKENS = 2**22  # of the default batch: 4 Mi tokens, as Llama 3's first phase
 
 
@@ -90,6 +92,8 @@ def configure(
     recompute: str = "none",
     dtype: str = "bf16",
     stage_layers: tuple[int, ...] | None = None,
+    recipe: int = 18,
+    fused_attention: bool = True,
 ) -> Configuration:
     """Return a configuration with what was left out filled in; ValueError if it is impossible.
 
@@ -109,15 +113,18 @@ def configure(
         "seq": seq,
     }
     for name, count in counts.items():
-        if count is not None and not 1 <= count <= MOST:
-            raise ValueError(f"expected {name} from 1 to {MOST:,}, got {name}={count}")
-    for kind, name, known in (
+        most = MOST if name in ("micro_batch", "global_batch", "seq") else MOST_GPUS
+        if count is not None and (type(count) is not int or not 1 <= count <= most):
+            raise ValueError(
+                f"expected a whole number from 1 to {most:,} as {name}, got {name}={count!r}"
+            )
+    for kind, asked, known in (
         ("schedule", schedule, SCHEDULES),
         ("recompute", recompute, RECOMPUTE),
         ("dtype", dtype, DTYPES),
     ):
-        if name is not None and name not in known:
-            raise ValueError(f"no {kind} is called {name!r}; {suggestion(name, known)}")
+        if asked is not None and asked not in known:
+            raise ValueError(f"no {kind} is called {asked!r}; {suggestion(asked, known)}")
     others = tp * pp * cp
     if gpus % (others * (dp or 1)) or (dp is not None and others * dp != gpus):
         product = f"{tp} x {pp} x {cp}" + (f" x {dp}" if dp else "")
@@ -147,7 +154,9 @@ def configure(
         recompute=recompute,
         dtype=DTYPES[dtype],
         sequence_parallel=tp > 1,
-        stage_layers=stage_layers,
+        stage_layers=None if stage_layers is None else tuple(stage_layers),
+        recipe=recipe,
+        fused_attention=fused_attention,
     )
     for problem in impossible(model, made):
         raise ValueError(problem)
@@ -177,6 +186,8 @@ def impossible(model: Model, plan: Configuration) -> Iterator[str]:
     yield from _stages(model, plan)
     if plan.zero not in range(4):
         yield f"expected zero from 0 to 3, got zero={plan.zero}; 0 shards nothing"
+    if plan.recipe not in RECIPES:
+        yield f"expected recipe=16, 18 or 20 bytes per parameter, got recipe={plan.recipe}"
     rows = plan.dp * plan.micro_batch
     if plan.global_batch % rows:
         yield (
@@ -187,8 +198,14 @@ def impossible(model: Model, plan: Configuration) -> Iterator[str]:
 
 def _splits(model: Model, plan: Configuration) -> Iterator[str]:
     """Check heads, features, experts and positions against tp, ep and cp."""
-    ffn = 0 if model.experts else model.ffn
-    for name, size in (("heads", model.heads), ("features of the MLP (ffn)", ffn)):
+    experts = model.experts  # routed experts stay whole
+    ffn = 0 if experts and not experts.dense_layers else model.ffn
+    shared_ffn = experts.ffn if experts and experts.shared else 0
+    for name, size in (
+        ("heads", model.heads),
+        ("features of the MLP (ffn)", ffn),
+        ("features of a shared expert", shared_ffn),
+    ):
         if size % plan.tp:
             yield (
                 f"expected tp to divide {size} {name}, got tp={plan.tp}; choose "
@@ -198,11 +215,11 @@ def _splits(model: Model, plan: Configuration) -> Iterator[str]:
     if shared % plan.tp and plan.tp % max(shared, 1):
         yield (
             f"expected tp to divide {shared} key and value heads or to be a multiple of them, got "
-            f"tp={plan.tp}"
+            f"tp={plan.tp}; choose {_divisors(shared, 2 * plan.tp)}, or a multiple of {shared}"
         )
     data = plan.dp * plan.cp
     if plan.ep > 1 and model.experts is None:
-        yield f"expected ep=1, as {model.name} has no experts, got ep={plan.ep}"
+        yield f"expected ep=1, as {model.name} has no experts, got ep={plan.ep}; leave it out"
     elif data % plan.ep:
         yield (
             f"expected ep to divide dp x cp = {data}, got ep={plan.ep}; choose "
@@ -237,15 +254,19 @@ def _stages(model: Model, plan: Configuration) -> Iterator[str]:
             "interleaved"
         )
     if plan.schedule in V_SHAPED and plan.chunks != 2 and plan.pp > 1:
-        yield f"expected chunks=2 for {plan.schedule}, got chunks={plan.chunks}"
-    layers = plan.stage_layers
-    if layers is not None and (len(layers) != stages or sum(layers) != model.layers):
         yield (
-            f"expected the layers of {stages} stages that add up to {model.layers}, got "
-            f"{len(layers)} stages with {sum(layers)} layers"
+            f"expected chunks=2 for {plan.schedule}, got chunks={plan.chunks}; choose 2, or leave "
+            "it out"
         )
-    elif layers is not None and min(layers) < 0:
-        yield f"expected 0 or more layers per stage, got {min(layers)}"
+    layers = plan.stage_layers
+    if layers is None:
+        return
+    if len(layers) != stages or sum(layers) != model.layers or min(layers) < 1:
+        yield (
+            f"expected stage_layers of pp x chunks = {stages} stages, one layer or more each and "
+            f"{model.layers} in all, got {', '.join(map(str, layers))}: {len(layers)} stages with "
+            f"{sum(layers)} layers"
+        )
 
 
 def _divisors(number: int, most: int) -> str:

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from course_lib.formulas.tp import padded_rows
+from course_lib.formulas.parameters import padded_rows
 from course_lib.planner.catalog import BF16, Dtype, Model
 from course_lib.planner.configuration import Configuration, stages_of
 from course_lib.planner.in_flight import InFlight, in_flight
@@ -180,7 +180,7 @@ def layer_activations(model: Model, configuration: Configuration, layer: int) ->
     ===================  ====================================  ==========================
     inputs of norms      2 w h                                 divided by t with SP
     dropout masks        2 h, if the model has dropout         divided by t with SP
-    inputs of columns    2 w h: of q, k, v and of the MLP      divided by t with SP
+    inputs of columns    2 w h: of q, k, v and of the MLP      divided by t with SP (again)
     q, k, v, and output  w (2 H + 2 G) K                       divided by t
     MLP                  gpt 2 w f; llama 3 w f                divided by t
     scores               s H (2 w + 1), or s H w (no dropout)  divided by t; fused: none
@@ -189,7 +189,8 @@ def layer_activations(model: Model, configuration: Configuration, layer: int) ->
     A gpt layer of 2-byte numbers with G = H, f = 4h and dropout saves Korthikanti's 34 sbh, and
     5as/h sbh of scores. A fused SwiGLU saves gate and up, its input, and recomputes silu (Megatron-
     LM's SwiGLUFunction; torchtitan under torch.compile); its output is the input of down. With SP
-    the inputs of columns are saved as shards and gathered again in backward, as in Megatron-LM.
+    the inputs of columns are saved as shards and gathered again in backward, as in Megatron-LM,
+    unless ``gather_again`` is off.
 
     A layer with experts saves top_k rows of input and inner features for each token (Megatron-LM's
     grouped experts, which scale the inner features by the router's weight, and so need no output),
@@ -204,7 +205,10 @@ def layer_activations(model: Model, configuration: Configuration, layer: int) ->
     tokens = configuration.micro_batch * configuration.seq / configuration.cp
     rows = tokens / t if configuration.sequence_parallel else tokens
     masks = 2 * model.hidden if model.dropout else 0
-    outside: float = 2 * model.block_norms * w * model.hidden + masks
+    outside: float = model.block_norms * w * model.hidden + masks
+    entered = (
+        (rows if configuration.gather_again else tokens) * model.block_norms * w * model.hidden
+    )
     heads, kv_heads = model.heads // t, max(model.kv_heads // t, 1)
     latent = model.latent
     if latent is None:
@@ -223,7 +227,7 @@ def layer_activations(model: Model, configuration: Configuration, layer: int) ->
     entering = rows * w * model.hidden
     return LayerActivations(
         entering=entering,
-        rest=rows * outside + tokens * inside - entering,
+        rest=rows * outside + entered + tokens * inside - entering,
         scores=0.0 if configuration.fused_attention else tokens * configuration.seq * heads * score,
     )
 
@@ -240,7 +244,9 @@ def head_activations(model: Model, configuration: Configuration) -> float:
     """
     tokens = configuration.micro_batch * configuration.seq / configuration.cp
     logits = padded_rows(model.vocab, configuration.tp) * max(configuration.dtype.itemsize, 4)
-    return 2 * _entering(model, configuration) + tokens * logits
+    norm = _entering(model, configuration)
+    whole = tokens * model.hidden * _width(configuration)
+    return norm + (norm if configuration.gather_again else whole) + tokens * logits
 
 
 def _entering(model: Model, configuration: Configuration) -> float:
