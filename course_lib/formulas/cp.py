@@ -7,6 +7,7 @@ from fractions import Fraction
 from math import lcm
 from typing import TypeVar
 
+from course_lib.formulas.moves import ring
 from course_lib.formulas.parameters import Sizes, accumulation_itemsize
 from course_lib.formulas.recompute import saved_by_stage
 
@@ -20,9 +21,9 @@ def ring_wire_bytes(
 
     ``forwards`` counts the forward passes per backward: 2 where attention is recomputed.
     """
-    kv_elements = 2 * sequences * seq_len * config.kv_heads * config.head_dim
-    width = (forwards + 1) * config.dtype.itemsize + accumulation_itemsize(config.dtype)
-    return Fraction(config.layers * (n - 1) * kv_elements * width, n)
+    own = Fraction(2 * sequences * seq_len * config.kv_heads * config.head_dim, n)
+    wide = accumulation_itemsize(config.dtype)
+    return config.layers * ring(own * config.dtype.itemsize, own * wide, n).wire(forwards)
 
 
 def ring_saved_bytes(config: Sizes, sequences: int, seq_len: int, n: int) -> int:

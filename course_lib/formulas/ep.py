@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from fractions import Fraction
 from typing import Protocol
 
+from course_lib.formulas.moves import dispatch
 from course_lib.formulas.parameters import (
     Sizes,
     accumulation_itemsize,
@@ -44,7 +45,7 @@ def wire_bytes(load: Load, rank: int, row_bytes: int) -> Fraction:
 
 def even_wire_bytes(tokens: int | Fraction, top_k: int, row_bytes: int, n: int) -> Fraction:
     """Return the same for a rank with ``tokens`` whose pairs are spread evenly over all ranks."""
-    return 4 * Fraction(n - 1, n) * tokens * top_k * row_bytes
+    return dispatch(Fraction(tokens) * top_k * row_bytes, n).wire()
 
 
 def parameters_per_rank(

@@ -72,6 +72,11 @@ def leaving(x_bytes: int, n: int, *, rows: bool = False) -> Passes:
     return Passes(forward, (Move("all_gather", Fraction(x_bytes, n), n),))
 
 
+def loss(tokens: int, itemsize: int, n: int) -> tuple[Move, ...]:
+    """Return the calls of the vocabulary-parallel loss: maximum, own target and sum per token."""
+    return (Move("all_reduce", tokens * itemsize, n, 3),)
+
+
 def ring(kv_bytes: Bytes, sums_bytes: Bytes, n: int) -> Passes:
     """Return the calls of ring attention in a layer: a rank's K and V, and their gradients' sums.
 

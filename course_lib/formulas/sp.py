@@ -5,7 +5,8 @@ from __future__ import annotations
 from fractions import Fraction
 
 from course_lib.formulas import recompute
-from course_lib.formulas.parameters import Sizes
+from course_lib.formulas.moves import entering, leaving
+from course_lib.formulas.parameters import Sizes, norm_parameters
 from course_lib.formulas.recompute import saved_by_block
 from course_lib.ledger import wire
 
@@ -32,21 +33,30 @@ def wire_bytes(
     All parameters are trained; with frozen ones fewer bytes are sent.
     """
     size = sequences * seq_len * config.hidden * config.dtype.itemsize
-    scatters = regions * config.layers * (forwards + 1) + 2
-    gathers = scatters + (regions * config.layers + 1 if again else 0)
+    enter, leave = entering(size, n, rows=True, again=again), leaving(size, n, rows=True)
     return (
-        gathers * wire("all_gather", size // n, n)
-        + scatters * wire("reduce_scatter", size, n)
+        regions * config.layers * (enter.wire(forwards) + leave.wire(forwards))
+        + leave.wire()
+        + enter.wire()
         + wire("all_reduce", replicated_parameters(config) * config.dtype.itemsize, n) / shards
     )
 
 
 def replicated_parameters(config: Sizes) -> int:
     """Return how many parameters are replicated: norms; gpt: biases after a sum, positions."""
-    if config.family == "llama":
-        return (2 * config.layers + 1) * config.hidden
-    norms, row_biases = 2 * (2 * config.layers + 1), 2 * config.layers
-    return (norms + row_biases + config.max_seq_len) * config.hidden
+    return config.layers * replicated_per_layer(config) + replicated_at_ends(config)
+
+
+def replicated_per_layer(config: Sizes, *, regions: int = 2) -> int:
+    """Return the replicated parameters of a layer with 2 ``regions``, or 1 beside experts."""
+    biases = regions * config.hidden if config.family == "gpt" else 0
+    return 2 * norm_parameters(config) + biases
+
+
+def replicated_at_ends(config: Sizes, first: bool = True, last: bool = True) -> int:
+    """Return the replicated parameters of the ``first`` stage and of the ``last``."""
+    positions = config.max_seq_len * config.hidden if config.family == "gpt" else 0
+    return first * positions + last * norm_parameters(config)
 
 
 def saved_per_block(

@@ -5,6 +5,7 @@ from __future__ import annotations
 from fractions import Fraction
 
 from course_lib.formulas import recompute
+from course_lib.formulas.moves import entering, leaving, loss, wire_of
 from course_lib.formulas.parameters import (
     Sizes,
     accumulation_itemsize,
@@ -33,9 +34,11 @@ def wire_bytes(
     ends earlier and sends less.
     """
     x_bytes = sequences * seq_len * config.hidden * config.dtype.itemsize
-    all_reduces = 2 * config.layers * (forwards + 1) + 2
+    enter, leave = entering(x_bytes, n), leaving(x_bytes, n)
     return (
-        all_reduces * wire("all_reduce", x_bytes, n)
+        2 * config.layers * (enter.wire(forwards) + leave.wire(forwards))
+        + leave.wire()
+        + enter.wire()
         + loss_bytes(config, sequences * seq_len, n)
         + shared_head_bytes(config, n, shards=shards)
     )
@@ -43,8 +46,7 @@ def wire_bytes(
 
 def loss_bytes(config: Sizes, tokens: int, n: int) -> Fraction:
     """Return the bytes of three all-reduces of one number per token, in float32 at least."""
-    itemsize = accumulation_itemsize(config.dtype)
-    return 3 * wire("all_reduce", tokens * itemsize, n)
+    return wire_of(loss(tokens, accumulation_itemsize(config.dtype), n))
 
 
 def shared_head_bytes(
@@ -58,9 +60,13 @@ def shared_head_bytes(
     """
     if config.kv_heads >= n:
         return Fraction(0)
-    head = config.head_dim * (config.hidden + (config.family == "gpt"))
-    payload = 2 * config.layers * head * (itemsize or config.dtype.itemsize)
+    payload = shared_head_parameters(config) * (itemsize or config.dtype.itemsize)
     return wire("all_reduce", payload, n // config.kv_heads) / shards
+
+
+def shared_head_parameters(config: Sizes) -> int:
+    """Return the parameters of one key head and one value head, of all layers."""
+    return 2 * config.layers * config.head_dim * (config.hidden + (config.family == "gpt"))
 
 
 def parameters_per_rank(config: Sizes, n: int) -> int:

@@ -13,6 +13,7 @@ from collections.abc import Collection, Sequence
 from fractions import Fraction
 from itertools import pairwise, zip_longest
 
+from course_lib.formulas.moves import of_data, wire_of
 from course_lib.formulas.parameters import FLOAT32, Dtype, accumulation_itemsize
 
 
@@ -52,14 +53,21 @@ def wire_bytes(
     Prefetch does not change the bytes.
     """
     full, b, a = _sizes(stage, elements, n, dtype)
-    if stage < 3:
-        total = sum(full) * (b + a * (micro_batches if stage == 2 else 1))
-    else:
-        gathers = [1 if unit in gathered_once else 2 for unit in range(len(full))]
-        total = sum(F * (a + b * times) for F, times in zip(full, gathers, strict=True))
-        total += sum(padded(F, n) * b * times for F, times in zip(frozen, gathers, strict=False))
-        total *= micro_batches
-    return Fraction(n - 1, n) * total
+    fixed = [padded(one, n) for one in frozen] if stage == 3 else []
+    return sum(
+        wire_of(
+            of_data(
+                stage,
+                units,
+                n,
+                itemsize=b,
+                gradient_itemsize=width,
+                micro_batches=micro_batches,
+                gathered_once=gathered_once,
+            ).moves
+        )
+        for units, width in ((full, a), (fixed, 0))
+    )
 
 
 def state_bytes(

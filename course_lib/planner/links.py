@@ -52,7 +52,8 @@ def axis_span(axis: str, configuration: Configuration, gpus_per_node: int) -> Sp
 def span(stride: int, size: int, gpus_per_node: int, world: int) -> Span:
     """Return the span of the worst group of ``size`` ranks, each ``stride`` after the one before.
 
-    ``world`` counts all ranks. A group that has unequal shares of its nodes counts as a ring over the network.
+    ``world`` counts all ranks. A group that has unequal shares of its nodes counts as a ring over
+    the network.
     """
     worst = Span(size, 1)
     for first in range(0, min(world, gpus_per_node * stride * size), stride * size):
