@@ -29,9 +29,12 @@ from course_lib.planner.text import count, duration, layout, number, percent, wr
 SIGNS = {"1f1b": "(p-1) / m", "gpipe": "(p-1) / m", "interleaved": "(p-1) / (m v)"}
 
 
-def derivation(estimate: Estimate) -> list[str]:
-    """Return the lines of the whiteboard, at most 80 characters each."""
-    board = _Board(estimate)
+def derivation(estimate: Estimate, generation: str | None = None) -> list[str]:
+    """Return the lines of the whiteboard, at most 80 characters each.
+
+    ``generation`` of the software is that of the estimate.
+    """
+    board = _Board(estimate, generation)
     lines = [*board.heading()]
     for title, part in (
         ("Parameters", board.parameters()),
@@ -41,15 +44,15 @@ def derivation(estimate: Estimate) -> list[str]:
     ):
         lines += [title]
         for name, text in part:
-            lines += wrapped(text, f"  {name:<11}")
+            lines += wrapped(text, f"  {name:<12}")
     return lines
 
 
 class _Board:
     """The symbols of an estimate, and the lines made of them."""
 
-    def __init__(self, estimate: Estimate) -> None:
-        self.estimate = estimate
+    def __init__(self, estimate: Estimate, generation: str | None) -> None:
+        self.estimate, self.generation = estimate, generation
         self.model, self.plan = estimate.model, estimate.configuration
         self.stage = max(range(self.plan.pp), key=self._bytes)
         self.layers = layers_of_rank(self.model, self.plan, self.stage)
@@ -260,7 +263,7 @@ class _Board:
             f"{step / plan.world:.4g}",
         )
         peak = hardware.peak[plan.dtype.name]
-        efficiency = hardware.efficiency_of(plan.dtype.name)
+        efficiency = hardware.efficiency_of(plan.dtype.name, self.generation)
         compute = found.parts.get("compute", 0.0)
         yield (
             "compute",

@@ -16,7 +16,7 @@ from typing import Any
 from course_lib.planner.catalog import Model
 from course_lib.planner.compare import behind
 from course_lib.planner.configuration import RECOMPUTE, STEP_TOKENS, Configuration, configure
-from course_lib.planner.estimate import estimate
+from course_lib.planner.estimate import RESERVE, estimate
 from course_lib.planner.flops import hardware_flops
 from course_lib.planner.hardware import Hardware
 from course_lib.planner.memory import memory
@@ -68,7 +68,8 @@ def search(
     gpus: int,
     *,
     top: int = 10,
-    reserve: float = 0.08,
+    reserve: float = RESERVE,
+    generation: str | None = None,
     **fixed: Any,
 ) -> Found:
     """Return the ``top`` plans that fit, by step time; ``fixed`` arguments of configure stay.
@@ -96,7 +97,7 @@ def search(
     for least_seconds, key, plan in fitting:
         if len(best) >= top and least_seconds > best[-1][0]:
             break
-        one = estimate(model, hardware, plan, reserve=reserve)
+        one = estimate(model, hardware, plan, reserve=reserve, generation=generation)
         estimated += 1
         insort(best, (one.step_seconds, key, estimated, one))
         del best[top:]
@@ -172,7 +173,9 @@ def configurations(model: Model, gpus: int, **fixed: Any) -> Iterator[Configurat
                     continue
 
 
-def _schedules(pp: int, layers: int, fixed: dict[str, Any]) -> Iterator[tuple[str | None, int]]:
+def _schedules(
+    pp: int, layers: int, fixed: dict[str, Any]
+) -> Iterator[tuple[str | None, int | None]]:
     """Yield schedules and their chunks."""
     if pp == 1 or "schedule" in fixed or "chunks" in fixed:
         yield fixed.get("schedule"), fixed.get("chunks")
