@@ -90,10 +90,11 @@ class _Board:
             attention = 2 * h * k * (heads + kv)
             yield "attention", f"2 h K (H + G) = 2 x {h} x {k} x {heads + kv} = {count(attention)}"
         mlp = matrices * h * model.ffn
-        yield "MLP", f"{matrices} h f = {matrices} x {h} x {model.ffn} = {count(mlp)}"
-        dense = model.layers
+        dense = model.experts.dense_layers if model.experts else model.layers
+        if dense:
+            yield "MLP", f"{matrices} h f = {matrices} x {h} x {model.ffn} = {count(mlp)}"
         if model.experts:
-            experts, dense = model.experts, model.experts.dense_layers
+            experts = model.experts
             each = matrices * h * experts.ffn
             total = each * (experts.number + experts.shared)
             yield (
@@ -110,7 +111,7 @@ class _Board:
             yield (
                 "layer",
                 f"attention + MLP + norms, biases = {count(attention)} + {count(mlp)} + "
-                f"{count(rest)} = {count(first.dense)}",
+                f"{rest / 1e6:.3g} M = {count(first.dense)}",
             )
         tables = 1 if model.tied else 2
         table = model.vocab * h
@@ -120,7 +121,7 @@ class _Board:
         parts += [f"{routed} x MoE layer"] if model.experts else []
         yield (
             "P",
-            f"{' + '.join(parts)} + vocabulary + norm, positions = "
+            f"{' + '.join(parts)} + vocabulary + norm = "
             f"{count(self.estimate.parameters)}"
             + (f"; {count(self.estimate.active_parameters)} active" if model.experts else ""),
         )
@@ -130,9 +131,9 @@ class _Board:
         held = parameters_per_rank(model, plan, self.stage)
         data = plan.dp * plan.cp
         layers = len(self.layers)
-        text = f"{layers} layers and vocabulary, by t = {plan.tp}: {count(held.dense)}"
+        text = f"{layers} layers and vocabulary by t = {plan.tp}: {count(held.dense)}"
         if held.experts:
-            text += f" dense and {count(held.experts)} in experts, by e = {plan.ep}"
+            text += f"; experts by e = {plan.ep}: {count(held.experts)}"
         yield f"stage {self.stage}", text
         recipe = WIDE.get(plan.dtype.name, RECIPES[plan.recipe])
         parts = ("weights", "gradients", "optimizer")
@@ -162,7 +163,7 @@ class _Board:
         tokens = plan.seq * plan.micro_batch // plan.cp
         w = max(plan.dtype.itemsize, 2)
         plain = model.latent is None and not is_expert_layer(model, self.layers[-1])
-        each = f"{tokens} tokens by the table of planner.memory"
+        each = f"{tokens} tokens x the table of planner.memory"
         if plan.recompute == "full":
             each = f"{w} h s b / (c t) = {w} x {model.hidden} x {tokens} / {plan.tp}"
         elif (
@@ -178,7 +179,7 @@ class _Board:
                 f"({outside} x {model.hidden} + {inside} x {model.heads + model.kv_heads} + "
                 f"{copies * w} x {model.ffn}) x {tokens} / {plan.tp}"
             )
-        yield "per layer", f"{each} = {number(saved / 1e6)} MB per micro-batch"
+        yield "per layer", f"{each} = {number(saved / 1e6)} MB"
         flying = in_flight(plan.schedule, plan.pp, plan.micro_batches, self.stage, plan.chunks)
         chunks = len(flying.whole)
         layers = len(self.layers)
@@ -191,7 +192,7 @@ class _Board:
         yield (
             "activations",
             f"{units} x {layers / chunks:.4g} layers x {number(saved / 1e6)} MB = {_gb(main)}; "
-            f"with LM head and working set {_gb(self.estimate.memory.activations)}",
+            f"all {_gb(self.estimate.memory.activations)}",
         )
 
     def communication(self) -> Iterator[tuple[str, str]]:
@@ -208,27 +209,27 @@ class _Board:
             links = {"node": hardware.node, "network": hardware.network}
             names = [name for name in links if name in one.link]
             speeds = " and ".join(
-                f"{links[name].bandwidth * links[name].efficiency / 1e9:.4g} GB/s ({name})"
-                for name in names
+                f"{links[name].bandwidth * links[name].efficiency / 1e9:.4g} GB/s" for name in names
             )
             text = formulas[axis]() if axis in formulas else ""
             yield (
                 axis,
-                f"{text}{_gb(one.wire_bytes)} sent, {one.calls:,} calls, {speeds}: "
+                f"{text}{_gb(one.wire_bytes)} in {one.calls:,} calls at {speeds}: "
                 f"{duration(one.seconds)}, {duration(one.exposed_seconds)} exposed",
             )
 
     def _tp(self) -> str:
-        """Four all-reduces per layer and micro-batch."""
+        """Gathers and reduce-scatters of attention and MLP; an all-reduce is both."""
         plan, model = self.plan, self.model
-        rows = plan.seq * plan.micro_batch // plan.cp
-        w, t, layers = max(plan.dtype.itemsize, 2), plan.tp, len(self.layers)
-        passes = 6 if plan.recompute == "full" else 4
-        size = passes * 2 * (t - 1) / t * rows * model.hidden * w * layers * plan.micro_batches
+        x = plan.seq * plan.micro_batch // plan.cp * model.hidden * max(plan.dtype.itemsize, 2)
+        passes = 4 + (plan.sequence_parallel and plan.gather_again) + 2 * (plan.recompute == "full")
+        routed = sum(is_expert_layer(model, layer) for layer in self.layers)
+        regions = 2 * len(self.layers) - (routed if plan.sequence_parallel else 0)
+        t = plan.tp
+        size = passes * (t - 1) / t * x * regions * plan.micro_batches
         return (
-            f"{passes} all-reduces x 2 (t-1)/t x s b h {w} B / c x layers x m = {passes} x "
-            f"{2 * (t - 1) / t:.4g} x {number(rows * model.hidden * w / 1e6)} MB x {layers} x "
-            f"{plan.micro_batches} = {_gb(size)}; all "
+            f"{passes} calls x (t-1)/t s b h x regions x m = {passes} x {t - 1}/{t} x "
+            f"{number(x / 1e6)} MB x {regions} x {plan.micro_batches} = {_gb(size)}; "
         )
 
     def _pp(self) -> str:
@@ -236,14 +237,13 @@ class _Board:
         plan, model = self.plan, self.model
         rows = plan.seq * plan.micro_batch // plan.cp // (plan.tp if plan.sequence_parallel else 1)
         size = rows * model.hidden * max(plan.dtype.itemsize, 2)
-        return f"s b h / (c t) = {number(size / 1e6)} MB per micro-batch and boundary; "
+        return f"s b h / (c t) = {number(size / 1e6)} MB per micro-batch; "
 
     def _data(self) -> str:
         """Gradients and weights of the rank's dense parameters."""
-        plan = self.plan
-        n = plan.dp * plan.cp
-        held = parameters_per_rank(self.model, plan, self.stage).dense
-        return f"(n-1)/n of {count(held)} elements, n = {n}, gradients and weights; "
+        n = self.plan.dp * self.plan.cp
+        held = parameters_per_rank(self.model, self.plan, self.stage).dense
+        return f"(n-1)/n x {count(held)} gradients and weights, n = {n}; "
 
     def time(self) -> Iterator[tuple[str, str]]:
         plan, model, found = self.plan, self.model, self.estimate
@@ -254,7 +254,7 @@ class _Board:
         yield (
             "per token",
             f"6 x matrices + 6 L s H K = 6 x {count(matrices / 2)} + {count(3 * blocks.core)} = "
-            f"{count(each)} FLOP (causal attention)",
+            f"{count(each)} FLOP",
         )
         step = step_flops(model, plan)
         yield (
@@ -268,8 +268,8 @@ class _Board:
         yield (
             "compute",
             f"FLOP / (peak x efficiency) = {step / plan.world:.4g} / ({peak / 1e12:.4g} T x "
-            f"{efficiency:.3g}) = {duration(step / plan.world / peak / efficiency)}; busiest stage "
-            f"and recomputation {duration(compute)}",
+            f"{efficiency:.3g}) = {duration(step / plan.world / peak / efficiency)}; "
+            f"worst stage {duration(compute)}",
         )
         if plan.pp > 1:
             rounds = plan.micro_batches * plan.chunks
@@ -286,7 +286,7 @@ class _Board:
         yield (
             "tokens",
             f"B s / (time N) = {count(plan.tokens)} / ({duration(found.step_seconds)} x "
-            f"{plan.world:,}) = {found.tokens_per_gpu_second:,.0f} per GPU and second",
+            f"{plan.world:,}) = {found.tokens_per_gpu_second:,.0f} per GPU and s",
         )
         yield (
             "MFU",

@@ -55,7 +55,9 @@ def test_help_lists_the_verbs():
         assert re.search(rf"^  {verb} ", listed, re.MULTILINE)
 
 
-VERBS = "doctor tour lab groups schedule plan map list start check hint solution grade bench".split()
+VERBS = (
+    "doctor tour lab groups schedule plan map list start check hint solution grade bench".split()
+)
 FAST = [
     "--help",
     *(f"{verb} --help" for verb in ("check", "grade", "bench", "tour", "doctor")),

@@ -135,9 +135,10 @@ def test_text_has_80_columns_and_every_part(line, capfd):
 
 
 def test_report_prints_these_numbers():
-    text = report(written(), {"node +20%": -0.015, "node -20%": 0.0221, "network +20%": -0.0, "network -20%": 0.0})  # fmt: skip
-    assert "total        65.00" in text
-    assert re.search(r"tp +node +7 +1.00 +200 +100", text)
+    changes = {"node +20%": -0.015, "node -20%": 0.0221, "network +20%": -0.0, "network -20%": 0.0}
+    text = " ".join(report(written(), changes).split())
+    assert "total 65.00 77 %" in text
+    assert "tp node 7 1.00 200 100" in text
     assert "Step time: 2.00 s = compute 90.0 % + tp 10.0 %" in text
     assert "500 tokens/s per GPU, 400 TFLOP/s, MFU 40.0 % (causal attention)" in text
     assert "10.0 % of total, 11.1 % of ideal" in text
@@ -188,7 +189,7 @@ BAD = {
     f"{PLAN} --tp -8": "tp=-8",
     "plan llama-3-70b --gpus 0 --hardware h100": "gpus=0",
     "plan llama-3-70b --gpus 99999999999 --hardware h100": "gpus=",
-    f"{PLAN} --gpus many": "many",
+    f"{PLAN} --gpus many": "--gpus",
     f"{PLAN} --pp 64 --chunks 2": "80",
     f"{PLAN} --pp 4 --chunks 2 --schedule 1f1b": "chunks",
     f"{PLAN} --chunks 2": "chunks=2",
@@ -247,7 +248,7 @@ def test_calibration_changes_what_it_names(tmp_path):
         "efficiency.bf16 = 0.55\n"
     )
     before, after = hardware("h100"), calibrated(hardware("h100"), file)
-    assert (after.node.bandwidth, after.node.latency) == (370e9, 5e-6)
+    assert (after.node.bandwidth, after.node.latency) == (370e9, pytest.approx(5e-6))
     assert after.node.efficiency == after.network.efficiency == 1  # they were measured
     assert (after.network.bandwidth, after.network.latency) == (50e9, before.network.latency)
     assert after.efficiency_of("bf16") == after.efficiency_of("fp16") == 0.55
@@ -379,7 +380,7 @@ def test_the_derivation_ends_in_the_estimate(name, gpus, degrees):
     found = made(name, gpus, **degrees)
     lines = derivation(found)
     text = " ".join(" ".join(lines).split())
-    assert 25 <= len(lines) <= 45
+    assert 25 <= len(lines) <= 40
     assert max(map(len, lines)) <= 80
     assert f"= {duration(found.step_seconds)}" in text
     assert f"= {100 * found.mfu:.1f} %" in text
@@ -393,9 +394,11 @@ def test_whiteboard_formulas_are_the_planner(capfd):
     """Where all is counted, the main formulas come close to the estimate."""
     text = " ".join(course(f"{PLAN} --tp 8 --pp 4 --explain", capfd).split())
     found = made("llama-3-70b", 64, tp=8, pp=4)
-    main, whole = re.search(r"layers x 281 MB = ([\d.]+) GB; with .*? ([\d.]+) GB", text).groups()
+    main, whole = re.search(r"layers x 281 MB = ([\d.]+) GB; all ([\d.]+) GB", text).groups()
     assert float(main) == pytest.approx(float(whole), rel=0.05)
     assert float(whole) == pytest.approx(found.memory.activations / 1e9, rel=0.01)
+    main, whole = re.search(r"= ([\d,]+) GB; ([\d,]+) GB in", text).groups()
+    assert float(main.replace(",", "")) == pytest.approx(float(whole.replace(",", "")), rel=0.03)
     bubble, simulated = re.search(r"= ([\d.]+) % of ideal; simulated ([\d.]+)", text).groups()
     assert float(bubble) == pytest.approx(float(simulated), abs=0.3)
 
