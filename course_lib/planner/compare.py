@@ -150,10 +150,11 @@ def sensitivity(
     """Return by how much the step changes, as a share, with 20 % more or less bandwidth.
 
     Keys are "node +20%", "node -20%", "network +20%" and "network -20%"; ``options`` are those of
-    :func:`estimate`.
+    :func:`estimate`. The bubble is that of the formula where there is one.
     """
     from course_lib.planner.estimate import estimate
 
+    options["simulated"] = False
     base = estimate(model, hardware, configuration, **options).step_seconds
     found = {}
     for name in ("node", "network"):
