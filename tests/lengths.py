@@ -19,7 +19,7 @@ from course_lib.view.code import lines_with_code
 COURSE = Path(__file__).parents[1]
 LIBRARY = COURSE / "course_lib"
 ABOVE_LAUNCH = (
-    "schedule ledger layout trace mesh comm model data recompute dp zero tp sp cp ep pp "
+    "schedule ledger layout formulas trace mesh comm model data recompute dp zero tp sp cp ep pp "
     "compose checkpoint inference"
 ).split()
 FILE, FUNCTION, TOTAL, OPENED = 200, 25, 5_500, 5
@@ -43,7 +43,8 @@ def exported(room: str) -> int:
     for node in ast.parse(text).body:
         if isinstance(node, ast.Assign) and getattr(node.targets[0], "id", "") == "__all__":
             return len(ast.literal_eval(node.value))
-        if isinstance(node, ast.ImportFrom) and f"{node.module}.".startswith(f"course_lib.{room}."):
+        own = (f"course_lib.{room}.", "course_lib.formulas.")
+        if isinstance(node, ast.ImportFrom) and f"{node.module}.".startswith(own):
             found |= {alias.name for alias in node.names}
         elif isinstance(node, ast.FunctionDef | ast.ClassDef) and not node.name.startswith("_"):
             found.add(node.name)

@@ -514,29 +514,57 @@ def kernel_is_exact(rows) -> bool:
     )
 
 
-def test_torchrun_with_four_ranks(tmp_path):
-    command = torchrun(tmp_path, "--standalone", "--nproc-per-node=4")
+A_FEW = ["serial", "dp-overlapped", "zero-3", "sp", "pp-1f1b", "cp-ring", "serial-moe", "ep-2"]
+
+
+def script_of(folder, *names: str):
+    """A tour of these rows and one pipeline, as a script: all rows are in `course tour` above."""
+    script = folder / "tour_of_a_few.py"
+    script.write_text(
+        f"""\
+import sys
+from course_lib.tour import job, measure, pipelines
+measure.TECHNIQUES = [row for row in measure.TECHNIQUES if row.name in {names}]
+pipelines.NAMES = ("1f1b",)
+sys.exit(job.main())
+"""
+    )
+    return script
+
+
+def torchrun_tour(tmp_path, ranks: int, *script) -> dict:
+    command = torchrun(tmp_path, "--standalone", f"--nproc-per-node={ranks}", script=script)
     done = subprocess.run(
         command, capture_output=True, text=True, timeout=300, env=environment(), check=False
     )
     assert done.returncode == 0, done.stderr
-    data = json.loads(done.stdout)  # rank 0 alone has printed
-    assert [row["technique"] for row in data["rows"]] == [n for n in NAMES if n not in COMPOSED]
+    return json.loads(done.stdout)  # rank 0 alone has printed
+
+
+def check_four_ranks(data, names, out) -> None:
+    assert [row["technique"] for row in data["rows"]] == [n for n in names if n not in COMPOSED]
     assert {entry["technique"]: entry["needs"] for entry in data["skipped"]} == {
         name: 8 if name == "3d" else 16 for name in COMPOSED
     }
     assert max(row["max_loss_difference"] for row in data["rows"]) < 1e-4
     assert kernel_is_exact(data["rows"])
-    assert (tmp_path / "timeline.png").exists()
+    assert (out / "timeline.png").exists()
+
+
+def test_torchrun_with_four_ranks(tmp_path):
+    names = [name for name in NAMES if name in {*A_FEW, *COMPOSED, "serial-moe-4"}]
+    data = torchrun_tour(tmp_path, 4, script_of(tmp_path, *names))
+    check_four_ranks(data, names, tmp_path)
+
+
+@pytest.mark.long
+def test_torchrun_with_four_ranks_runs_every_row(tmp_path):
+    data = torchrun_tour(tmp_path, 4, "-m", "course_lib.tour")
+    check_four_ranks(data, NAMES, tmp_path)
 
 
 def test_torchrun_with_two_ranks_skips_what_wants_four(tmp_path):
-    command = torchrun(tmp_path, "--standalone", "--nproc-per-node=2")
-    done = subprocess.run(
-        command, capture_output=True, text=True, timeout=300, env=environment(), check=False
-    )
-    assert done.returncode == 0, done.stderr
-    data = json.loads(done.stdout)
+    data = torchrun_tour(tmp_path, 2, "-m", "course_lib.tour")
     fit = {*TWINS, *ON_TWO}
     assert [row["technique"] for row in data["rows"]] == [n for n in NAMES if n in fit]
     assert [entry["technique"] for entry in data["skipped"]] == [n for n in NAMES if n not in fit]
@@ -545,22 +573,11 @@ def test_torchrun_with_two_ranks_skips_what_wants_four(tmp_path):
     assert data["skipped"][0]["reason"] == "needs 4 ranks, and this world has 2."
 
 
-A_FEW = ["serial", "dp-overlapped", "zero-3", "sp", "pp-1f1b", "cp-ring", "serial-moe", "ep-2"]
-TOUR_OF_A_FEW = f"""\
-import sys
-from course_lib.tour import job, measure, pipelines
-measure.TECHNIQUES = [row for row in measure.TECHNIQUES if row.name in {A_FEW}]
-pipelines.NAMES = ("1f1b",)
-sys.exit(job.main())
-"""
-
-
 def test_two_nodes_of_two_ranks_over_loopback(tmp_path):
     """With one technique of each kind: all of them, on four ranks of one node, are above."""
     import socket
 
-    script = tmp_path / "tour_of_a_few.py"
-    script.write_text(TOUR_OF_A_FEW)
+    script = script_of(tmp_path, *A_FEW)
 
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
