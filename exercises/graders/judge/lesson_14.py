@@ -564,10 +564,17 @@ def _table(rng: random.Random, kind: str) -> Instance:
 
 
 RIGHT = {
-    "slow network": "network", "recomputation": "no recompute", "no room": "overlap",
-    "bubble": "chunks", "dear chunks": "overlap", "hidden": "overlap",
-    "partly hidden": "network", "through the bubble": "no recompute", "nothing": "none",
-}  # fmt: skip
+    "slow network": "network",
+    "recomputation": "no recompute",
+    "no room": "overlap",
+    "bubble": "chunks",
+    "dear chunks": "overlap",
+    "hidden": "overlap",
+    "longer than backward": "overlap",
+    "partly hidden": "network",
+    "through the bubble": "no recompute",
+    "nothing": "none",
+}
 
 
 def _parts(rng: random.Random, kind: str) -> Instance:
@@ -601,6 +608,9 @@ def _parts(rng: random.Random, kind: str) -> Instance:
         case "hidden":
             parts |= {"dp": 1.9 * forward, "recompute": 0}
             links |= {"dp": "network", "tp": "node"}
+        case "longer than backward":
+            parts |= {"dp": rng.uniform(2.4, 2.9) * forward, "recompute": 0}
+            links |= {"dp": "node", "tp": "node"}
         case "partly hidden":
             parts |= {"dp": rng.uniform(5, 9) * forward, "recompute": 0}
             links |= {"dp": "network"}
@@ -672,7 +682,10 @@ BOTTLENECK = Function(
     normal=_change,
     relative=1e-6,
     drawn=(
-        Case("the network", _tables("slow network", "partly hidden", "hidden")),
+        Case(
+            "the network",
+            _tables("slow network", "partly hidden", "hidden", "longer than backward"),
+        ),
         Case("memory decides", _tables("recomputation", "no room", "through the bubble")),
         Case("the bubble", _tables("bubble", "dear chunks", "through the bubble")),
         Case(
