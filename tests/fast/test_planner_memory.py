@@ -410,7 +410,7 @@ def test_experts_and_latent_attention():
         ({"tp": 8, "seq": 8196}, "seq to be a multiple of 8"),
         ({"global_batch": 12}, "8 x 1 = 8 to divide the global batch, got global_batch=12"),
         ({"schedule": "1f1"}, "no schedule is called '1f1'; did you mean 1f1b"),
-        ({"recompute": "ful"}, "no recompute is called 'ful'; did you mean full"),
+        ({"recompute": "ful"}, "no recompute is called 'ful'; choose none, selective or full"),
         ({"dtype": "bf8"}, "no dtype is called 'bf8'; did you mean"),
         ({"zero": 4}, "zero from 0 to 3, got zero=4"),
         ({"zero": -1}, "zero from 0 to 3, got zero=-1"),
