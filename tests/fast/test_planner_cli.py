@@ -263,7 +263,8 @@ def test_calibration_by_command(tmp_path, capfd):
     plain = json.loads(course(line, capfd))
     slow = json.loads(course(f"{line} --calibrate {file}", capfd))
     faster = hardware("h100").efficiency_of("bf16") / 0.25
-    assert slow["parts"]["compute"] == pytest.approx(faster * plain["parts"]["compute"])
+    ratio = slow["parts"]["compute"] / plain["parts"]["compute"]
+    assert 0.8 * faster < ratio <= faster  # what memory bandwidth limits is as fast as before
     assert slow["memory"] == plain["memory"]
 
 
