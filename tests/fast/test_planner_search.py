@@ -1,4 +1,4 @@
-"""The search is exact: its plans are those of brute force, legal, fitting, and in the same order."""
+"""The search is exact: its plans are those of brute force, they fit, and they are in order."""
 
 from __future__ import annotations
 
