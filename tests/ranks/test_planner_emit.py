@@ -70,7 +70,7 @@ def serial(
 def run_pages(
     pages: dict[str, tuple[str, dict[str, Tensor], int]],
 ) -> dict[str, tuple[list[tuple[float, float]], dict[str, Tensor]]]:
-    """On a rank: train by each page; return (loss, norm) by step and the weights of the whole model."""
+    """On a rank: train by each page; return (loss, norm) by step and all weights."""
     from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 
     results = {}

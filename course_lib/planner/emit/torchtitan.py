@@ -173,7 +173,7 @@ def _ffn_rule(ffn: int, hidden: int) -> tuple[float, int]:
     The rule: int(multiplier x int(8 hidden / 3)), rounded up to a multiple.
     """
     multiple = ffn & -ffn  # the largest power of two that divides it
-    return (ffn - multiple + 0.5 + multiple / 2) / int(8 * hidden / 3), multiple
+    return (ffn - multiple / 2 + 1) / int(8 * hidden / 3), multiple
 
 
 def _notes(model: Model, configuration: Configuration) -> list[str]:
