@@ -278,7 +278,7 @@ def test_what_data_parallelism_hides(zero):
     plan = configure(llama, 16, zero=zero, global_batch=32)
     fast = replace(H100, node=Link(1e15, 0.0), network=Link(1e15, 0.0))
     slow = replace(H100, network=Link(1e6, 0.0))
-    assert estimate(llama, fast, plan).communication["dp"].exposed_seconds == 0
+    assert estimate(llama, fast, plan).communication["dp"].exposed_seconds < 1e-4
     traffic = estimate(llama, slow, plan).communication["dp"]
     assert traffic.exposed_seconds > 0.9 * traffic.seconds
 
