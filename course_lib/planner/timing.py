@@ -28,6 +28,16 @@ from course_lib.planner.pipeline import StageSeconds
 MOVED = (1.1, 2.2)
 
 
+# The same for casts to fp8: a product's input and the gradient of its output are read as 2 bytes
+# and written as 1 byte twice, once transposed (Transformer Engine on Hopper). Of 34 sbh saved, a
+# llama layer with f = 3.5 h casts 6.5 sh in forward, norms cast theirs, and 10.5 sh in backward.
+CASTS = (0.65, 1.25)
+
+# Multiprocessors that calls occupy while products run beside them, 20 of 132 of an H800
+# (DeepSeek-V3, arXiv:2412.19437, section 3.2.2): so much of the hidden time is not hidden.
+SHARE_OF_SMS = 20 / 132
+
+
 class Rates(NamedTuple):
     """FLOP/s of matrix products, and of the core of attention and LM head, at their efficiency."""
 
@@ -91,7 +101,9 @@ def stage_seconds(
         blocks = blocks_flops(model, plan.seq, layers, attention=attention)
         core = tokens * blocks.core / rate.core
         products = tokens * (blocks.projections + blocks.mlp) / rate.products
-        ahead, back = (share * _saved(model, plan, layers, hardware) for share in MOVED)
+        once = _saved(model, plan, layers, hardware)
+        casts = CASTS if plan.dtype.name == "fp8" else (0.0, 0.0)
+        ahead, back = ((moved + cast) * once for moved, cast in zip(MOVED, casts, strict=True))
         again = {"none": 0.0, "selective": core, "full": core + products + ahead}[plan.recompute]
         products += kind.last * tokens * head_flops(model) / rate.core
         compute = StageSeconds(
@@ -101,6 +113,9 @@ def stage_seconds(
         for axis, passes in moves[number].passes.items():
             f, i, late = (seconds(part, spans[axis], hardware) for part in passes)
             i += max(0.0, late - products)
+            if axis == "tp" and plan.overlap_tp:
+                f = max(f / plan.tp, f - products)
+                i = max(i / plan.tp, i - 2 * products)
             if axis == "cp":  # a turn behind each block of attention but the last
                 hidden = core * (plan.cp - 1) / plan.cp
                 cores = 2 if plan.recompute == "none" else 3
@@ -145,6 +160,8 @@ def exposed_data(
         waits *= rounds[0]
     else:
         waits = rounds[0] * max(0.0, whole_sums - backward) + max(0.0, whole_gathers - forward)
+    whole = rounds[0] * whole_sums + rounds[1] * whole_gathers
+    waits += SHARE_OF_SMS * (whole - waits)
     whole = whole_sums + whole_gathers
     return {axis: waits * (sums[axis] + gathers[axis]) / whole for axis in sums} if whole else {}
 
@@ -158,10 +175,15 @@ def assumptions(model: Model, plan: Configuration) -> Iterator[str]:
         )
     else:
         yield "Attention is not fused: it computes and saves all scores."
-    if plan.tp > 1:
+    if plan.tp > 1 and plan.overlap_tp:
+        yield (
+            "TP is hidden behind the products, which are cut into tp pieces: one piece of each call "
+            "is exposed (Transformer Engine's userbuffers, Megatron-LM's --tp-comm-overlap)."
+        )
+    elif plan.tp > 1:
         yield (
             "TP is exposed: the next product needs the whole sum or the gathered rows, and kernels "
-            "that hide it by cutting the product are not assumed."
+            "that hide it by cutting the product are not assumed (overlap_tp)."
         )
     if plan.tp > 1 and plan.sequence_parallel and plan.gather_again:
         yield (
