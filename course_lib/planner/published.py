@@ -13,7 +13,6 @@ from fractions import Fraction
 from functools import cache
 from inspect import signature
 from itertools import groupby
-from math import sqrt
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -265,7 +264,8 @@ def _line(one: Result) -> str:
     mark = "calibration" if row.calibration else {False: "**misses**"}.get(one.held, "")  # type: ignore[arg-type]
     run = f"{row.run}, {row.given['gpus']:,} GPUs" if row.given.get("gpus", 1) > 1 else row.run
     ours = f"{one.ours:.{len(row.published.partition('.')[2])}f}"
-    return f"| {run} | {_plan(row.given.get('plan', {}))} | {row.published} | {ours} | {one.error:+.1%} | {mark} |"
+    cells = (run, _plan(row.given.get("plan", {})), row.published, ours, f"{one.error:+.1%}", mark)
+    return f"| {' | '.join(cells)} |"
 
 
 def _plan(plan: Mapping[str, Any]) -> str:

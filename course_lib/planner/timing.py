@@ -20,7 +20,6 @@ from course_lib.planner.memory import layer_activations
 from course_lib.planner.parameters import is_expert_layer
 from course_lib.planner.pipeline import StageSeconds
 
-
 # Bytes that the operations between matrix products read and write in forward and in backward, over
 # the bytes that they save. Counted for a gpt layer with fused kernels, in sbh bytes of 34 saved:
 # forward norms 8, GELU 16, dropouts with residuals 14; backward norms 12, GELU 24, dropouts 10,
@@ -143,7 +142,8 @@ def exposed_data(
 
     Sums of gradients are hidden behind the backward of the last micro-batch, or of each one where
     it has its own round (ZeRO-2 and 3); gathers of parameters behind the forward of the first, or
-    with ZeRO-3 behind the forward and the backward of each.
+    with ZeRO-3 behind the forward and the backward of each. Of the hidden time
+    :data:`SHARE_OF_SMS` counts too.
     """
     forward = sum(stage.total.f for stage in stages)
     backward = sum(stage.total.i + stage.total.w for stage in stages)
@@ -177,8 +177,8 @@ def assumptions(model: Model, plan: Configuration) -> Iterator[str]:
         yield "Attention is not fused: it computes and saves all scores."
     if plan.tp > 1 and plan.overlap_tp:
         yield (
-            "TP is hidden behind the products, which are cut into tp pieces: one piece of each call "
-            "is exposed (Transformer Engine's userbuffers, Megatron-LM's --tp-comm-overlap)."
+            "TP is hidden behind the products, which are cut into tp pieces; one piece of each "
+            "call is exposed (Transformer Engine's userbuffers, --tp-comm-overlap)."
         )
     elif plan.tp > 1:
         yield (
@@ -207,8 +207,8 @@ def assumptions(model: Model, plan: Configuration) -> Iterator[str]:
             "bubble, which is simulated with the seconds of each stage."
         )
     yield (
-        "Norms, activations, residuals and dropout move the saved bytes 1.1 times in forward and 2.2 "
-        "times in backward at the bandwidth of the GPU's memory (arXiv:2007.00072)."
+        "Norms, activation functions, residuals and dropout move the saved bytes 1.1 times in "
+        "forward and 2.2 times in backward, at the bandwidth of the GPU's memory."
     )
     yield (
         "The optimizer reads and writes its state once at the bandwidth of the GPU's memory, after "
@@ -218,6 +218,10 @@ def assumptions(model: Model, plan: Configuration) -> Iterator[str]:
 
 def _of_data(plan: Configuration) -> Iterator[str]:
     """Yield what the data axes hide."""
+    yield (
+        f"Hidden calls of the data axes occupy {SHARE_OF_SMS:.0%} of the multiprocessors, which "
+        "slows the products beside them (arXiv:2412.19437, section 3.2.2)."
+    )
     behind = "each micro-batch" if plan.zero > 1 else "the last micro-batch"
     yield (
         f"Sums of gradients are hidden behind the backward of {behind} as far as it goes "
