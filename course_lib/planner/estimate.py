@@ -56,7 +56,7 @@ def estimate(
         plan.pp,
         plan.micro_batches,
         [stage.total for stage in stages],
-        chunks=None if plan.pp == 1 else plan.chunks,
+        chunks=plan.chunks,
         message=seconds(onward, axis_span("pp", plan, hardware.gpus_per_node), hardware),
         simulated=simulated,
     )

@@ -20,12 +20,21 @@ from course_lib.planner.memory import layer_activations
 from course_lib.planner.parameters import is_expert_layer
 from course_lib.planner.pipeline import StageSeconds
 
-
 # Bytes that the operations between matrix products read and write in forward and in backward, over
 # the bytes that they save. Counted for a gpt layer with fused kernels, in sbh bytes of 34 saved:
 # forward norms 8, GELU 16, dropouts with residuals 14; backward norms 12, GELU 24, dropouts 10,
 # residuals 12, biases 18. For a llama layer with f = 3.5 h the same count gives 1.35 and 1.9.
 MOVED = (1.1, 2.2)
+
+
+# The same for casts to fp8: a product's input and the gradient of its output are read as 2 bytes
+# and written as 1 byte twice, once transposed (Transformer Engine on Hopper). Of 34 sbh saved, a
+# llama layer with f = 3.5 h casts 6.5 sh in forward, norms cast theirs, and 10.5 sh in backward.
+CASTS = (0.65, 1.25)
+
+# Multiprocessors that calls occupy while products run beside them, 20 of 132 of an H800
+# (DeepSeek-V3, arXiv:2412.19437, section 3.2.2): so much of the hidden time is not hidden.
+SHARE_OF_SMS = 20 / 132
 
 
 class Rates(NamedTuple):
@@ -91,7 +100,9 @@ def stage_seconds(
         blocks = blocks_flops(model, plan.seq, layers, attention=attention)
         core = tokens * blocks.core / rate.core
         products = tokens * (blocks.projections + blocks.mlp) / rate.products
-        ahead, back = (share * _saved(model, plan, layers, hardware) for share in MOVED)
+        once = _saved(model, plan, layers, hardware)
+        casts = CASTS if plan.dtype.name == "fp8" else (0.0, 0.0)
+        ahead, back = ((moved + cast) * once for moved, cast in zip(MOVED, casts, strict=True))
         again = {"none": 0.0, "selective": core, "full": core + products + ahead}[plan.recompute]
         products += kind.last * tokens * head_flops(model) / rate.core
         compute = StageSeconds(
@@ -101,6 +112,9 @@ def stage_seconds(
         for axis, passes in moves[number].passes.items():
             f, i, late = (seconds(part, spans[axis], hardware) for part in passes)
             i += max(0.0, late - products)
+            if axis == "tp" and plan.overlap_tp:
+                f = max(f / plan.tp, f - products)
+                i = max(i / plan.tp, i - 2 * products)
             if axis == "cp":  # a turn behind each block of attention but the last
                 hidden = core * (plan.cp - 1) / plan.cp
                 cores = 2 if plan.recompute == "none" else 3
@@ -128,7 +142,8 @@ def exposed_data(
 
     Sums of gradients are hidden behind the backward of the last micro-batch, or of each one where
     it has its own round (ZeRO-2 and 3); gathers of parameters behind the forward of the first, or
-    with ZeRO-3 behind the forward and the backward of each.
+    with ZeRO-3 behind the forward and the backward of each. Of the hidden time
+    :data:`SHARE_OF_SMS` counts too.
     """
     forward = sum(stage.total.f for stage in stages)
     backward = sum(stage.total.i + stage.total.w for stage in stages)
@@ -145,6 +160,8 @@ def exposed_data(
         waits *= rounds[0]
     else:
         waits = rounds[0] * max(0.0, whole_sums - backward) + max(0.0, whole_gathers - forward)
+    whole = rounds[0] * whole_sums + rounds[1] * whole_gathers
+    waits += SHARE_OF_SMS * (whole - waits)
     whole = whole_sums + whole_gathers
     return {axis: waits * (sums[axis] + gathers[axis]) / whole for axis in sums} if whole else {}
 
@@ -158,10 +175,15 @@ def assumptions(model: Model, plan: Configuration) -> Iterator[str]:
         )
     else:
         yield "Attention is not fused: it computes and saves all scores."
-    if plan.tp > 1:
+    if plan.tp > 1 and plan.overlap_tp:
+        yield (
+            "TP is hidden behind the products, which are cut into tp pieces; one piece of each "
+            "call is exposed (Transformer Engine's userbuffers, --tp-comm-overlap)."
+        )
+    elif plan.tp > 1:
         yield (
             "TP is exposed: the next product needs the whole sum or the gathered rows, and kernels "
-            "that hide it by cutting the product are not assumed."
+            "that hide it by cutting the product are not assumed (overlap_tp)."
         )
     if plan.tp > 1 and plan.sequence_parallel and plan.gather_again:
         yield (
@@ -185,8 +207,8 @@ def assumptions(model: Model, plan: Configuration) -> Iterator[str]:
             "bubble, which is simulated with the seconds of each stage."
         )
     yield (
-        "Norms, activations, residuals and dropout move the saved bytes 1.1 times in forward and 2.2 "
-        "times in backward at the bandwidth of the GPU's memory (arXiv:2007.00072)."
+        "Norms, activation functions, residuals and dropout move the saved bytes 1.1 times in "
+        "forward and 2.2 times in backward, at the bandwidth of the GPU's memory."
     )
     yield (
         "The optimizer reads and writes its state once at the bandwidth of the GPU's memory, after "
@@ -196,6 +218,10 @@ def assumptions(model: Model, plan: Configuration) -> Iterator[str]:
 
 def _of_data(plan: Configuration) -> Iterator[str]:
     """Yield what the data axes hide."""
+    yield (
+        f"Hidden calls of the data axes occupy {SHARE_OF_SMS:.0%} of the multiprocessors, which "
+        "slows the products beside them (arXiv:2412.19437, section 3.2.2)."
+    )
     behind = "each micro-batch" if plan.zero > 1 else "the last micro-batch"
     yield (
         f"Sums of gradients are hidden behind the backward of {behind} as far as it goes "
