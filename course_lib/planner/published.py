@@ -299,7 +299,7 @@ def _model(row: Row) -> Model:
 
 
 def _configuration(row: Row) -> Configuration:
-    plan = {name: tuple(x) if isinstance(x, list) else x for name, x in row.given["plan"].items()}
+    plan: dict[str, Any] = dict(row.given["plan"])
     arguments = {name: plan.pop(name) for name in signature(configure).parameters if name in plan}
     return replace(configure(_model(row), row.given["gpus"], **arguments), **plan)
 
