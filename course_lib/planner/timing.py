@@ -199,8 +199,8 @@ def assumptions(model: Model, plan: Configuration) -> Iterator[str]:
         )
     if plan.ep > 1 and plan.schedule == "dualpipe-v" and plan.pp > 1:
         yield (
-            "Routing is even. EP of one micro-batch is hidden behind the compute of another, as far "
-            "as that goes, for which DualPipe pairs them (arXiv:2412.19437, section 3.2.1)."
+            "Routing is even. DualPipe pairs micro-batches: EP of one is hidden behind the compute "
+            "of the other as far as it goes (arXiv:2412.19437, section 3.2.1)."
         )
     elif plan.ep > 1:
         yield (
