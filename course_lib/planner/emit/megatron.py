@@ -7,7 +7,7 @@ from course_lib.planner.configuration import Configuration
 from course_lib.planner.emit.emitted import (
     WIDTH,
     Emitted,
-    biased,
+    biases,
     comment,
     departures,
     learned_positions,
@@ -118,7 +118,7 @@ def _model(model: Model, configuration: Configuration) -> list[str]:
         f"--max-position-embeddings {max(model.max_seq_len, configuration.seq)}",
         f"--position-embedding-type {'learned_absolute' if learned else 'rope'}",
         *(["--normalization RMSNorm --swiglu"] if llama else ["--normalization LayerNorm"]),
-        *([] if biased(model) else ["--disable-bias-linear"]),
+        *([] if any(biases(model)) else ["--disable-bias-linear"]),
         *([] if model.tied else ["--untie-embeddings-and-output-weights"]),
         f"--vocab-size {model.vocab}",
         f"--hidden-dropout {model.dropout:g} --attention-dropout {model.dropout:g}",
@@ -144,7 +144,7 @@ def _experts(model: Model, configuration: Configuration) -> list[str]:
     if experts.dense_layers:
         rest = model.layers - experts.dense_layers
         found += [f"--moe-layer-freq '([0]*{experts.dense_layers}+[1]*{rest})'"]
-    if getattr(experts, "router_bias", False):
+    if experts.router_bias:
         found += ["--moe-router-score-function sigmoid --moe-router-enable-expert-bias"]
     return found
 
@@ -170,16 +170,22 @@ def _precision(configuration: Configuration) -> list[str]:
         "fp16": ["--fp16"],
         "fp8": ["--bf16", "--fp8-format hybrid", "--fp8-recipe tensorwise"],
     }.get(configuration.dtype.name, [])
-    if "--bf16" in found and getattr(configuration, "recipe", 18) == 16:
+    if "--bf16" in found and configuration.recipe == 16:
         found = [*found, "--grad-reduce-in-bf16"]
-    if not getattr(configuration, "fused_attention", True):
+    if not configuration.fused_attention:
         found = [*found, "--attention-backend unfused"]
     return found
 
 
 def _notes(model: Model, configuration: Configuration) -> list[str]:
     pp, chunks, name = configuration.pp, configuration.chunks, configuration.schedule
-    notes = [f"Megatron-LM has no option for this: {one}." for one in departures(model)]
+    notes = [f"Megatron-LM has no option for {one}." for one in departures(model)]
+    attention, mlp = biases(model)
+    if attention != mlp:
+        with_bias, without = ("attention", "MLP") if attention else ("MLP", "attention")
+        notes.append(
+            f"The linears of {with_bias} have biases in this model; here {without} has too."
+        )
     planned = "interleaved" if chunks > 1 else "1f1b"
     if pp > 1 and name != planned:
         notes.append(f"Megatron-LM has no schedule {name}; it runs {planned} instead.")
@@ -214,7 +220,7 @@ def _notes(model: Model, configuration: Configuration) -> list[str]:
     if model.vocab % multiple:
         padded = -(-model.vocab // multiple) * multiple
         notes.append(
-            f"Megatron-LM pads the vocabulary to {padded:,} (128 x tp); "
-            "--make-vocab-size-divisible-by changes that."
+            f"Megatron-LM pads the vocabulary to {padded:,}, a multiple of 128 x tp; the plan "
+            "pads it to a multiple of tp."
         )
     return notes
