@@ -236,7 +236,7 @@ def test_notes_are_in_the_text(target, case):
         ("megatron", "v-shaped", "it runs interleaved"),
         ("megatron", "zero-3", "Megatron-FSDP"),
         ("megatron", "gpt-j", "one norm"),
-        ("megatron", "gpt-j", "MLP have biases"),
+        ("megatron", "gpt-j", "only the linears of MLP have biases"),
         ("torchtitan", "zero-1", "no ZeRO-1"),
         ("torchtitan", "zero bubble", "no schedule zb-h1"),
         ("torchtitan", "gpt", "LayerNorm"),

@@ -196,7 +196,7 @@ def _notes(model: Model, configuration: Configuration) -> list[str]:
         )
     if configuration.zero > 1:
         notes.append(
-            f"ZeRO-{configuration.zero} is Megatron-FSDP, which wants CUDA_DEVICE_MAX_CONNECTIONS "
+            f"ZeRO-{configuration.zero} is Megatron-FSDP, which needs CUDA_DEVICE_MAX_CONNECTIONS "
             "unset or above 1; the distributed optimizer alone is ZeRO-1."
         )
         if pp > 1:
@@ -206,7 +206,7 @@ def _notes(model: Model, configuration: Configuration) -> list[str]:
             )
     if configuration.cp > 1 and configuration.seq % (2 * configuration.cp):
         notes.append(
-            f"Megatron-LM wants a sequence length that 2 x cp = {2 * configuration.cp} divides, "
+            f"Megatron-LM needs a sequence length that 2 x cp = {2 * configuration.cp} divides, "
             f"got {configuration.seq}."
         )
     if configuration.dtype.name == "fp64":
