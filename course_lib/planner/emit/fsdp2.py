@@ -62,7 +62,7 @@ TIE = "    model.head.weight = model.embedding.token.weight\n"
 
 
 def write(model: Model, hardware: Hardware, configuration: Configuration) -> Emitted:
-    """Return a script. The order of ranks is ours: tp, dp, tp fastest."""
+    """Return a script. Ranks are in the order of the planner: tp, dp, tp fastest."""
     notes = _notes(model, configuration)
     swiglu, learned = model.family == "llama", learned_positions(model)
     attention_bias, mlp_bias = biases(model)

@@ -22,7 +22,7 @@ SHARDING = {2: "optim_grads", 3: "optim_grads_params"}
 
 
 def write(model: Model, hardware: Hardware, configuration: Configuration) -> Emitted:
-    """Return a command line. The order of ranks is ours: tp, cp, dp, pp, tp fastest."""
+    """Return a command line. Ranks are in the order of the planner: tp, cp, dp, pp, tp fastest."""
     groups = [
         _parallelism(model, configuration),
         _data_parallelism(configuration),
@@ -182,9 +182,10 @@ def _notes(model: Model, configuration: Configuration) -> list[str]:
     notes = [f"Megatron-LM has no option for {one}." for one in departures(model)]
     attention, mlp = biases(model)
     if attention != mlp:
-        with_bias, without = ("attention", "MLP") if attention else ("MLP", "attention")
+        one, other = ("attention", "MLP") if attention else ("MLP", "attention")
         notes.append(
-            f"The linears of {with_bias} have biases in this model; here {without} has too."
+            f"In the model only the linears of {one} have biases; with these options those of "
+            f"{other} have them too."
         )
     planned = "interleaved" if chunks > 1 else "1f1b"
     if pp > 1 and name != planned:

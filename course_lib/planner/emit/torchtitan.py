@@ -37,7 +37,7 @@ SCHEDULES = {
 
 
 def write(model: Model, hardware: Hardware, configuration: Configuration) -> Emitted:
-    """Return a TOML file. The order of ranks is ours: tp, cp, dp, pp, tp fastest."""
+    """Return a TOML file. Ranks are in the order of the planner: tp, cp, dp, pp, tp fastest."""
     name, flavor, model_notes = _flavor(model)
     notes = [*model_notes, *_notes(model, configuration)]
     config: dict[str, dict[str, Any]] = {
