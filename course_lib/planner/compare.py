@@ -139,8 +139,12 @@ def behind(plan: Estimate, best: Estimate) -> str:
         return "is slower"
     name = max(more, key=lambda each: more[each])
     share = more[name] / sum(costs[1].values())
-    verb = "waits" if name != "compute" else "computes"
-    cause = "" if name == "compute" else f" for {'the bubble' if name == 'bubble' else name}"
+    if share < 5e-4:
+        return "takes equally long"
+    verb = "computes" if name in ("compute", "optimizer") else "waits"
+    cause = {"compute": "", "bubble": " in the bubble", "optimizer": " in the optimizer"}.get(
+        name, f" for {name}"
+    )
     return f"{verb} {100 * share:.1f} % of the step longer{cause}"
 
 

@@ -82,7 +82,16 @@ class Estimate:
     def as_dict(self) -> dict[str, Any]:
         """Return what ``course plan --json`` prints."""
         memory = {**asdict(self.memory), "total": self.memory.total}
+        plan = self.configuration
         return {
+            "model": self.model.name,
+            "hardware": self.hardware.name,
+            "configuration": {
+                **asdict(plan),
+                "dtype": plan.dtype.name,
+                "gpus": plan.world,
+                "micro_batches": plan.micro_batches,
+            },
             "memory": memory,
             "communication": {axis: asdict(one) for axis, one in self.communication.items()},
             "bubble": {

@@ -216,7 +216,8 @@ def ranking(found: Found) -> str:
     """List the best plans, and why each one is behind the first."""
     lines = wrapped(
         f"{found.model.name} on {found.gpus:,} x {found.hardware.name}: {found.legal:,} legal "
-        f"plans, {found.fitting:,} of them fit. Schedules: {', '.join(found.schedules)}."
+        f"plans with {' and '.join(found.schedules)}; memory of {found.examined:,} and step of "
+        f"{found.estimated:,} computed"
     )
     if not found.plans:
         return "\n".join([*lines, *wrapped(found.advice)])
@@ -224,12 +225,13 @@ def ranking(found: Found) -> str:
     for place, one in enumerate(found.plans, 1):
         memory = f"{one.memory.total / 1e9:.0f} GB"
         rows.append((str(place), duration(one.step_seconds), percent(one.mfu), memory, ""))
-    lines.append("")
-    body = table(rows, left=0)
-    lines.append(body[0] + "plan, and why it is behind the first")
-    for row, one, reason in zip(body[1:], found.plans, found.reasons, strict=True):
-        text = layout(one.configuration) + (f": {reason}" if reason else "")
-        lines += wrapped(text, row.ljust(len(body[0])) + "  ")
+    head, *body = table(rows, left=0)
+    indent = head.index("plan")
+    lines += ["", f"{head}, and why it is behind the first"]
+    for row, one, reason in zip(body, found.plans, found.reasons, strict=True):
+        lines += wrapped(layout(one.configuration), row.ljust(indent))
+        if reason:
+            lines += wrapped(reason, " " * indent)
     return "\n".join(lines)
 
 

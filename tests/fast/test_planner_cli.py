@@ -13,10 +13,11 @@ import sys
 import pytest
 
 from course_lib import cli
-from course_lib.planner import configure, hardware, model, models
+from course_lib.planner import configure, hardware, model, models, published
 from course_lib.planner.calibrate import calibrated, delay, rate
 from course_lib.planner.compare import compare, read_plan, sensitivity
 from course_lib.planner.configuration import Configuration
+from course_lib.planner.emit import emit
 from course_lib.planner.estimate import estimate
 from course_lib.planner.explain import derivation
 from course_lib.planner.result import AxisTraffic, Estimate, Memory
@@ -219,6 +220,8 @@ BAD = {
     f"{CUSTOM} --vocab -1": "vocab",
     f"{PLAN} --serve --batch 0": "batch",
     f"{PLAN} --serve --cp 2": "cp=2",
+    f"{PLAN} --emit megatrn": "megatron",
+    f"{PLAN} --emit fsdp2 --explain": "--emit",
 }
 
 
@@ -263,7 +266,8 @@ def test_calibration_by_command(tmp_path, capfd):
     plain = json.loads(course(line, capfd))
     slow = json.loads(course(f"{line} --calibrate {file}", capfd))
     faster = hardware("h100").efficiency_of("bf16") / 0.25
-    assert slow["parts"]["compute"] == pytest.approx(faster * plain["parts"]["compute"])
+    ratio = slow["parts"]["compute"] / plain["parts"]["compute"]
+    assert 0.8 * faster < ratio <= faster  # what memory bandwidth limits is as fast as before
     assert slow["memory"] == plain["memory"]
 
 
@@ -401,6 +405,28 @@ def test_whiteboard_formulas_are_the_planner(capfd):
     assert float(main.replace(",", "")) == pytest.approx(float(whole.replace(",", "")), rel=0.03)
     bubble, simulated = re.search(r"= ([\d.]+) % of ideal; simulated ([\d.]+)", text).groups()
     assert float(bubble) == pytest.approx(float(simulated), abs=0.3)
+
+
+# --- frameworks and published runs --------------------------------------------------------------
+
+
+@pytest.mark.parametrize("target", ["megatron", "torchtitan", "deepspeed", "fsdp2"])
+def test_emit_prints_the_file(target, capfd):
+    line = f"{PLAN} --tp 8 --emit {target}"
+    one = made("llama-3-70b", 64, tp=8)
+    found = emit(target, one.model, one.hardware, one.configuration)
+    assert course(line, capfd) == found.text
+    data = json.loads(course(f"{line} --json", capfd))
+    assert (data["text"], data["notes"]) == (found.text, list(found.notes))
+
+
+def test_published_runs_by_command(capfd, monkeypatch):
+    few = [one for one in published.rows() if one.quantity == "parameters"][:2]
+    monkeypatch.setattr(published, "rows", lambda: tuple(few))
+    data = json.loads(course("plan --published --json", capfd))
+    assert [one["run"] for one in data] == [one.run for one in few]
+    assert all(one["held"] for one in data)
+    assert few[0].run in course("plan --published", capfd)
 
 
 # --- time ---------------------------------------------------------------------------------------
