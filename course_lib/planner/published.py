@@ -40,7 +40,8 @@ from course_lib.schedule import Costs, make, simulate
 
 PAGE = Path(__file__).parents[2] / "docs" / "planner.md"
 BEGIN, END = "<!-- table: begin -->", "<!-- table: end -->"
-RUNS = "Runs"
+COUNTS, RUNS = "Parameters", "Runs"
+ORDER = (RUNS, "Pipelines", "Memory", "Communication", "Utilization", COUNTS)
 
 
 @dataclass(frozen=True)
@@ -91,8 +92,8 @@ class Result:
 
     @property
     def error(self) -> float:
-        """The relative error."""
-        return self.ours / self.row.value - 1
+        """The relative error; 0 for two zeros."""
+        return self.ours / self.row.value - 1 if self.row.value else self.ours
 
     @property
     def held(self) -> bool | None:
@@ -114,7 +115,7 @@ def rows() -> tuple[Row, ...]:
 
     What a row of published.toml leaves out is its group's.
     """
-    found = [_count_row(one) for one in map(model, models()) if one.published]
+    found: list[Row] = []
     for group in _data()["group"]:
         shared = {name: entry for name, entry in group.items() if name != "rows"}
         for row in group["rows"]:
@@ -122,7 +123,8 @@ def rows() -> tuple[Row, ...]:
             given["plan"] = {**shared.get("plan", {}), **row.get("plan", {})}
             named = {name: given.pop(name) for name in Row.__dataclass_fields__ if name in given}
             found.append(Row(**named, given=given))
-    return tuple(_with_calibration(found))
+    found += [_count_row(one) for one in map(model, models()) if one.published]
+    return tuple(_with_calibration(sorted(found, key=lambda row: ORDER.index(row.title))))
 
 
 def _with_calibration(found: Sequence[Row]) -> Iterator[Row]:
@@ -149,9 +151,7 @@ def _count_row(one: Model) -> Row:
         digits = digits[:-1] if digits.endswith("B") else f"{float(digits[:-1]) / 1000:g}"
     given = {"model": one.name}
     quantity = "parameters_in_billions" if unit else "parameters"
-    return Row(
-        "Parameters", one.source, one.name, quantity, unit, digits, "digits", False, "", given
-    )
+    return Row(COUNTS, one.source, one.name, quantity, unit, digits, "digits", False, "", given)
 
 
 @cache
@@ -205,66 +205,88 @@ def _speed(row: Row, efficiency: Mapping[tuple[str, str], float]) -> float:
 
 
 def table(found: Sequence[Result]) -> str:
-    """Return the results as Markdown: by title and source, then the efficiencies and errors."""
-    lines = []
+    """Return the results as Markdown: bars and efficiencies, then every value by source."""
+    lines = [*_bars(found), "", *_efficiencies(found)]
     for title, of_title in groupby(found, key=lambda one: one.row.title):
         lines += ["", f"### {title}"]
+        if title == COUNTS:  # nearly every row has a source of its own
+            lines += ["", "| model | published | ours | source |", "|---|--:|--:|---|"]
+            lines += [_cells(_run(one), *_values(one), one.row.source) for one in of_title]
+            continue
         for (source, why), same in groupby(
             of_title, key=lambda one: (_source(one.row), one.row.why)
         ):
+            rest = list(same)
+            plans = any(one.row.given["plan"] for one in rest)
             lines += ["", f"{source}{f' Not held: {why}.' if why else ''}", ""]
-            lines += ["| run | plan | published | ours | error | |", "|---|---|--:|--:|--:|---|"]
-            lines += [_line(one) for one in same]
-    return "\n".join([*summary(found), *lines]) + "\n"
+            lines += [_cells("run", *["plan"] * plans, "published", "ours", "error", "")]
+            lines += [_cells("---", *["---"] * plans, "--:", "--:", "--:", "---")]
+            lines += [_line(one, plans) for one in rest]
+    return "\n".join(lines) + "\n"
 
 
-def summary(found: Sequence[Result]) -> list[str]:
-    """Return the lines of the table of bars, and of the table of efficiencies."""
+def _bars(found: Sequence[Result]) -> list[str]:
+    """Return a table: how many rows are held to a bar, and how far they are from it."""
     lines = [
         "| values | rows | within the bar | median error | largest error |",
         "|---|--:|--:|--:|--:|",
     ]
     for title in dict.fromkeys(one.row.title for one in found):
         held = [one for one in found if one.row.title == title and one.held is not None]
-        lines.append(_errors(title, [one for one in held if not one.row.calibration]))
-        if title == RUNS:
-            lines.append(
-                _errors("Runs used for calibration", [one for one in held if one.row.calibration])
-            )
-    lines += [
-        "",
-        "| GPU | format | software | efficiency | rows used | rows not used | their median error |",
-    ]
-    lines += ["|---|---|---|--:|--:|--:|--:|"]
-    for key in sorted({one.row.efficiency_key for one in found if one.row.efficiency_key}):
-        name, (dtype, generation) = key[0], key[1].split("@")
-        of_key = [one for one in found if one.row.efficiency_key == key]
-        others = [one for one in of_key if not one.row.calibration]
-        value = hardware(name).efficiency_of(dtype, generation)
-        lines.append(
-            f"| {name} | {dtype} | {generation} | {value:.3f} | {len(of_key) - len(others)} | "
-            f"{len(others)} | {median(abs(one.error) for one in others):.1%} |"
-        )
+        used = [one for one in held if one.row.calibration]
+        name = f"{title}, not used for calibration" if used else title
+        for kind, chosen in ((name, held), (f"{title}, used for calibration", used)):
+            those = [one for one in chosen if chosen is used or not one.row.calibration]
+            if those:
+                within = sum(bool(one.held) for one in those)
+                errors = [abs(one.error) for one in those]
+                shares = f"{median(errors):.1%}", f"{max(errors):.1%}"
+                lines.append(_cells(kind, str(len(those)), str(within), *shares))
     return lines
 
 
-def _errors(title: str, held: Sequence[Result]) -> str:
-    errors = [abs(one.error) for one in held]
-    within = sum(bool(one.held) for one in held)
-    return f"| {title} | {len(held)} | {within} | {median(errors):.1%} | {max(errors):.1%} |"
+def _efficiencies(found: Sequence[Result]) -> list[str]:
+    """Return a table of the calibrated numbers, and of the errors of the rows not used."""
+    lines = [
+        "| GPU | format | software | efficiency | rows used | not used | their median error |",
+        "|---|---|---|--:|--:|--:|--:|",
+    ]
+    held = [one for one in found if one.row.efficiency_key and one.held is not None]
+    for key in sorted({one.row.efficiency_key for one in held if one.row.efficiency_key}):
+        name, (dtype, generation) = key[0], key[1].split("@")
+        of_key = [one for one in held if one.row.efficiency_key == key]
+        others = [abs(one.error) for one in of_key if not one.row.calibration]
+        value = hardware(name).efficiency_of(dtype, generation)
+        used = len(of_key) - len(others)
+        counts = f"{value:.3f}", str(used), str(len(others)), f"{median(others):.1%}"
+        lines.append(_cells(name, dtype, generation, *counts))
+    return lines
 
 
 def _source(row: Row) -> str:
-    unit = f", in {row.unit}" if row.unit and row.unit != "%" else ""
-    return f"{row.source[0].upper()}{row.source[1:]}{unit}."
+    return f"{row.source}{f' ({row.unit})' if row.unit else ''}."
 
 
-def _line(one: Result) -> str:
-    row = one.row
-    mark = "calibration" if row.calibration else {False: "**misses**"}.get(one.held, "")  # type: ignore[arg-type]
-    run = f"{row.run}, {row.given['gpus']:,} GPUs" if row.given.get("gpus", 1) > 1 else row.run
-    ours = f"{one.ours:.{len(row.published.partition('.')[2])}f}"
-    cells = (run, _plan(row.given.get("plan", {})), row.published, ours, f"{one.error:+.1%}", mark)
+def _line(one: Result, plans: bool) -> str:
+    mark = "**misses**" if one.held is False else "calibration" if one.row.calibration else ""
+    plan = [_plan(one.row.given["plan"])] * plans
+    return _cells(_run(one), *plan, *_values(one), f"{one.error:+.1%}", mark)
+
+
+def _run(one: Result) -> str:
+    gpus = one.row.given.get("gpus", 1)
+    return f"{one.row.run}, {gpus:,} GPUs" if gpus > 1 else one.row.run
+
+
+def _values(one: Result) -> tuple[str, str]:
+    """Return the published value, and ours at as many digits."""
+    digits = len(one.row.published.partition(".")[2])
+    unit = " 10^9" if one.row.unit == "10^9" else ""
+    grouped = f"{float(one.row.published):,.{digits}f}"
+    return f"{grouped}{unit}", f"{one.ours:,.{digits}f}{unit}"
+
+
+def _cells(*cells: str) -> str:
     return f"| {' | '.join(cells)} |"
 
 
@@ -314,8 +336,9 @@ def _hardware(row: Row, efficiency: Efficiency) -> Hardware:
     return replace(found, efficiency={**others, row.format: value})
 
 
-def _estimate(row: Row, efficiency: Efficiency) -> Estimate:
-    return estimate(_model(row), _hardware(row, efficiency), _configuration(row))
+def estimate_of(row: Row, efficiency: Efficiency | None = None) -> Estimate:
+    """Return the estimate of the run that a row is about."""
+    return estimate(_model(row), _hardware(row, efficiency or {}), _configuration(row))
 
 
 def _parameters(row: Row, _: Efficiency) -> float:
@@ -426,21 +449,32 @@ def _simulated_bubble(row: Row, _: Efficiency) -> float:
     return simulate(schedule, Costs(**costs)).bubble_of_total
 
 
+def _waiting_in_f(row: Row, _: Efficiency) -> float:
+    """Waiting of a rank from its first to its last action, in units of F = I = W."""
+    given = row.given
+    found = simulate(
+        make(given["schedule"], given["ranks"], given["micro_batches"], given.get("chunks", 1)),
+        Costs(),
+    )
+    chunks = given.get("chunks", 1)
+    return (found.span - found.work) / chunks
+
+
 def _step_seconds(row: Row, efficiency: Efficiency) -> float:
-    return _estimate(row, efficiency).step_seconds
+    return estimate_of(row, efficiency).step_seconds
 
 
 def _tokens_per_gpu_second(row: Row, efficiency: Efficiency) -> float:
-    return _estimate(row, efficiency).tokens_per_gpu_second
+    return estimate_of(row, efficiency).tokens_per_gpu_second
 
 
 def _model_tflops(row: Row, efficiency: Efficiency) -> float:
-    return _estimate(row, efficiency).tflops_per_gpu
+    return estimate_of(row, efficiency).tflops_per_gpu
 
 
 def _megatron_hfu_tflops(row: Row, efficiency: Efficiency) -> float:
     """96 B s l h^2 (1 + s/6h + V/16lh) over time and GPUs (arXiv:2104.04473, equation 3)."""
-    found = _estimate(row, efficiency)
+    found = estimate_of(row, efficiency)
     flops = hardware_flops(found.model, found.configuration, "full")
     return flops / found.configuration.world / found.step_seconds / 1e12
 
@@ -466,6 +500,7 @@ QUANTITIES: dict[str, Callable[[Row, Efficiency], float]] = {
     "share_of_peak": _share_of_peak,
     "training_days": _training_days,
     "simulated_bubble": _simulated_bubble,
+    "waiting_in_f": _waiting_in_f,
     "step_seconds": _step_seconds,
     "tokens_per_gpu_second": _tokens_per_gpu_second,
     "model_tflops": _model_tflops,

@@ -119,6 +119,9 @@ def stage_seconds(
                 hidden = core * (plan.cp - 1) / plan.cp
                 cores = 2 if plan.recompute == "none" else 3
                 f, i = max(0.0, f - hidden), max(0.0, i - cores * hidden)
+            if axis == "ep" and plan.schedule == "dualpipe-v" and plan.pp > 1:
+                left = max(0.0, 1 - compute.total / (f + i)) if f + i else 0.0
+                f, i = left * f, left * i
             exposed[axis] = (f, i)
         alike[kind] = Stage(compute, exposed)
     return [alike[kind_of(model, stages, number)] for number in range(len(stages))]
@@ -194,10 +197,15 @@ def assumptions(model: Model, plan: Configuration) -> Iterator[str]:
             "CP is a zig-zag ring: each turn of K and V is hidden behind the attention of the "
             "block before, as far as that takes longer (arXiv:2310.01889)."
         )
-    if plan.ep > 1:
+    if plan.ep > 1 and plan.schedule == "dualpipe-v" and plan.pp > 1:
+        yield (
+            "Routing is even. DualPipe pairs micro-batches: EP of one is hidden behind the compute "
+            "of the other as far as it goes (arXiv:2412.19437, section 3.2.1)."
+        )
+    elif plan.ep > 1:
         yield (
             "EP is exposed, and routing is even: the experts wait for their tokens "
-            "(arXiv:2006.16668); DualPipe's overlap of two micro-batches is not assumed."
+            "(arXiv:2006.16668)."
         )
     if plan.dp * plan.cp > 1:
         yield from _of_data(plan)

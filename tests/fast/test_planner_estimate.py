@@ -283,6 +283,17 @@ def test_what_data_parallelism_hides(zero):
     assert traffic.exposed_seconds > 0.9 * traffic.seconds
 
 
+def test_dualpipe_hides_the_tokens_of_experts():
+    mixtral = model("mixtral-8x7b")
+    exposed = {}
+    for schedule in ("interleaved", "dualpipe-v"):
+        plan = configure(mixtral, 64, pp=4, ep=8, chunks=2, schedule=schedule)
+        exposed[schedule] = estimate(mixtral, H100, plan).communication["ep"]
+    assert exposed["interleaved"].exposed_seconds == pytest.approx(exposed["interleaved"].seconds)
+    assert exposed["dualpipe-v"].exposed_seconds == 0
+    assert exposed["dualpipe-v"].wire_bytes == exposed["interleaved"].wire_bytes
+
+
 def test_selective_recomputation_and_full_cost_what_hfu_counts():
     none, selective, full = (
         estimate(LLAMA, H100, configure(LLAMA, 64, tp=8, pp=4, recompute=kind))
