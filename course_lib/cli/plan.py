@@ -1,4 +1,4 @@
-"""plan: memory, traffic, bubble and step time of a run on GPUs that nobody has rented yet."""
+"""plan: memory, traffic, bubble and step time of a run, before any GPU is rented."""
 
 from __future__ import annotations
 
@@ -62,6 +62,9 @@ def plan(
         typer.Option(
             "--fused-attention/--plain-attention", help="Default: fused, which saves no scores."
         ),
+    ] = None,
+    overlap_tp: Annotated[
+        bool | None, typer.Option("--overlap-tp", help="Kernels hide TP behind the products.")
     ] = None,
     generation: Annotated[
         str | None, typer.Option(help="Year of the software, for its efficiency.")
@@ -156,6 +159,7 @@ def plan(
         "dtype": dtype,
         "recipe": recipe,
         "fused_attention": fused_attention,
+        "overlap_tp": overlap_tp or None,
     }
     degrees: dict[str, Any] = {
         name: value for name, value in arguments.items() if value is not None
@@ -282,7 +286,7 @@ def _serve(
     from course_lib.planner.serve import serve
     from course_lib.planner.text import serving
 
-    sizes = {name: size for name, size in requests.items() if size is not None}
+    sizes: dict[str, Any] = {k: size for k, size in requests.items() if size is not None}
     found = serve(model, machine, made, **options, **sizes)
     if as_json:
         print_json(found.as_dict())

@@ -79,8 +79,8 @@ def pipeline(
     """Return work and bubble of the schedule ``name``; ``message`` is the seconds of one transfer.
 
     With ``simulated=False`` the formula is used where there is one, with the mean work of the other
-    ranks, and the time that a message takes through all ranks and back. Raises ValueError when the number of stages is not
-    that of the schedule.
+    ranks, and the time that a message takes through all ranks and back. Raises ValueError when the
+    number of stages is not that of the schedule.
     """
     rank_of = placement(name, ranks, chunks)
     if len(stages) != len(rank_of):

@@ -17,6 +17,8 @@ if TYPE_CHECKING:
 
 WIDTH = 80
 HARD_SPACE = "\xa0"
+UNIT = r"(?<=\d) (?=(?:%|[MG]B|GB/s|TFLOP/s|FLOP|ms|us|s|[MBT])(?![\w/]))"  # a space before one
+CITATION = r" \((?=[^()]*arXiv)[^()]*\)"
 
 
 def report(estimate: Estimate, changes: Mapping[str, float] | None = None) -> str:
@@ -28,7 +30,7 @@ def report(estimate: Estimate, changes: Mapping[str, float] | None = None) -> st
     if estimate.assumptions:
         lines += ["", "Assumptions"]
         for assumption in estimate.assumptions:
-            lines += wrapped(assumption, "  - ")
+            lines += wrapped(re.sub(CITATION, "", assumption), "  - ")
     return "\n".join(lines)
 
 
@@ -106,7 +108,7 @@ def wrapped(text: str, first: str = "") -> list[str]:
     """Return ``text`` in lines of at most 80 characters; ``first`` heads the first one."""
     indent = " " * (len(first) or 2)
     lines = textwrap.wrap(
-        re.sub(r"(?<=\d) (?=[^\d=+])", HARD_SPACE, text),  # a number and its unit
+        re.sub(UNIT, HARD_SPACE, text),
         WIDTH,
         initial_indent=first,
         subsequent_indent=indent,

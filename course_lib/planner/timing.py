@@ -46,10 +46,14 @@ class Rates(NamedTuple):
 
 @dataclass(frozen=True)
 class Stage:
-    """Seconds of one micro-batch on a virtual stage; ``exposed`` by axis, in forward and in I."""
+    """Seconds of one micro-batch on a virtual stage; ``exposed`` by axis, in forward and in I.
+
+    ``elementwise`` of the seconds of ``compute`` are those of operations bound by memory.
+    """
 
     compute: StageSeconds
     exposed: Mapping[str, tuple[float, float]]
+    elementwise: float
 
     @property
     def total(self) -> StageSeconds:
@@ -123,7 +127,8 @@ def stage_seconds(
                 left = max(0.0, 1 - compute.total / (f + i)) if f + i else 0.0
                 f, i = left * f, left * i
             exposed[axis] = (f, i)
-        alike[kind] = Stage(compute, exposed)
+        repeated = 2 if plan.recompute == "full" else 1
+        alike[kind] = Stage(compute, exposed, repeated * ahead + back)
     return [alike[kind_of(model, stages, number)] for number in range(len(stages))]
 
 
@@ -199,8 +204,8 @@ def assumptions(model: Model, plan: Configuration) -> Iterator[str]:
         )
     if plan.ep > 1 and plan.schedule == "dualpipe-v" and plan.pp > 1:
         yield (
-            "Routing is even. EP of one micro-batch is hidden behind the compute of another, as far "
-            "as that goes, for which DualPipe pairs them (arXiv:2412.19437, section 3.2.1)."
+            "Routing is even. DualPipe pairs micro-batches: EP of one is hidden behind the compute "
+            "of the other as far as it goes (arXiv:2412.19437, section 3.2.1)."
         )
     elif plan.ep > 1:
         yield (

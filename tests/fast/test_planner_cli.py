@@ -212,6 +212,7 @@ BAD = {
     f"{PLAN} --compare tp=8 p=4": "did you mean",
     f"{PLAN} --compare tp=8 tp": "tp=8,pp=4",
     f"{PLAN} --compare tp=8 tp=x": "'x'",
+    f"{PLAN} --compare tp=8 overlap_tp=1": "overlap_tp=on",
     f"{PLAN} --calibrate /dev/null/there": "/dev/null/there",
     "plan llama-3-70b --gpus 8 --hardware a100-80 --dtype fp8": "fp8",
     "plan custom --gpus 8 --hardware h100": "--family",
@@ -321,6 +322,7 @@ def test_plans_are_written_as_text():
     assert read_plan(text) == {
         "tp": 8, "pp": 4, "zero": 1, "micro_batch": 2, "schedule": "zb-h1", "hardware": "b200",
     }  # fmt: skip
+    assert read_plan("overlap_tp=on,recipe=16") == {"overlap_tp": True, "recipe": 16}
     assert read_plan("") == {}
 
 

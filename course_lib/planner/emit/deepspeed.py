@@ -12,7 +12,7 @@ from course_lib.planner.hardware import Hardware
 
 
 def write(model: Model, hardware: Hardware, configuration: Configuration) -> Emitted:
-    """Return JSON; the model is yours. Ranks are in the order of the planner: tp, cp, dp, pp, tp fastest."""
+    """Return JSON. Ranks are in the order of the planner: tp, cp, dp, pp, tp fastest."""
     pipeline, tensor = configuration.pp > 1, configuration.tp > 1
     zero = min(configuration.zero, 1) if pipeline else configuration.zero
     notes = _notes(model, hardware, configuration)
