@@ -1,10 +1,12 @@
 """Published values (published.toml), what the planner computes for each, and the table of both.
 
-``python -m course_lib.planner.published`` writes the table into docs/planner.md.
+``python -m course_lib.planner.published`` writes the table into docs/planner.md; with ``--fit`` it
+prints the efficiencies that the calibration rows give, for hardware.toml.
 """
 
 from __future__ import annotations
 
+import sys
 import tomllib
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -178,6 +180,8 @@ def fitted() -> dict[tuple[str, str], float]:
     found = {}
     for key in sorted({row.efficiency_key for row in rows() if row.efficiency_key}):
         chosen = [row for row in rows() if row.efficiency_key == key and row.calibration]
+        if not chosen:  # another GPU of the same chip
+            continue
         found[key] = round(median(_own_efficiency(row, key) for row in chosen), 3)
     return found
 
@@ -316,8 +320,12 @@ Efficiency = Mapping[tuple[str, str], float]
 
 def _model(row: Row) -> Model:
     name = row.given["model"]
-    sizes = _data()["models"].get(name)
-    return model(name) if sizes is None else custom_model(**sizes, name=name)
+    sizes = dict(_data()["models"].get(name, {}))
+    if not sizes:
+        return model(name)
+    dropout = sizes.pop("dropout", None)
+    found = custom_model(**sizes, name=name)
+    return found if dropout is None else replace(found, dropout=dropout)
 
 
 def _configuration(row: Row) -> Configuration:
@@ -509,4 +517,8 @@ QUANTITIES: dict[str, Callable[[Row, Efficiency], float]] = {
 
 
 if __name__ == "__main__":
-    write()
+    if "--fit" in sys.argv[1:]:
+        for (gpu, key), value in fitted().items():
+            print(f"{gpu} {key} {value}")
+    else:
+        write()
