@@ -149,10 +149,14 @@ def behind(plan: Estimate, best: Estimate) -> str:
     share = more[name] / sum(costs[1].values())
     if share < 5e-4:
         return "takes equally long"
-    verb = "computes" if name in ("compute", "optimizer") else "waits"
-    cause = {"compute": "", "bubble": " in the bubble", "optimizer": " in the optimizer"}.get(
-        name, f" for {name}"
-    )
+    verb = "computes" if name in ("compute", "elementwise", "optimizer") else "waits"
+    causes = {
+        "compute": "",
+        "elementwise": " in norms and activations",
+        "bubble": " in the bubble",
+        "optimizer": " in the optimizer",
+    }
+    cause = causes.get(name, f" for {name}")
     return f"{verb} {100 * share:.1f} % of the step longer{cause}"
 
 

@@ -46,10 +46,14 @@ class Rates(NamedTuple):
 
 @dataclass(frozen=True)
 class Stage:
-    """Seconds of one micro-batch on a virtual stage; ``exposed`` by axis, in forward and in I."""
+    """Seconds of one micro-batch on a virtual stage; ``exposed`` by axis, in forward and in I.
+
+    ``elementwise`` of the seconds of ``compute`` are those of operations bound by memory.
+    """
 
     compute: StageSeconds
     exposed: Mapping[str, tuple[float, float]]
+    elementwise: float
 
     @property
     def total(self) -> StageSeconds:
@@ -123,7 +127,8 @@ def stage_seconds(
                 left = max(0.0, 1 - compute.total / (f + i)) if f + i else 0.0
                 f, i = left * f, left * i
             exposed[axis] = (f, i)
-        alike[kind] = Stage(compute, exposed)
+        repeated = 2 if plan.recompute == "full" else 1
+        alike[kind] = Stage(compute, exposed, repeated * ahead + back)
     return [alike[kind_of(model, stages, number)] for number in range(len(stages))]
 
 
