@@ -31,7 +31,8 @@ class Configuration:
     they are not as even as possible, in the order in which a micro-batch passes the pp x chunks
     stages. ``recipe``: bytes per parameter, 16, 18 or 20 (:func:`planner.memory.state_bytes`).
     ``fused_attention``: the kernel saves no scores for backward (FlashAttention). ``gather_again``:
-    sequence parallelism saves shards of inputs, and backward gathers them again.
+    sequence parallelism saves shards of inputs, and backward gathers them again. ``overlap_tp``:
+    kernels cut the products into pieces, which hides most of the communication of tp.
     """
 
     tp: int = 1
@@ -52,6 +53,7 @@ class Configuration:
     recipe: int = 18
     fused_attention: bool = True
     gather_again: bool = True
+    overlap_tp: bool = False
 
     @property
     def world(self) -> int:
@@ -94,6 +96,7 @@ def configure(
     stage_layers: tuple[int, ...] | None = None,
     recipe: int = 18,
     fused_attention: bool = True,
+    overlap_tp: bool = False,
 ) -> Configuration:
     """Return a configuration with what was left out filled in; ValueError if it is impossible.
 
@@ -157,6 +160,7 @@ def configure(
         stage_layers=None if stage_layers is None else tuple(stage_layers),
         recipe=recipe,
         fused_attention=fused_attention,
+        overlap_tp=overlap_tp,
     )
     for problem in impossible(model, made):
         raise ValueError(problem)
@@ -274,10 +278,10 @@ def _stages(model: Model, plan: Configuration) -> Iterator[str]:
     if layers is None:
         return
     if len(layers) != stages or sum(layers) != model.layers or min(layers) < 1:
+        listed = ", ".join(map(str, layers[:32])) + (", ..." if len(layers) > 32 else "")
         yield (
             f"expected stage_layers of pp x chunks = {stages} stages, one layer or more each and "
-            f"{model.layers} in all, got {', '.join(map(str, layers))}: {len(layers)} stages with "
-            f"{sum(layers)} layers"
+            f"{model.layers} in all, got {listed}: {len(layers)} stages with {sum(layers)} layers"
         )
 
 
