@@ -15,7 +15,7 @@
 # %% [markdown]
 # # 14 The decision: from model and cluster to a layout
 #
-# *45 minutes to read and run, 70 to build.* A study note answers "how do I split my model?" with a function of nine
+# *45 minutes to read and run, 70 to build.* A common answer to "how do I split my model?" is a function of nine
 # lines. If the weights fit on one GPU, it takes data parallelism. Otherwise it puts tensor parallelism inside nodes of
 # eight and a pipeline across them. We ask it about 4, 12 and 20 GPUs. You need lessons 01, 03 to 07, 09 and 12.
 #
@@ -30,7 +30,7 @@ vote_2 = None
 
 
 # %%
-def from_a_note(weights_gb, gpus, gpu_gb):
+def common_choice(weights_gb, gpus, gpu_gb):
     if weights_gb < gpu_gb:
         return {"dp": gpus, "tp": 1, "pp": 1}
     nodes = gpus // 8
@@ -40,7 +40,7 @@ def from_a_note(weights_gb, gpus, gpu_gb):
 
 
 for gpus in (4, 12, 20, 64):
-    sizes = from_a_note(140, gpus, 80)
+    sizes = common_choice(140, gpus, 80)
     used = sizes["dp"] * sizes["tp"] * sizes["pp"]
     print(f"70B on {gpus:2} GPUs: {sizes}, which are {used} GPUs")
 
@@ -74,7 +74,8 @@ predicted_speedup = None  # of a pipeline on 4 ranks with 8 micro-batches, by th
 # %% [markdown]
 # ## What fits: 70B on 64 H100
 # The planner computes memory, traffic, bubble and step time of a plan from the formulas of the lessons. `configure` fills
-# in what we leave out: about 4 million tokens per step, and ZeRO-1. We try seven plans.
+# in what we leave out: about 4 million tokens per step, and ZeRO-1. We try seven plans. The columns tp and dp are the
+# seconds of a step in which their communication is not hidden.
 
 # %%
 from course_lib.planner import configure, hardware, model
@@ -137,7 +138,7 @@ def memory_picture(tp, pp, cp, zero, recompute, seq, gpus=64):
     e = plan("llama-3-70b", gpus, tp=tp, pp=pp, cp=cp, zero=zero, recompute=recompute, seq=seq)
     held = e.memory
     parts = {
-        "weights": held.weights,
+        "parameters": held.weights,
         "gradients": held.gradients,
         "optimizer": held.optimizer,
         "activations": held.activations,
@@ -328,6 +329,8 @@ for label, tp in (("in a node", 8), ("across two nodes", 16)):
     print(f"tp={tp:2}, {label:17} {share:.2f} N")
 
 # %% [markdown]
+# So 0.3 N is too low for two nodes with an adapter per GPU, and 0.85 N is too high for this node.
+#
 # ## Serving, experts, and two kinds of GPU
 # The same five questions work for other jobs. For serving, the KV cache takes the place of optimizer and activations,
 # and reading the weights takes the place of FLOPs. A common claim: *"GPT-J on 8 GPUs: DP has three times the throughput
@@ -387,11 +390,11 @@ for layers in ((20, 20, 20, 20), (10, 10, 30, 30)):
     times = [n * (SLOWER if stage < 2 else 1) for stage, n in enumerate(layers)]
     stages = [StageSeconds(t, t, t) for t in times]
     found = pipeline("1f1b", 4, 16, stages)
-    print(
-        f"layers {layers}: {found.seconds:,.0f} units of time, of which {found.of_total:.0%} bubble"
-    )
+    print(f"layers {layers}: {found.seconds:,.0f} units of time")
 
 # %% [markdown]
+# With 20 layers each, an H100 is done in a third of the time of an A100 and waits for the rest.
+#
 # ## The same in PyTorch
 # A plan is worth something when it runs. `emit` writes it for torchtitan, Megatron-LM, DeepSpeed, or as a page of FSDP2
 # and DTensor:
@@ -515,7 +518,7 @@ for label, found in {
     print(line(label, found))
 
 # %% [markdown]
-# **Cheat-sheet.** The decision on one page:
+# **Cheat-sheet.** The decision on one page; a | b means that a divides b:
 #
 # ```
 # 1 memory    18 P / (tp pp) with 12 of the 18 / (dp cp); saved ~ 34 s h L / (tp cp) under 1F1B, full recompute 2 s h L
@@ -532,7 +535,7 @@ for label, found in {
 
 # %% [markdown] course={"ex": "14-1"}
 # ## 14-1 Repair a chooser
-# The function below went round with a study note. It takes sizes from the weights alone, assumes nodes of eight, and
+# The function below is the one that begins the lesson. It takes sizes from the weights alone, assumes nodes of eight, and
 # has no answer for 4, 12 or 20 GPUs. Repair it: return the sizes of the axes of the fastest layout that fits, or `None`
 # if no layout fits. Axes that you leave out have size 1.
 #
