@@ -21,7 +21,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from fractions import Fraction
 from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
@@ -30,7 +29,7 @@ from torch import Tensor, nn
 from course_lib import comm
 from course_lib.aliases import aliases
 from course_lib.comm.flat import BUCKET_BYTES
-from course_lib.ledger import wire
+from course_lib.formulas.dp import wire_bytes  # noqa: F401  its formula is exported
 from course_lib.mesh import Axis
 
 if not TYPE_CHECKING:  # mypy would take every name for an alias
@@ -38,14 +37,6 @@ if not TYPE_CHECKING:  # mypy would take every name for an alias
 
 Batch = tuple[Tensor, Tensor]  # tokens (B, S) and targets (B, S)
 LossSum = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]  # -> summed loss, number of tokens
-
-
-def wire_bytes(parameter_bytes: int, n: int) -> Fraction:
-    """Return the bytes that a rank sends per step: 2(n-1)/n times those of trainable parameters.
-
-    The same for all three ways and for any number of micro-batches. A tied weight counts once.
-    """
-    return wire("all_reduce", parameter_bytes, n)
 
 
 def trainable(parameters: Iterable[nn.Parameter]) -> list[nn.Parameter]:

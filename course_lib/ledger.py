@@ -5,7 +5,7 @@ rank sends for the payload with the cheapest known algorithm (a ring). :func:`wi
 place that has it. :mod:`course_lib.trace.traffic` counts the bytes that were really sent. Control
 traffic (token counts, norms, split sizes) is tagged and has a line of its own.
 
-Each technique also has closed forms, from shapes alone: ``wire_bytes`` per optimizer step,
+Each technique has closed forms in :mod:`course_lib.formulas`: ``wire_bytes`` per optimizer step,
 ``saved_bytes`` per forward, ``state_bytes`` between steps, ``peak_bytes``. Their arguments are what
 is trained (such as config, sequences, seq_len), then n, then options by keyword.
 """

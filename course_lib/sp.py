@@ -24,7 +24,6 @@ backward: less memory, 1.25 times the bytes.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from fractions import Fraction
 from typing import Any
 
 import torch
@@ -32,14 +31,18 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from course_lib import comm, recompute
+from course_lib import comm
 from course_lib.comm import Held
 from course_lib.comm.collectives import check_equal_shards
 from course_lib.comm.operators import Region
-from course_lib.ledger import wire
+from course_lib.formulas.sp import (  # noqa: F401  its formulas are exported
+    replicated_parameters,
+    saved_bytes,
+    saved_outside_blocks,
+    saved_per_block,
+    wire_bytes,
+)
 from course_lib.mesh import Axis
-from course_lib.model import ModelConfig
-from course_lib.recompute import saved_by_block
 
 S = 1  # the dim of x_BSD that the ranks divide
 
@@ -144,81 +147,3 @@ def sum_gradients(held: Iterable[Held], axis: Axis) -> None:
     """
     replicated = [one for one in held if not comm.is_sharded(one.parameter, axis)]
     comm.sum_gradients(replicated, axis)
-
-
-# --- what it costs, from shapes alone; n is the size of the axis -----------------------------
-
-
-def wire_bytes(
-    config: ModelConfig,
-    sequences: int,
-    seq_len: int,
-    n: int,
-    *,
-    again: bool = False,
-    forwards: int = 1,
-    shards: int = 1,
-    regions: int = 2,
-) -> Fraction:
-    """Return the bytes per rank and optimizer step for activations and replicated parameters.
-
-    A layer has 2 all-gathers and 2 reduce-scatters of x_BSD in every forward (``forwards=2`` with
-    full recomputation) and in backward, 2 gathers more with ``again``; embedding and head have 2
-    and 2, one gather more with ``again``. A layer has 2 ``regions``, attention and MLP; 1 where
-    experts replace the MLP. Then one all-reduce of the gradients of replicated parameters.
-    Under ZeRO over ``shards`` ranks each sums its shards: then it is the average over these ranks.
-    ``tp.formulas`` counts the loss and the key and value heads that several ranks hold.
-    All parameters are trained; with frozen ones fewer bytes are sent.
-    """
-    size = sequences * seq_len * config.hidden * config.dtype.itemsize
-    scatters = regions * config.layers * (forwards + 1) + 2
-    gathers = scatters + (regions * config.layers + 1 if again else 0)
-    return (
-        gathers * wire("all_gather", size // n, n)
-        + scatters * wire("reduce_scatter", size, n)
-        + wire("all_reduce", replicated_parameters(config) * config.dtype.itemsize, n) / shards
-    )
-
-
-def replicated_parameters(config: ModelConfig) -> int:
-    """Return how many parameters are replicated: norms; gpt: biases after a sum, positions."""
-    if config.family == "llama":
-        return (2 * config.layers + 1) * config.hidden
-    norms, row_biases = 2 * (2 * config.layers + 1), 2 * config.layers
-    return (norms + row_biases + config.max_seq_len) * config.hidden
-
-
-def saved_per_block(
-    config: ModelConfig, sequences: int, seq_len: int, n: int, *, again: bool = False
-) -> int:
-    """Return the bytes that a rank saves for one block: the gathered input, 1/n of all else.
-
-    With ``again`` 1/n of the input too. A mask takes one byte here: see tp.RankDropout.
-    """
-    saved = saved_by_block(config, sequences, seq_len)
-    keys_values = saved.keys_values // min(n, config.kv_heads)
-    entered = saved.entered // n if again else saved.entered
-    divided = saved.outside + saved.inside + saved.masks // config.dtype.itemsize
-    return divided // n + entered + keys_values + saved.rope_cache
-
-
-def saved_outside_blocks(
-    config: ModelConfig, sequences: int, seq_len: int, n: int, *, again: bool = False
-) -> int:
-    """Return the bytes that a rank saves for embedding and LM head, without the vocabulary's.
-
-    1/n of the rows, and the gathered input of the head; with ``again`` 1/n of that too.
-    ``tp.formulas.saved_by_vocabulary`` counts the rest.
-    """
-    saved = recompute.saved_outside_blocks(config, sequences, seq_len)
-    divided = saved.positions + saved.norm + saved.mask // config.dtype.itemsize
-    return divided // n + (saved.entered // n if again else saved.entered)
-
-
-def saved_bytes(
-    config: ModelConfig, sequences: int, seq_len: int, n: int, *, again: bool = False
-) -> int:
-    """Return the bytes that a rank saves in one forward, without the vocabulary's."""
-    shape = config, sequences, seq_len, n
-    blocks = config.layers * saved_per_block(*shape, again=again)
-    return blocks + saved_outside_blocks(*shape, again=again)

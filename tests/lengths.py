@@ -19,7 +19,7 @@ from course_lib.view.code import lines_with_code
 COURSE = Path(__file__).parents[1]
 LIBRARY = COURSE / "course_lib"
 ABOVE_LAUNCH = (
-    "schedule ledger layout trace mesh comm model data recompute dp zero tp sp cp ep pp "
+    "schedule ledger layout formulas trace mesh comm model data recompute dp zero tp sp cp ep pp "
     "compose checkpoint inference"
 ).split()
 FILE, FUNCTION, TOTAL, OPENED = 200, 25, 5_500, 5

@@ -11,6 +11,7 @@ import functools
 import json
 import re
 import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -146,6 +147,19 @@ def test_no_torch_at_import(room):
         assert not heavy, f"{path.relative_to(ROOT)} imports {sorted(heavy)}"
         ours = {name.split(".")[1] for name in names if name.startswith("course_lib.")}
         assert (ours & set(ROOMS)) - {room} <= NEVER_TORCH
+
+
+def test_the_rooms_without_torch_import_none_through_others():
+    files = [path for room in sorted(NEVER_TORCH) for path in files_of(room)]
+    names = [".".join(path.relative_to(ROOT).with_suffix("").parts) for path in files]
+    script = (
+        f"import importlib, sys\nfor name in {names}:\n    importlib.import_module(name)\n"
+        "heavy = {'torch', 'numpy', 'matplotlib'} & sys.modules.keys()\n"
+        "assert not heavy, sorted(heavy)"
+    )
+    run = [sys.executable, "-c", script]
+    done = subprocess.run(run, cwd=ROOT, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
 
 
 @pytest.mark.parametrize("name", sorted(LIGHT))

@@ -35,5 +35,5 @@ def _rank_error() -> type[Exception] | tuple[()]:
 def fail(message: str, code: int) -> int:
     """Print ``message`` as one sentence on stderr."""
     sentence = " ".join(message.split()).replace(". ", "; ").replace(".;", ";").rstrip(".")
-    print(f"{sentence}.", file=sys.stderr)
+    print(sentence if sentence.endswith("?") else f"{sentence}.", file=sys.stderr)
     return code

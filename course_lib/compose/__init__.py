@@ -13,11 +13,11 @@ refusals       which combinations do not work or should not be used, in sentence
 build          the techniques applied to the model, in order; the experts' auxiliary loss
 gradients      which gradients are summed over which ranks, in what order, and their norm
 trainer        parallelize and the step
-formulas       bytes on each axis
+formulas       bytes on each axis: course_lib.formulas.compose
 =============  ===============================================================================
 """
 
-from course_lib.compose.formulas import PartSize, part_sizes, wire_bytes
 from course_lib.compose.plan import GATHER, RING, ULYSSES, Core, Experts, LossScale, Plan, grid
 from course_lib.compose.refusals import discouraged, refusals
 from course_lib.compose.trainer import Step, Trainer, parallelize
+from course_lib.formulas.compose import PartSize, part_sizes, wire_bytes

@@ -20,27 +20,6 @@ _make = lru_cache(maxsize=64)(make)  # a search for a schedule can take seconds
 
 
 @dataclass(frozen=True)
-class Sizes:
-    """The size of each axis; ``ep`` is inside dp and cp."""
-
-    tp: int = 1
-    cp: int = 1
-    dp: int = 1
-    pp: int = 1
-    ep: int = 1
-
-    @property
-    def data(self) -> int:
-        """Return the number of ranks that sum the gradients of the same parameters."""
-        return self.cp * self.dp
-
-    @property
-    def per_stage(self) -> int:
-        """Return the number of ranks that hold a pipeline stage together."""
-        return self.tp * self.data
-
-
-@dataclass(frozen=True)
 class Core:
     """A way to compute attention over rows that several ranks hold.
 

@@ -9,8 +9,9 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from math import inf, lcm
 
-from course_lib.compose.plan import Plan, Sizes
+from course_lib.compose.plan import Plan
 from course_lib.cp import Nested
+from course_lib.formulas.compose import AxisSizes
 from course_lib.model import ModelConfig
 from course_lib.schedule import Schedule, validate
 
@@ -27,7 +28,7 @@ def refusals(
 
     The batch is checked where ``sequences``, of one replica in a step, and ``seq_len`` are given.
     """
-    of = Sizes(**sizes)
+    of = AxisSizes(**sizes)
     found = [*_numbers(plan), *_model(config, of, plan), *_zero(of, plan), *_experts(of, plan)]
     found += [*_pipeline(config, of, plan)]
     if sequences is not None and seq_len is not None:
@@ -37,7 +38,7 @@ def refusals(
 
 def discouraged(config: ModelConfig, sizes: Mapping[str, int], plan: Plan) -> list[str]:
     """Return what works but should not be used, and why; empty when there is nothing to say."""
-    of = Sizes(**sizes)
+    of = AxisSizes(**sizes)
     return [*_costly(config, of, plan), *_different(config, of, plan)]
 
 
@@ -57,7 +58,7 @@ def _numbers(plan: Plan) -> Iterator[str]:
         yield f"growth_interval={scale.growth_interval}: one good step at least, or None for static"
 
 
-def _model(config: ModelConfig, sizes: Sizes, plan: Plan) -> Iterator[str]:
+def _model(config: ModelConfig, sizes: AxisSizes, plan: Plan) -> Iterator[str]:
     """Heads and features against tp (which leaves experts whole), heads against Ulysses."""
     t, c = sizes.tp, sizes.cp
     for name, size in (("heads", config.heads), ("ffn", 0 if plan.experts else config.ffn)):
@@ -96,7 +97,7 @@ def _cores(heads: int, c: int, plan: Plan) -> Iterator[str]:
         )
 
 
-def _zero(sizes: Sizes, plan: Plan) -> Iterator[str]:
+def _zero(sizes: AxisSizes, plan: Plan) -> Iterator[str]:
     p = sizes.pp
     if plan.zero >= 2 and p > 1:
         what = {
@@ -120,7 +121,7 @@ def _zero(sizes: Sizes, plan: Plan) -> Iterator[str]:
         )
 
 
-def _experts(sizes: Sizes, plan: Plan) -> Iterator[str]:
+def _experts(sizes: AxisSizes, plan: Plan) -> Iterator[str]:
     t, e = sizes.tp, sizes.ep
     if sizes.data % e:
         yield (
@@ -140,7 +141,7 @@ def _experts(sizes: Sizes, plan: Plan) -> Iterator[str]:
         )
 
 
-def _pipeline(config: ModelConfig, sizes: Sizes, plan: Plan) -> Iterator[str]:
+def _pipeline(config: ModelConfig, sizes: AxisSizes, plan: Plan) -> Iterator[str]:
     p = sizes.pp
     if isinstance(plan.schedule, Schedule) or p > 1:
         try:
@@ -165,7 +166,7 @@ def _pipeline(config: ModelConfig, sizes: Sizes, plan: Plan) -> Iterator[str]:
 
 
 def batch_refusals(
-    config: ModelConfig, sizes: Sizes, plan: Plan, sequences: int, seq_len: int
+    config: ModelConfig, sizes: AxisSizes, plan: Plan, sequences: int, seq_len: int
 ) -> Iterator[str]:
     """Say why a batch of ``sequences`` per replica, each of ``seq_len``, cannot be split."""
     if sequences < plan.micro_batches:
@@ -188,7 +189,7 @@ def batch_refusals(
         )
 
 
-def _costly(config: ModelConfig, sizes: Sizes, plan: Plan) -> Iterator[str]:
+def _costly(config: ModelConfig, sizes: AxisSizes, plan: Plan) -> Iterator[str]:
     t, c, p = sizes.tp, sizes.cp, sizes.pp
     kv = max(config.kv_heads // t, 1)
     sharing = plan.core.sharing_heads(c)
@@ -215,7 +216,7 @@ def _costly(config: ModelConfig, sizes: Sizes, plan: Plan) -> Iterator[str]:
         )
 
 
-def _different(config: ModelConfig, sizes: Sizes, plan: Plan) -> Iterator[str]:
+def _different(config: ModelConfig, sizes: AxisSizes, plan: Plan) -> Iterator[str]:
     """What makes the result depend on the mesh."""
     if plan.experts and plan.experts.capacity_factor is not None and sizes.per_stage > 1:
         yield (

@@ -15,8 +15,9 @@ from torch import Tensor
 from course_lib import checkpoint, comm, cp, dp, pp, zero
 from course_lib.compose.build import BalanceLoss, build_stages
 from course_lib.compose.gradients import Gradients
-from course_lib.compose.plan import LossScale, Plan, Sizes
+from course_lib.compose.plan import LossScale, Plan
 from course_lib.compose.refusals import batch_refusals, discouraged, refusals
+from course_lib.formulas.compose import AxisSizes
 from course_lib.mesh import Mesh
 from course_lib.model import Decoder
 from course_lib.trace.memory import StateBytes, state_bytes
@@ -144,7 +145,7 @@ class Trainer:
 
     def _cut(self, tokens_BS: Tensor, targets_BS: Tensor) -> list[Batch]:
         """Micro-batches (tokens, targets, positions) of this rank's positions."""
-        sizes = Sizes(**self.mesh.layout.sizes, ep=self.mesh.layout.ep)
+        sizes = AxisSizes(**self.mesh.layout.sizes, ep=self.mesh.layout.ep)
         refuse(batch_refusals(self.config, sizes, self.plan, *tokens_BS.shape))
         layout = self.plan.layout if self.mesh.cp.size > 1 else cp.CONTIGUOUS
         tokens, targets, positions = cp.shard(tokens_BS, targets_BS, self.mesh.cp, layout)

@@ -24,7 +24,7 @@ The ranks of the axis compute different tokens. So parameter gradients are summe
 ``mesh.dp_cp``, of losses divided by the number of tokens of all its ranks, as in data parallelism.
 """
 
-from course_lib.cp.gather import gather_attention, gather_saved_bytes, gather_wire_bytes
+from course_lib.cp.gather import gather_attention
 from course_lib.cp.layout import (
     CONTIGUOUS,
     ZIGZAG,
@@ -36,12 +36,15 @@ from course_lib.cp.layout import (
     positions,
     shard,
 )
-from course_lib.cp.model import ParallelAttention, parallelize, saved_bytes
-from course_lib.cp.ring import ring_attention, ring_saved_bytes, ring_wire_bytes
-from course_lib.cp.ulysses import (
-    split_axis,
-    ulysses_attention,
-    ulysses_ring_attention,
+from course_lib.cp.model import ParallelAttention, parallelize
+from course_lib.cp.ring import ring_attention
+from course_lib.cp.ulysses import split_axis, ulysses_attention, ulysses_ring_attention
+from course_lib.formulas.cp import (
+    gather_saved_bytes,
+    gather_wire_bytes,
+    ring_saved_bytes,
+    ring_wire_bytes,
+    saved_bytes,
     ulysses_ring_saved_bytes,
     ulysses_ring_wire_bytes,
     ulysses_saved_bytes,

@@ -14,7 +14,6 @@ Source: Llama Team 2024 (arXiv:2407.21783), section 3.3.2.
 
 from __future__ import annotations
 
-from fractions import Fraction
 from typing import Any
 
 import torch
@@ -24,39 +23,8 @@ from torch.autograd.function import once_differentiable
 from course_lib import comm
 from course_lib.cp.blockwise import Kernel, attend, attend_backward, kernel_for
 from course_lib.cp.layout import ZIGZAG, SequenceLayout, visible_here
-from course_lib.cp.ring import ring_saved_bytes, ring_wire_bytes
 from course_lib.mesh import Axis
-from course_lib.model import ModelConfig, accumulation_dtype
-
-
-def gather_wire_bytes(
-    config: ModelConfig,
-    sequences: int,
-    seq_len: int,
-    n: int,
-    *,
-    save_gathered: bool = True,
-    forwards: int = 1,
-) -> Fraction:
-    """Return the bytes that a rank sends in all layers in a step.
-
-    A rank sends as much as in a ring if backward gathers K and V again. With ``save_gathered`` it
-    sends them only in the forward pass.
-    """
-    passes = forwards - 1 if save_gathered else forwards
-    return ring_wire_bytes(config, sequences, seq_len, n, forwards=passes)
-
-
-def gather_saved_bytes(
-    config: ModelConfig, sequences: int, seq_len: int, n: int, *, save_gathered: bool = True
-) -> int:
-    """Return the bytes that a rank saves for backward in one layer's attention.
-
-    A rank saves as much as in a ring, and with ``save_gathered`` also K and V of the other ranks.
-    """
-    kv_bytes = 2 * sequences * seq_len * config.kv_heads * config.head_dim * config.dtype.itemsize
-    others = kv_bytes * (n - 1) // n if save_gathered else 0
-    return ring_saved_bytes(config, sequences, seq_len, n) + others
+from course_lib.model import accumulation_dtype
 
 
 class GatherAttention(torch.autograd.Function):

@@ -16,14 +16,13 @@ Bytes that a rank sends, in units of all ranks' K and V: (n-1)/n in forward, as 
 and dK, dV, whose accumulators have a bytes per element where K and V have b. If dK, dV started on
 their own rank and took n turns, they would cost a/b: (3n-2)/n in all with a = b. But the rank's
 own term need not be sent. Here dK, dV start at the next rank and take n-1 turns: 3(n-1)/n in all
-with a = b (:func:`ring_wire_bytes`).
+with a = b (:func:`course_lib.cp.ring_wire_bytes`).
 
 Source: Liu et al. 2023 (arXiv:2310.01889); Brandon et al. 2023 (arXiv:2311.09431) on balance.
 """
 
 from __future__ import annotations
 
-from fractions import Fraction
 from typing import Any
 
 import torch
@@ -34,30 +33,7 @@ from course_lib import comm
 from course_lib.cp.blockwise import Kernel, attend, attend_backward, kernel_for
 from course_lib.cp.layout import ZIGZAG, SequenceLayout, visible_here
 from course_lib.mesh import Axis
-from course_lib.model import ModelConfig, accumulation_dtype
-
-
-def ring_wire_bytes(
-    config: ModelConfig, sequences: int, seq_len: int, n: int, *, forwards: int = 1
-) -> Fraction:
-    """Return the bytes that a rank sends in all layers in a step.
-
-    ``forwards`` counts the forward passes per backward: 2 where attention is recomputed.
-    """
-    kv_elements = 2 * sequences * seq_len * config.kv_heads * config.head_dim
-    width = (forwards + 1) * config.dtype.itemsize + accumulation_dtype(config.dtype).itemsize
-    return Fraction(config.layers * (n - 1) * kv_elements * width, n)
-
-
-def ring_saved_bytes(config: ModelConfig, sequences: int, seq_len: int, n: int) -> int:
-    """Return the bytes that a rank saves for backward in one layer's attention.
-
-    It saves q, out, K and V of its own positions, and one log-sum-exp per row and head: 1/n of
-    what one process saves.
-    """
-    rows, wide = sequences * seq_len // n, accumulation_dtype(config.dtype)
-    features = 2 * (config.heads + config.kv_heads) * config.head_dim
-    return rows * (features * config.dtype.itemsize + config.heads * wide.itemsize)
+from course_lib.model import accumulation_dtype
 
 
 class RingAttention(torch.autograd.Function):

@@ -23,45 +23,15 @@ Letters: lower-case s and h are S and H divided by the axis. Sources: Jacobs et 
 
 from __future__ import annotations
 
-from dataclasses import replace
-from fractions import Fraction
 from math import lcm
 
 from torch import Tensor
 
 from course_lib import comm
 from course_lib.cp.layout import CONTIGUOUS, Nested, SequenceLayout, in_order
-from course_lib.cp.ring import ring_attention, ring_saved_bytes, ring_wire_bytes
+from course_lib.cp.ring import ring_attention
 from course_lib.mesh import Axis, across_axis, sub_axis
-from course_lib.model import AttentionCore, ModelConfig, causal_attention
-
-
-def ulysses_wire_bytes(
-    config: ModelConfig, sequences: int, seq_len: int, n: int, *, forwards: int = 1
-) -> Fraction:
-    """Return the bytes that a rank sends in all layers in a step."""
-    heads = 2 * config.heads + 2 * lcm(config.kv_heads, n)
-    shard = Fraction(sequences * seq_len * heads * config.head_dim * config.dtype.itemsize, n)
-    return (forwards + 1) * config.layers * shard * Fraction(n - 1, n)
-
-
-def ulysses_saved_bytes(config: ModelConfig, sequences: int, seq_len: int, n: int) -> int:
-    """Return the bytes that a rank saves for backward in one layer's attention.
-
-    It saves q, out, K and V of full sequences and 1/n of the heads, and one log-sum-exp per row
-    and head. The next linear saves the output after its all-to-all, which is not counted here.
-    """
-    return ring_saved_bytes(_shard_of_heads(config, n), sequences, seq_len, 1)
-
-
-def _shard_of_heads(config: ModelConfig, n: int) -> ModelConfig:
-    """Return the sizes of one of ``n`` ranks' attention: H/n heads, lcm(G, n)/n of K and V."""
-    return replace(
-        config,
-        hidden=config.hidden // n,
-        heads=config.heads // n,
-        kv_heads=lcm(config.kv_heads, n) // n,
-    )
+from course_lib.model import AttentionCore, causal_attention
 
 
 def ulysses_attention(
@@ -141,24 +111,3 @@ def ulysses_ring_attention(
         return ring_attention(q, k, v, ring_axis, layout.ring)
 
     return ulysses_attention(q_BsHK, k_BsGK, v_BsGK, heads_axis, core=ring)
-
-
-def ulysses_ring_wire_bytes(
-    config: ModelConfig, sequences: int, seq_len: int, heads: int, ring: int, *, forwards: int = 1
-) -> tuple[Fraction, Fraction]:
-    """Return the bytes that a rank sends in all layers over the heads axis, and over the ring axis.
-
-    The first sends 1/ring of every sequence, the second K and V of 1/heads of the heads.
-    """
-    own = _shard_of_heads(config, heads)
-    return (
-        ulysses_wire_bytes(config, sequences, seq_len // ring, heads, forwards=forwards),
-        ring_wire_bytes(own, sequences, seq_len, ring, forwards=forwards),
-    )
-
-
-def ulysses_ring_saved_bytes(
-    config: ModelConfig, sequences: int, seq_len: int, heads: int, ring: int
-) -> int:
-    """Return the bytes that a rank saves in one layer: a ring's with 1/heads of the heads."""
-    return ring_saved_bytes(_shard_of_heads(config, heads), sequences, seq_len, ring)

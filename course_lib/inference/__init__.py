@@ -7,7 +7,7 @@ sampling    greedy and sampled tokens, the same on every rank of a model
 replica     the loop; data, tensor and expert parallelism
 pipeline    stages, and groups of requests that alternate
 context     a prompt read by all ranks, a cache in shards
-formulas    bytes sent
+formulas    bytes sent and stored: course_lib.formulas.inference
 ==========  ===================================================================
 
 ::
@@ -20,10 +20,9 @@ formulas    bytes sent
 from typing import TYPE_CHECKING
 
 from course_lib.aliases import aliases
-from course_lib.inference.cache import Cache, cache_bytes
-from course_lib.inference.context import ContextReplica
-from course_lib.inference.formulas import (
+from course_lib.formulas.inference import (
     busy_share,
+    cache_bytes,
     counts,
     decode_wire_bytes,
     even_ep_wire_bytes,
@@ -33,6 +32,8 @@ from course_lib.inference.formulas import (
     sampling_wire_bytes,
     tp_wire_bytes,
 )
+from course_lib.inference.cache import Cache
+from course_lib.inference.context import ContextReplica
 from course_lib.inference.pipeline import Stage, cut, serve_pipeline
 from course_lib.inference.replica import Replica, Served, serve, share
 from course_lib.inference.sampling import Sampling, choose, chooser

@@ -18,28 +18,8 @@ from torch import Tensor
 
 from course_lib import comm
 from course_lib.inference.scheduler import Work
-from course_lib.model import Attention, AttentionCore, Decoder, ModelConfig
+from course_lib.model import Attention, AttentionCore, Decoder
 from course_lib.tp import RowLinear
-
-
-def cache_bytes(
-    config: ModelConfig,
-    slots: int,
-    capacity: int,
-    *,
-    layers: int | None = None,
-    tp: int = 1,
-    cp: int = 1,
-) -> int:
-    """Bytes of K and V on one rank: 2 L N T/cp G/tp K b.
-
-    Tensor parallelism cuts the heads (a rank holds one at least: fewer heads than ranks are held
-    in copies), context parallelism the rows; ``layers`` are those of the rank's stage. A replica
-    of data parallelism has the slots of its own requests.
-    """
-    layers = config.layers if layers is None else layers
-    row_bytes = max(config.kv_heads // tp, 1) * config.head_dim * config.dtype.itemsize
-    return 2 * layers * slots * (capacity // cp) * row_bytes
 
 
 class LayerCache:

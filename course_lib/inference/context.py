@@ -24,6 +24,7 @@ import torch
 from torch import Tensor
 
 from course_lib import comm, cp
+from course_lib.formulas.inference import padded
 from course_lib.inference.cache import Cache, LayerCache
 from course_lib.inference.replica import Replica, forward_span
 from course_lib.inference.sampling import Chooser
@@ -33,12 +34,6 @@ from course_lib.model import Attention, Decoder, accumulation_dtype
 
 NOWHERE = 2**62  # the position of an empty row: no query sees it
 Prefill = Callable[[Tensor, Tensor, Tensor, Axis, cp.SequenceLayout], Tensor]
-
-
-def padded(length: int, n: int, layout: cp.SequenceLayout) -> int:
-    """The prompt's length with the padding that makes equal chunks of it."""
-    pieces = layout.per_rank * n
-    return -(-length // pieces) * pieces
 
 
 class ContextReplica(Replica):

@@ -26,8 +26,12 @@ Decoder.own_rows         the positions that x has between blocks          tp (wi
 =======================  ===============================================  ======================
 """
 
+from course_lib.formulas.parameters import (
+    block_parameter_count,
+    parameter_count,
+    parameter_sizes,
+)
 from course_lib.model.config import ModelConfig, accumulation_dtype, tiny_config
-from course_lib.model.counting import block_parameter_count, parameter_count, parameter_sizes
 from course_lib.model.decoder import IGNORE_INDEX, Decoder, build_model, loss_sum
 from course_lib.model.layers import (
     Attention,

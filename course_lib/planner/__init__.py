@@ -5,4 +5,4 @@ Nothing here imports torch. The closed forms of each technique are in :mod:`cour
 
 from course_lib.planner.catalog import Dtype, Model, custom_model, model, models
 from course_lib.planner.configuration import Configuration, configure
-from course_lib.planner.hardware import Hardware, Link, hardware
+from course_lib.planner.hardware import Hardware, Link, hardware, hardware_names

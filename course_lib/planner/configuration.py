@@ -2,11 +2,22 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from difflib import get_close_matches
+from itertools import accumulate, pairwise
+from math import lcm
 
+from course_lib.formulas.pp import partition
 from course_lib.planner.catalog import DTYPES, Dtype, Model
+from course_lib.schedule import placement
+from course_lib.schedule.named import CHUNKS, SCHEDULES, V_SHAPED
 
 RECOMPUTE = ("none", "selective", "full")
+ONE_STAGE = ("1f1b", "zb-h1", "zb-h2")  # schedules in which a rank has one stage
+# Above these a number is a mistake, and a plan would take minutes.
+MOST_GPUS, MOST = 2**20, 2**30
+RECIPES = (16, 18, 20)  # bytes per parameter
 STEP_TOKENS = 2**22  # of the default batch: 4 Mi tokens, as Llama 3's first phase
 
 
@@ -17,7 +28,10 @@ class Configuration:
     ``zero`` 0 to 3. ``schedule`` is a name of :mod:`course_lib.schedule`, ``chunks`` the stages
     per rank. ``micro_batch`` and ``global_batch`` count sequences of ``seq`` tokens.
     ``sequence_parallel``: on when tp > 1. ``stage_layers`` counts the layers of each stage where
-    they are not as even as possible.
+    they are not as even as possible, in the order in which a micro-batch passes the pp x chunks
+    stages. ``recipe``: bytes per parameter, 16, 18 or 20 (:func:`planner.memory.state_bytes`).
+    ``fused_attention``: the kernel saves no scores for backward (FlashAttention). ``gather_again``:
+    sequence parallelism saves shards of inputs, and backward gathers them again.
     """
 
     tp: int = 1
@@ -35,6 +49,9 @@ class Configuration:
     dtype: Dtype = DTYPES["bf16"]
     sequence_parallel: bool = False
     stage_layers: tuple[int, ...] | None = None
+    recipe: int = 18
+    fused_attention: bool = True
+    gather_again: bool = True
 
     @property
     def world(self) -> int:
@@ -68,44 +85,191 @@ def configure(
     ep: int = 1,
     zero: int | None = None,
     schedule: str | None = None,
-    chunks: int = 1,
+    chunks: int | None = None,
     micro_batch: int = 1,
     global_batch: int | None = None,
     seq: int | None = None,
     recompute: str = "none",
     dtype: str = "bf16",
     stage_layers: tuple[int, ...] | None = None,
+    recipe: int = 18,
+    fused_attention: bool = True,
 ) -> Configuration:
     """Return a configuration with what was left out filled in; ValueError if it is impossible.
 
     dp is what is left of ``gpus``; zero 1 if dp x cp > 1; interleaved if chunks > 1, else 1f1b;
-    about 4 Mi tokens per step.
+    two chunks for a schedule that needs them; about 4 Mi tokens per step.
     """
-    others = tp * pp * cp
-    if dp is None:
-        if gpus % others:
+    counts = {
+        "gpus": gpus,
+        "tp": tp,
+        "pp": pp,
+        "cp": cp,
+        "dp": dp,
+        "ep": ep,
+        "chunks": chunks,
+        "micro_batch": micro_batch,
+        "global_batch": global_batch,
+        "seq": seq,
+    }
+    for name, count in counts.items():
+        most = MOST if name in ("micro_batch", "global_batch", "seq") else MOST_GPUS
+        if count is not None and (type(count) is not int or not 1 <= count <= most):
             raise ValueError(
-                f"expected tp x pp x cp to divide {gpus} GPUs, got {tp} x {pp} x {cp} = {others}"
+                f"expected a whole number from 1 to {most:,} as {name}, got {name}={count!r}"
             )
-        dp = gpus // others
+    for kind, asked, known in (
+        ("schedule", schedule, SCHEDULES),
+        ("recompute", recompute, RECOMPUTE),
+        ("dtype", dtype, DTYPES),
+    ):
+        if asked is not None and asked not in known:
+            raise ValueError(f"no {kind} is called {asked!r}; {suggestion(asked, known)}")
+    others = tp * pp * cp
+    if gpus % (others * (dp or 1)) or (dp is not None and others * dp != gpus):
+        product = f"{tp} x {pp} x {cp}" + (f" x {dp}" if dp else "")
+        rule = "tp x pp x cp x dp to be" if dp else "tp x pp x cp to divide"
+        raise ValueError(
+            f"expected {rule} {gpus} GPUs, got {product} = {others * (dp or 1)}; change a degree "
+            "or the number of GPUs" + (", or leave out dp" if dp else "")
+        )
+    dp = gpus // others
+    schedule = schedule or ("interleaved" if (chunks or 1) > 1 else "1f1b")
     length = model.max_seq_len if seq is None else seq
     rows = dp * micro_batch
     if global_batch is None:
         global_batch = max(1, round(STEP_TOKENS / length / rows)) * rows
-    return Configuration(
+    made = Configuration(
         tp=tp,
         pp=pp,
         cp=cp,
         dp=dp,
         ep=ep,
         zero=(1 if dp * cp > 1 else 0) if zero is None else zero,
-        schedule=schedule or ("interleaved" if chunks > 1 else "1f1b"),
-        chunks=chunks,
+        schedule=schedule,
+        chunks=(CHUNKS.get(schedule, 1) if pp > 1 else 1) if chunks is None else chunks,
         micro_batch=micro_batch,
         global_batch=global_batch,
         seq=length,
         recompute=recompute,
         dtype=DTYPES[dtype],
         sequence_parallel=tp > 1,
-        stage_layers=stage_layers,
+        stage_layers=None if stage_layers is None else tuple(stage_layers),
+        recipe=recipe,
+        fused_attention=fused_attention,
     )
+    for problem in impossible(model, made):
+        raise ValueError(problem)
+    return made
+
+
+def stages_of(model: Model, configuration: Configuration) -> list[tuple[int, range]]:
+    """Return pipeline rank and layers of each virtual stage."""
+    ranks = placement(configuration.schedule, configuration.pp, configuration.chunks)
+    counts = configuration.stage_layers or partition(model.layers, len(ranks))
+    ends = [0, *accumulate(counts)]
+    return [(rank, range(*at)) for rank, at in zip(ranks, pairwise(ends), strict=True)]
+
+
+def suggestion(name: str, known: Iterable[str]) -> str:
+    """Return a clause with the nearest of the ``known`` names, or with all of them."""
+    known = list(known)
+    near = get_close_matches(name, known, n=3, cutoff=0.4)
+    if near:
+        return f"did you mean {' or '.join(near)}?"
+    return f"choose {', '.join(known[:-1])} or {known[-1]}" if known[1:] else f"choose {known[0]}"
+
+
+def impossible(model: Model, plan: Configuration) -> Iterator[str]:
+    """Yield why ``model`` cannot be trained by ``plan``; nothing if it can. Memory is not asked."""
+    yield from _splits(model, plan)
+    yield from _stages(model, plan)
+    if plan.zero not in range(4):
+        yield f"expected zero from 0 to 3, got zero={plan.zero}; 0 shards nothing"
+    if plan.recipe not in RECIPES:
+        yield f"expected recipe=16, 18 or 20 bytes per parameter, got recipe={plan.recipe}"
+    rows = plan.dp * plan.micro_batch
+    if plan.global_batch % rows:
+        yield (
+            f"expected dp x micro_batch = {plan.dp} x {plan.micro_batch} = {rows} to divide the "
+            f"global batch, got global_batch={plan.global_batch}; choose a multiple of {rows}"
+        )
+
+
+def _splits(model: Model, plan: Configuration) -> Iterator[str]:
+    """Check heads, features, experts and positions against tp, ep and cp."""
+    experts = model.experts  # routed experts stay whole
+    ffn = 0 if experts and not experts.dense_layers else model.ffn
+    shared_ffn = experts.ffn if experts and experts.shared else 0
+    for name, size in (
+        ("heads", model.heads),
+        ("features of the MLP (ffn)", ffn),
+        ("features of a shared expert", shared_ffn),
+    ):
+        if size % plan.tp:
+            yield (
+                f"expected tp to divide {size} {name}, got tp={plan.tp}; choose "
+                f"{_divisors(size, 2 * plan.tp)}"
+            )
+    shared = 0 if model.latent else model.kv_heads
+    if shared % plan.tp and plan.tp % max(shared, 1):
+        yield (
+            f"expected tp to divide {shared} key and value heads or to be a multiple of them, got "
+            f"tp={plan.tp}; choose {_divisors(shared, 2 * plan.tp)}, or a multiple of {shared}"
+        )
+    data = plan.dp * plan.cp
+    if plan.ep > 1 and model.experts is None:
+        yield f"expected ep=1, as {model.name} has no experts, got ep={plan.ep}; leave it out"
+    elif data % plan.ep:
+        yield (
+            f"expected ep to divide dp x cp = {data}, got ep={plan.ep}; choose "
+            f"{_divisors(data, 2 * plan.ep)}"
+        )
+    elif model.experts and model.experts.number % plan.ep:
+        yield (
+            f"expected ep to divide {model.experts.number} experts, got ep={plan.ep}; choose "
+            f"{_divisors(model.experts.number, 2 * plan.ep)}"
+        )
+    multiple = lcm(2 * plan.cp if plan.cp > 1 else 1, plan.cp * plan.tp)
+    if plan.seq % multiple:
+        yield (
+            f"expected seq to be a multiple of {multiple} (zig-zag chunks of cp={plan.cp}, rows of "
+            f"tp={plan.tp}), got seq={plan.seq}; pad it to {-(-plan.seq // multiple) * multiple}"
+        )
+
+
+def _stages(model: Model, plan: Configuration) -> Iterator[str]:
+    """Check layers, chunks and the schedule against pp."""
+    stages = plan.pp * plan.chunks
+    if plan.pp == 1 and plan.chunks > 1:
+        yield f"expected chunks=1 without a pipeline, got chunks={plan.chunks}; raise pp"
+    elif stages > model.layers:
+        yield (
+            f"expected at most {model.layers} stages, one per layer, got pp x chunks = {plan.pp} x "
+            f"{plan.chunks} = {stages}; lower one of them"
+        )
+    if plan.schedule in ONE_STAGE and plan.chunks > 1:
+        yield (
+            f"expected chunks=1 for {plan.schedule}, got chunks={plan.chunks}; choose the schedule "
+            "interleaved"
+        )
+    if plan.schedule in V_SHAPED and plan.chunks != 2 and plan.pp > 1:
+        yield (
+            f"expected chunks=2 for {plan.schedule}, got chunks={plan.chunks}; choose 2, or leave "
+            "it out"
+        )
+    layers = plan.stage_layers
+    if layers is None:
+        return
+    if len(layers) != stages or sum(layers) != model.layers or min(layers) < 1:
+        yield (
+            f"expected stage_layers of pp x chunks = {stages} stages, one layer or more each and "
+            f"{model.layers} in all, got {', '.join(map(str, layers))}: {len(layers)} stages with "
+            f"{sum(layers)} layers"
+        )
+
+
+def _divisors(number: int, most: int) -> str:
+    """Return the divisors of ``number`` up to ``most`` as words: 1, 2 or 4."""
+    found = [str(n) for n in range(1, min(number, most) + 1) if number % n == 0]
+    return " or ".join([", ".join(found[:-1]), found[-1]]) if len(found) > 1 else found[0]

@@ -5,28 +5,36 @@ from __future__ import annotations
 import tomllib
 from collections.abc import Mapping
 from dataclasses import dataclass
-from difflib import get_close_matches
 from functools import cache
 from pathlib import Path
 from typing import Any
 
+from course_lib.planner.catalog import look_up
+
+NOT_CALIBRATED = 0.5  # the efficiency where no published run has been used; a guess
+
 
 @dataclass(frozen=True)
 class Link:
-    """``bandwidth`` in bytes per second per GPU and direction, ``latency`` in seconds per step."""
+    """``bandwidth`` in bytes per second per GPU and direction, ``latency`` in seconds per step.
+
+    ``efficiency`` is the share of the bandwidth that NCCL takes a ring to reach.
+    """
 
     bandwidth: float
     latency: float
+    efficiency: float = 1.0
 
 
 @dataclass(frozen=True)
 class Hardware:
     """One kind of GPU, and nodes of ``gpus_per_node`` of them.
 
-    ``capacity_bytes`` of a GPU; ``memory_bandwidth`` in bytes per second; ``peak`` in FLOP/s,
-    dense, by the name of the number format. ``node`` is the link inside a node, ``network`` the
-    one between nodes. ``efficiency``: share of the peak that the kernels reach, by number format,
-    and where that comes from.
+    ``capacity_bytes`` of a GPU, as torch reports it; ``memory_bandwidth`` in bytes per second;
+    ``peak`` in FLOP/s, dense, by the name of the number format; a format that the GPU lacks, or
+    whose peak is unknown, is left out. ``node`` is the link inside a node, ``network`` the
+    one between nodes. ``efficiency``: share of the peak that the kernels reach, by number format
+    and software generation, as in ``{"bf16@2021": 0.6, "bf16@2024": 0.5}``.
     """
 
     name: str
@@ -39,14 +47,33 @@ class Hardware:
     efficiency: Mapping[str, float]
     source: str
 
+    def efficiency_of(self, dtype: str, generation: str | None = None) -> float:
+        """Return the share of the peak that kernels of ``dtype`` reach when no rank waits.
+
+        ``generation`` is the year of the software, by default the newest. fp16 counts as bf16.
+        ``NOT_CALIBRATED`` where no published run of this GPU and number format was used.
+        Raises ValueError for a generation that is not known.
+        """
+        name = "bf16" if dtype == "fp16" else dtype
+        known = {key.partition("@")[2]: key for key in self.efficiency if key.startswith(name)}
+        if generation is None:
+            return self.efficiency[known[max(known)]] if known else NOT_CALIBRATED
+        if generation not in known:
+            raise ValueError(
+                f"expected the software generation of {name} on {self.name} to be one of "
+                f"{', '.join(sorted(known)) or '(none)'}, got {generation!r}"
+            )
+        return self.efficiency[known[generation]]
+
+
+def hardware_names() -> list[str]:
+    """Return the names in the catalog."""
+    return list(_catalog())
+
 
 def hardware(name: str) -> Hardware:
     """Return hardware of the catalog; ValueError with the nearest names if there is none."""
-    found = _catalog()
-    if name not in found:
-        near = get_close_matches(name, found, n=3, cutoff=0.3) or list(found)
-        raise ValueError(f"no hardware is called {name!r}; did you mean {' or '.join(near)}?")
-    return found[name]
+    return look_up("hardware", name, _catalog())
 
 
 @cache

@@ -48,7 +48,9 @@ class Estimate:
 
     ``reasons`` says in sentences why the plan does not fit (empty if it fits), ``assumptions``
     what the estimate takes for granted. ``parts`` splits ``step_seconds`` (compute, bubble, and
-    exposed communication by axis) and adds up to it.
+    exposed communication by axis, optimizer) and adds up to it. The bubble is simulated with the
+    seconds of each stage; ``bubble_by_formula`` is the textbook's share of total time, for equal
+    stages and without communication, None where there is no formula.
     """
 
     model: Model
@@ -70,6 +72,7 @@ class Estimate:
     reasons: tuple[str, ...] = ()
     assumptions: tuple[str, ...] = ()
     parts: Mapping[str, float] = field(default_factory=dict)
+    bubble_by_formula: float | None = None
 
     @property
     def tokens_per_gpu_second(self) -> float:
@@ -82,7 +85,11 @@ class Estimate:
         return {
             "memory": memory,
             "communication": {axis: asdict(one) for axis, one in self.communication.items()},
-            "bubble": {"of_total": self.bubble_of_total, "of_ideal": self.bubble_of_ideal},
+            "bubble": {
+                "of_total": self.bubble_of_total,
+                "of_ideal": self.bubble_of_ideal,
+                "of_total_by_formula": self.bubble_by_formula,
+            },
             "step_seconds": self.step_seconds,
             "parts": dict(self.parts),
             "tokens_per_gpu_second": self.tokens_per_gpu_second,

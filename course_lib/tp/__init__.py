@@ -10,14 +10,15 @@ all-reduce forward, where x leaves, and one backward, where it entered: four per
 layers         ColumnLinear, RowLinear, VocabEmbedding, VocabHead, loss_sum, RankDropout
 plan           parallelize: a plan as data, applied to a single-process model
 overlap        the gather and the scatter as rings between matrix products
-formulas       bytes sent, parameters held, saved activations
+formulas       bytes sent, parameters per rank, saved activations: course_lib.formulas.tp
 =============  ===========================================================
 
 Letters: a lower-case letter after a capital one marks a dimension divided by the axis: ``W_FtD``
 holds F/t rows. B, S, D, V, H, G, K, F as in :mod:`course_lib.model`.
 """
 
-from course_lib.tp.formulas import parameters_per_rank, saved_bytes, saved_per_block, wire_bytes
+from course_lib.formulas import tp as formulas
+from course_lib.formulas.tp import parameters_per_rank, saved_bytes, saved_per_block, wire_bytes
 from course_lib.tp.layers import (
     REGION,
     ColumnLinear,

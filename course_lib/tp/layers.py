@@ -33,6 +33,7 @@ from course_lib import comm
 from course_lib.comm import Held, Region, ShardSpec
 from course_lib.comm.collectives import check_equal_shards
 from course_lib.comm.operators import Move, Product, apply_weight
+from course_lib.formulas.parameters import padded_rows
 from course_lib.mesh import Axis, sub_axis
 from course_lib.model import IGNORE_INDEX, accumulation_dtype
 
@@ -129,11 +130,6 @@ def sum_shared_gradients(held: Iterable[Held]) -> None:
 
 
 # --- the vocabulary ------------------------------------------------------------------------------
-
-
-def padded_rows(vocab: int, n: int) -> int:
-    """Return the rows of the vocabulary on each of ``n`` ranks, padding included."""
-    return -(-vocab // n)
 
 
 def _take_vocab_shard(weight_VD: Tensor, axis: Axis) -> nn.Parameter:

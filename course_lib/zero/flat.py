@@ -12,13 +12,9 @@ import torch
 from torch import Tensor, nn
 
 from course_lib import comm
+from course_lib.formulas.zero import padded
 from course_lib.mesh import Axis
 from course_lib.model import accumulation_dtype
-
-
-def padded(elements: int, n: int) -> int:
-    """Return F, the smallest multiple of ``n`` that is not less than ``elements``."""
-    return -(-elements // n) * n
 
 
 class FlatParameter:

@@ -12,8 +12,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from course_lib import ep, recompute
-from course_lib.ep.formulas import mlp_parameters
 from course_lib.ep.moe import NOWHERE
+from course_lib.formulas.ep import mlp_parameters
 from course_lib.mesh import make_mesh
 from course_lib.model import ModelConfig, build_model
 from course_lib.trace.memory import SavedActivations

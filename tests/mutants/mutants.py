@@ -42,6 +42,8 @@ NEAREST = {  # package -> its test files, those that find most in the least time
     "cp": "ranks/test_cp",
     "zero": "ranks/test_zero ranks/test_zero_memory ranks/test_zero_in_mesh",
     "pp": "ranks/test_pp ranks/test_pp_zero_bubble ranks/test_paced",
+    "formulas": "ranks/test_zero ranks/test_zero_memory ranks/test_tp ranks/test_sp ranks/test_cp "
+    "ranks/test_ep ranks/test_pp ranks/test_inference ranks/test_compose",
 }
 OTHER: dict[type[ast.AST], type[ast.AST]] = {
     ast.Lt: ast.LtE, ast.LtE: ast.Lt, ast.Gt: ast.GtE, ast.GtE: ast.Gt, ast.Eq: ast.NotEq,

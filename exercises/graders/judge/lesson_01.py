@@ -193,9 +193,9 @@ COUNT = Function(
     ),
     reference=_count,
     refused=(
-        "course_lib.model.counting:parameter_sizes",
-        "course_lib.model.counting:parameter_count",
-        "course_lib.model.counting:block_parameter_count",
+        "course_lib.formulas.parameters:parameter_sizes",
+        "course_lib.formulas.parameters:parameter_count",
+        "course_lib.formulas.parameters:block_parameter_count",
         "course_lib.model.decoder:build_model",
     ),
     normal=_as_whole,

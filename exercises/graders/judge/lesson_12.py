@@ -201,7 +201,7 @@ SENT = Function(
     reference=_sent,
     normal=_by_axis,
     relative=1e-9,
-    refused=("course_lib.compose.formulas:wire_bytes",),
+    refused=("course_lib.formulas.compose:wire_bytes",),
     drawn=(
         Case("tp alone", _on("tp")),
         Case("dp alone", _on("dp")),

@@ -110,7 +110,7 @@ ROOM = Function(
         )
     ),
     reference=_fitting,
-    refused=("course_lib.inference.cache:cache_bytes",),
+    refused=("course_lib.formulas.inference:cache_bytes",),
     normal=_as_count,
     drawn=(
         Case("one rank", _some((1,), (2, 4, 8, 24))),

@@ -1,16 +1,16 @@
-"""What a step sends on each axis, all ranks together, composed of the techniques' own formulas.
+"""Bytes that a step sends on each axis, all ranks together, composed of the techniques' formulas.
 
-Each technique's formula is for one rank that holds the whole depth of the model. The stages of a
-pipeline hold it between them, so that the t c d ranks of tp, cp and dp count it once each. What
-other axes change is the size of what a formula is given:
+Each technique's formula is for one rank that holds all layers. In a pipeline the stages divide the
+layers, so the formula counts once for each of the t c d ranks of tp, cp and dp. The other axes
+change the sizes that a formula is given:
 
 ========  ==================================================================================
 tp        S/c positions; sums of gradients are of shards under ZeRO; one region with experts
 tp_kv     the same sums
-cp        H/t heads; of a grid cp_heads and cp_ring
-dp, dp_cp the parameters of a stage that tp leaves, experts aside
+cp        H/t heads; USP has the axes cp_heads and cp_ring
+dp, dp_cp the parameters of a stage that tp leaves, without experts
 edp       E/e experts of a stage
-ep        what the routers want: counted, or taken to be even
+ep        the pairs of the routers: counted, or spread evenly
 pp        S/c positions, under sequence parallelism S/(c t)
 ========  ==================================================================================
 """
@@ -18,37 +18,132 @@ pp        S/c positions, under sequence parallelism S/(c t)
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from fractions import Fraction
+from typing import Any, Protocol
 
-from course_lib import dp, pp, sp, zero
-from course_lib.compose.plan import Plan, Sizes
-from course_lib.ep.formulas import mlp_parameters
+from course_lib.formulas import cp, dp, pp, sp, tp, zero
+from course_lib.formulas.parameters import (
+    Sizes,
+    accumulation_itemsize,
+    attention_parameters,
+    mlp_parameters,
+    norm_parameters,
+    padded_rows,
+)
 from course_lib.ledger import wire
-from course_lib.model import ModelConfig, accumulation_dtype
-from course_lib.tp import formulas as tp_formulas
-from course_lib.tp.layers import padded_rows
+from course_lib.schedule import Schedule
+
+
+@dataclass(frozen=True)
+class AxisSizes:
+    """The size of each axis; ``ep`` is inside dp and cp."""
+
+    tp: int = 1
+    cp: int = 1
+    dp: int = 1
+    pp: int = 1
+    ep: int = 1
+
+    @property
+    def data(self) -> int:
+        """Return the number of ranks that sum the gradients of the same parameters."""
+        return self.cp * self.dp
+
+    @property
+    def per_stage(self) -> int:
+        """Return the number of ranks that hold a pipeline stage together."""
+        return self.tp * self.data
+
+
+class Core(Protocol):
+    """What the formulas read of a :class:`course_lib.compose.Core`."""
+
+    @property
+    def run(self) -> int:
+        """In USP the ranks that divide heads, else 1."""
+
+    @property
+    def wire_bytes(self) -> Callable[..., Any]:
+        """The formula of the attention, such as ``cp.ring_wire_bytes``."""
+
+
+class Experts(Protocol):
+    """What the formulas read of :class:`course_lib.compose.Experts`."""
+
+    @property
+    def number(self) -> int:
+        """Experts per layer, E."""
+
+    @property
+    def top_k(self) -> int:
+        """Experts per token."""
+
+    @property
+    def shared(self) -> int:
+        """Experts that every token visits."""
+
+
+class Plan(Protocol):
+    """What the formulas read of a :class:`course_lib.compose.Plan`."""
+
+    @property
+    def zero(self) -> int:
+        """Stage of ZeRO, 0 to 3."""
+
+    @property
+    def core(self) -> Core:
+        """The attention over cp."""
+
+    @property
+    def micro_batches(self) -> int:
+        """Micro-batches per step."""
+
+    @property
+    def experts(self) -> Experts | None:
+        """The experts in place of each MLP."""
+
+    @property
+    def by_rows(self) -> bool:
+        """Whether tp has sequence parallelism around it."""
+
+    @property
+    def gathers_again(self) -> bool:
+        """Whether sequence parallelism gathers once more in backward."""
+
+    @property
+    def block_forwards(self) -> int:
+        """Forward passes of a block per step."""
+
+    @property
+    def core_forwards(self) -> int:
+        """Forward passes of an attention core per step."""
+
+    def schedule_for(self, ranks: int) -> Schedule:
+        """Return the schedule of ``ranks`` pipeline ranks."""
 
 
 def wire_bytes(
-    config: ModelConfig,
+    config: Sizes,
     sizes: Mapping[str, int],
     plan: Plan,
     sequences: int,
     seq_len: int,
     *,
     leaving: int | Fraction | None = None,
+    layers: Sequence[int] | None = None,
 ) -> dict[str, Fraction]:
-    """Bytes that all ranks together send in an optimizer step, by axis as the ledger names it.
+    """Return the bytes that all ranks together send per optimizer step, by axis as in the ledger.
 
-    ``sequences`` are those of one replica. ``leaving`` counts the pairs of a token and an expert
-    on another rank, in all layers; left out, they are taken to be even. Exact where a part of the
-    parameters fits into one bucket, or dp x cp divides every bucket; else stages 1 and 2 of ZeRO
-    pad each bucket with fewer than dp x cp elements more. All parameters are trained: of frozen
-    ones less is sent than this says, as no gradient is summed, and backward may end sooner.
+    ``sequences`` counts those of one replica. ``leaving`` counts the pairs of a token and an expert
+    on another rank, in all layers; by default pairs are spread evenly. ``layers`` as in
+    :func:`part_sizes`.
+    The result is exact where a part of the parameters fits into one bucket, or dp x cp divides
+    every bucket. Otherwise stages 1 and 2 of ZeRO pad each bucket with fewer than dp x cp elements
+    more. All parameters are trained; with frozen ones fewer bytes are sent.
     """
-    step = _Step(config, Sizes(**sizes), plan, sequences, seq_len)
+    step = _Step(config, AxisSizes(**sizes), plan, sequences, seq_len, layers)
     total: dict[str, Fraction] = defaultdict(Fraction)
     for axis, sent in [
         *step.over_tp().items(),
@@ -63,7 +158,7 @@ def wire_bytes(
 
 @dataclass(frozen=True)
 class PartSize:
-    """Elements that a rank of ``stage`` holds of a part: outside its blocks and in each block.
+    """Elements of a part on a rank of ``stage``: outside its blocks, and in each block.
 
     A tied embedding that two stages use is a part of its own, on each rank that has one of them.
     """
@@ -73,23 +168,29 @@ class PartSize:
     experts: bool = False
 
 
-def part_sizes(config: ModelConfig, sizes: Mapping[str, int], plan: Plan) -> list[PartSize]:
-    """The parts of all stages, of one rank of tp, ep and the data axes, before ZeRO cuts them."""
-    return _Step(config, Sizes(**sizes), plan).parts()
+def part_sizes(
+    config: Sizes, sizes: Mapping[str, int], plan: Plan, *, layers: Sequence[int] | None = None
+) -> list[PartSize]:
+    """Return the parts of all stages, on one rank of tp, ep and the data axes, before ZeRO.
+
+    ``layers`` counts the blocks of each stage, by default as even as possible.
+    """
+    return _Step(config, AxisSizes(**sizes), plan, layers=layers).parts()
 
 
 @dataclass(frozen=True)
 class _Step:
-    """A model, a mesh, a plan and the batch of a replica: what a step sends over each axis."""
+    """A model, a mesh, a plan and the batch of a replica; methods give the bytes per axis."""
 
-    config: ModelConfig
-    sizes: Sizes
+    config: Sizes
+    sizes: AxisSizes
     plan: Plan
     sequences: int = 0
     seq_len: int = 0
+    layers: Sequence[int] | None = None
 
     def over_tp(self) -> dict[str, Fraction]:
-        """Activations and loss; then the sums of gradients of which a rank of tp has a part."""
+        """Activations and loss, then the sums of gradients that each rank of tp has a part of."""
         config, plan, t = self.config, self.plan, self.sizes.tp
         batch = self.sequences, self.seq_len // self.sizes.cp
         forwards = plan.block_forwards
@@ -99,19 +200,18 @@ class _Step:
                 config, *batch, t, again=again, forwards=forwards, regions=regions
             )
             moves -= wire("all_reduce", sp.replicated_parameters(config) * config.dtype.itemsize, t)
-            moves += tp_formulas.loss_bytes(config, batch[0] * batch[1], t) + self.of_rows()
+            moves += tp.loss_bytes(config, batch[0] * batch[1], t) + self.of_rows()
         else:
-            moves = tp_formulas.wire_bytes(config, *batch, t, forwards=forwards)
-            moves -= tp_formulas.shared_head_bytes(config, t)
-        held = replace(config, dtype=accumulation_dtype(config.dtype)) if plan.zero else config
+            moves = tp.wire_bytes(config, *batch, t, forwards=forwards)
+            moves -= tp.shared_head_bytes(config, t)
         shards = self.sizes.data if plan.zero else 1
-        shared = tp_formulas.shared_head_bytes(held, t, shards=shards)
+        shared = tp.shared_head_bytes(config, t, shards=shards, itemsize=self.gradient_itemsize())
         return {"tp": self.sizes.per_stage * moves, "tp_kv": self.sizes.per_stage * shared}
 
     def of_rows(self) -> Fraction:
-        """The sum of gradients of replicated parameters, where the ranks of tp share rows.
+        """The sum of gradients of replicated parameters under sequence parallelism.
 
-        Under ZeRO that of shards, the average over the ranks that hold them.
+        Under ZeRO each rank sums its shards, and this is the average over the ranks.
         """
         config, plan, data = self.config, self.plan, self.sizes.data
         router, experts = self.experts_of_layer()
@@ -120,20 +220,17 @@ class _Step:
         whole = sp.replicated_parameters(config) + config.layers * (router - bias)
         shards, copies = (data, data // self.sizes.ep) if plan.zero else (1, 1)
         held = Fraction(whole, shards) + Fraction(config.layers * experts, copies)
-        return held * wire("all_reduce", self.held_itemsize(), self.sizes.tp)
+        return held * wire("all_reduce", self.gradient_itemsize(), self.sizes.tp)
 
     def over_cp(self) -> dict[str, Fraction]:
-        """Attention, of the heads that tp leaves to a rank."""
+        """Attention on the heads that a rank of tp has."""
         config, core, t, c = self.config, self.plan.core, self.sizes.tp, self.sizes.cp
         if c == 1:
             return {}
-        kv_heads = max(config.kv_heads // t, 1)
-        share = replace(
-            config, hidden=config.hidden // t, heads=config.heads // t, kv_heads=kv_heads
-        )
+        shard = cp.shard_of_heads(config, t, max(config.kv_heads // t, 1))
         n = (c,) if core.run == 1 else (core.run, c // core.run)
         forwards = self.plan.core_forwards
-        sent = core.wire_bytes(share, self.sequences, self.seq_len, *n, forwards=forwards)
+        sent = core.wire_bytes(shard, self.sequences, self.seq_len, *n, forwards=forwards)
         by_axis = {"cp": sent} if core.run == 1 else {"cp_heads": sent[0], "cp_ring": sent[1]}
         return {axis: self.sizes.per_stage * one for axis, one in by_axis.items()}
 
@@ -148,11 +245,11 @@ class _Step:
         sent = sizes.per_stage * pp.wire_bytes(schedule, activations)
         if config.tied and schedule.placement[0] != schedule.placement[-1]:
             copies = 1 if self.plan.zero else sizes.data  # of each shard over tp
-            sent += 2 * self.table() * self.held_itemsize() * sizes.tp * copies
+            sent += 2 * self.table() * self.gradient_itemsize() * sizes.tp * copies
         return Fraction(sent)
 
     def over_ep(self, leaving: int | Fraction | None) -> Fraction:
-        """Rows of pairs whose expert is elsewhere, there and back, in each forward and backward."""
+        """Rows of pairs with an expert on another rank, there and back, forward and backward."""
         config, plan, e = self.config, self.plan, self.sizes.ep
         if plan.experts is None:
             return Fraction(0)
@@ -163,7 +260,7 @@ class _Step:
         return Fraction(leaving) * row * 2 * (plan.block_forwards + 1)
 
     def over_data(self) -> list[tuple[str, Fraction]]:
-        """Gradients, and what ZeRO gathers: part by part, experts over ranks of their own."""
+        """Gradients and what ZeRO gathers, part by part; experts have their own axis."""
         data, e = self.sizes.data, self.sizes.ep
         axis = "dp" if self.sizes.cp == 1 else "dp_cp"
         over = {False: (axis, data), True: ("edp" if e > 1 else axis, data // e)}
@@ -174,7 +271,7 @@ class _Step:
         return sent
 
     def of_part(self, elements: Sequence[int], n: int) -> Fraction:
-        """A rank's bytes for parameters that n ranks hold; ZeRO-3: root and blocks, else one."""
+        """Bytes of one of n ranks for a part; ZeRO-3 has a unit for the root and one per block."""
         config, plan = self.config, self.plan
         if plan.zero == 0:
             return dp.wire_bytes(sum(elements) * config.dtype.itemsize, n)
@@ -191,24 +288,17 @@ class _Step:
         """The parts of all stages, before ZeRO shards them."""
         config, t = self.config, self.sizes.tp
         placement: tuple[int, ...] = (0,)
-        layers = [config.layers]
         if self.sizes.pp > 1:
             placement = self.plan.schedule_for(self.sizes.pp).placement
-            layers = pp.partition(config.layers, len(placement))
-        # With experts, of an MLP of one feature per rank, which is then taken off.
-        dense = replace(config, ffn=t) if self.plan.experts else config
-        one, two = (
-            tp_formulas.parameters_per_rank(replace(dense, layers=count), t) for count in (1, 2)
-        )
+        layers = self.layers or pp.partition(config.layers, len(placement))
         router, experts = self.experts_of_layer()
-        block = two - one + router
-        if self.plan.experts:
-            block -= mlp_parameters(replace(dense, ffn=1))
-        gpt, table = config.family == "gpt", self.table()
-        apart = config.tied and self.sizes.pp > 1  # two stages use it
+        mlp = router if self.plan.experts else mlp_parameters(config, t)
+        block = attention_parameters(config, t) + mlp + 2 * norm_parameters(config)
+        table, apart = self.table(), config.tied and self.sizes.pp > 1  # two stages use it
         outside = [0] * len(layers)
-        outside[0] += (0 if apart else table) + (config.max_seq_len * config.hidden if gpt else 0)
-        outside[-1] += (2 if gpt else 1) * config.hidden + (0 if config.tied else table)
+        positions = config.max_seq_len * config.hidden if config.family == "gpt" else 0
+        outside[0] += (0 if apart else table) + positions
+        outside[-1] += norm_parameters(config) + (0 if config.tied else table)
         found = [PartSize(s, (outside[s], *[block] * count)) for s, count in enumerate(layers)]
         if experts:
             found += [PartSize(s, (experts * count,), True) for s, count in enumerate(layers)]
@@ -229,7 +319,7 @@ class _Step:
         router = self.config.hidden * experts.number
         return router + experts.shared * mlp, experts.number // self.sizes.ep * mlp
 
-    def held_itemsize(self) -> int:
-        """Bytes of an element of the gradients that a rank holds."""
+    def gradient_itemsize(self) -> int:
+        """Bytes per element of a rank's gradients."""
         dtype = self.config.dtype
-        return (accumulation_dtype(dtype) if self.plan.zero else dtype).itemsize
+        return accumulation_itemsize(dtype) if self.plan.zero else dtype.itemsize

@@ -4,15 +4,20 @@ from __future__ import annotations
 
 from fractions import Fraction
 
-from course_lib import recompute
+from course_lib.formulas import recompute
+from course_lib.formulas.moves import entering, leaving, loss, wire_of
+from course_lib.formulas.parameters import (
+    Sizes,
+    accumulation_itemsize,
+    padded_rows,
+    parameter_sizes,
+)
+from course_lib.formulas.recompute import ID_BYTES, saved_by_block
 from course_lib.ledger import wire
-from course_lib.model import ModelConfig, accumulation_dtype
-from course_lib.recompute import ID_BYTES, saved_by_block
-from course_lib.tp.layers import padded_rows
 
 
 def wire_bytes(
-    config: ModelConfig,
+    config: Sizes,
     sequences: int,
     seq_len: int,
     n: int,
@@ -29,47 +34,47 @@ def wire_bytes(
     ends earlier and sends less.
     """
     x_bytes = sequences * seq_len * config.hidden * config.dtype.itemsize
-    all_reduces = 2 * config.layers * (forwards + 1) + 2
+    enter, leave = entering(x_bytes, n), leaving(x_bytes, n)
     return (
-        all_reduces * wire("all_reduce", x_bytes, n)
+        2 * config.layers * (enter.wire(forwards) + leave.wire(forwards))
+        + leave.wire()
+        + enter.wire()
         + loss_bytes(config, sequences * seq_len, n)
         + shared_head_bytes(config, n, shards=shards)
     )
 
 
-def loss_bytes(config: ModelConfig, tokens: int, n: int) -> Fraction:
+def loss_bytes(config: Sizes, tokens: int, n: int) -> Fraction:
     """Return the bytes of three all-reduces of one number per token, in float32 at least."""
-    itemsize = accumulation_dtype(config.dtype).itemsize
-    return 3 * wire("all_reduce", tokens * itemsize, n)
+    return wire_of(loss(tokens, accumulation_itemsize(config.dtype), n))
 
 
-def shared_head_bytes(config: ModelConfig, n: int, *, shards: int = 1) -> Fraction:
+def shared_head_bytes(
+    config: Sizes, n: int, *, shards: int = 1, itemsize: int | None = None
+) -> Fraction:
     """Return the bytes of the gradient sum over the KV replication group, for all layers.
 
     A layer has one key head and one value head per rank. All parameters are trained. With ZeRO over
     ``shards`` ranks each rank sums its own shards only, and this is the average over these ranks.
+    ``itemsize`` is that of the gradients, by default the parameters'.
     """
     if config.kv_heads >= n:
         return Fraction(0)
-    head = config.head_dim * (config.hidden + (config.family == "gpt"))
-    payload = 2 * config.layers * head * config.dtype.itemsize
+    payload = shared_head_parameters(config) * (itemsize or config.dtype.itemsize)
     return wire("all_reduce", payload, n // config.kv_heads) / shards
 
 
-def parameters_per_rank(config: ModelConfig, n: int) -> int:
+def shared_head_parameters(config: Sizes) -> int:
+    """Return the parameters of one key head and one value head, of all layers."""
+    return 2 * config.layers * config.head_dim * (config.hidden + (config.family == "gpt"))
+
+
+def parameters_per_rank(config: Sizes, n: int) -> int:
     """Return the parameter count per rank: matrices and vocabulary are sharded, the rest is not."""
-    hidden, gpt = config.hidden, config.family == "gpt"
-    kv_features = max(config.kv_heads // n, 1) * config.head_dim
-    attention = 2 * hidden * hidden // n + 2 * hidden * kv_features
-    ffn = (2 if gpt else 3) * hidden * config.ffn // n
-    biases = hidden // n + 2 * kv_features + config.ffn // n + 2 * hidden if gpt else 0
-    norm = hidden * (2 if gpt else 1)  # two per layer, and one at the end
-    vocabulary = padded_rows(config.vocab, n) * hidden * (1 if config.tied else 2)
-    positions = config.max_seq_len * hidden if gpt else 0
-    return vocabulary + positions + config.layers * (attention + ffn + biases + 2 * norm) + norm
+    return sum(parameter_sizes(config, n=n))
 
 
-def saved_per_block(config: ModelConfig, sequences: int, seq_len: int, n: int) -> int:
+def saved_per_block(config: Sizes, sequences: int, seq_len: int, n: int) -> int:
     """Return the bytes that a rank saves for one block: a shard inside regions, all outside."""
     saved = saved_by_block(config, sequences, seq_len)
     keys_values = saved.keys_values // min(n, config.kv_heads)
@@ -77,7 +82,7 @@ def saved_per_block(config: ModelConfig, sequences: int, seq_len: int, n: int) -
     return replicated + saved.inside // n + keys_values
 
 
-def saved_bytes(config: ModelConfig, sequences: int, seq_len: int, n: int) -> int:
+def saved_bytes(config: Sizes, sequences: int, seq_len: int, n: int) -> int:
     """Return the bytes that a rank saves in one forward: blocks, embedding and LM head.
 
     Tokens and targets are not counted. Tensors of the vocabulary are sharded:
@@ -89,7 +94,7 @@ def saved_bytes(config: ModelConfig, sequences: int, seq_len: int, n: int) -> in
     return blocks + outside + saved_by_vocabulary(config, sequences * seq_len, n)
 
 
-def saved_by_vocabulary(config: ModelConfig, tokens: int, n: int) -> int:
+def saved_by_vocabulary(config: Sizes, tokens: int, n: int) -> int:
     """Return the bytes that a rank saves for the embedding and loss of its vocabulary shard.
 
     The loss saves the softmax of the rank's columns in float32 at least, the row of each target,
@@ -97,7 +102,7 @@ def saved_by_vocabulary(config: ModelConfig, tokens: int, n: int) -> int:
     last rank the head also saves a mask of its padding, if there is any.
     """
     rows = padded_rows(config.vocab, n)
-    wide = accumulation_dtype(config.dtype).itemsize
+    wide = accumulation_itemsize(config.dtype)
     padding = rows if config.vocab % n else 0
     return saved_by_embedding(tokens) + tokens * (rows * wide + ID_BYTES + 2) + padding
 

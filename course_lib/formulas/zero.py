@@ -13,19 +13,20 @@ from collections.abc import Collection, Sequence
 from fractions import Fraction
 from itertools import pairwise, zip_longest
 
-import torch
-
-from course_lib.model import accumulation_dtype
-from course_lib.zero.flat import padded
+from course_lib.formulas.moves import of_data, wire_of
+from course_lib.formulas.parameters import FLOAT32, Dtype, accumulation_itemsize
 
 
-def _sizes(
-    stage: int, elements: Sequence[int], n: int, dtype: torch.dtype
-) -> tuple[list[int], int, int]:
+def padded(elements: int, n: int) -> int:
+    """Return F, the smallest multiple of ``n`` that is not less than ``elements``."""
+    return -(-elements // n) * n
+
+
+def _sizes(stage: int, elements: Sequence[int], n: int, dtype: Dtype) -> tuple[list[int], int, int]:
     """Return F of each flat parameter, b and a."""
     if stage not in (1, 2, 3):
         raise ValueError(f"stage={stage}: ZeRO has stages 1, 2 and 3")
-    return [padded(one, n) for one in elements], dtype.itemsize, accumulation_dtype(dtype).itemsize
+    return [padded(one, n) for one in elements], dtype.itemsize, accumulation_itemsize(dtype)
 
 
 def wire_bytes(
@@ -33,7 +34,7 @@ def wire_bytes(
     elements: Sequence[int],
     n: int,
     *,
-    dtype: torch.dtype = torch.float32,
+    dtype: Dtype = FLOAT32,
     micro_batches: int = 1,
     gathered_once: Collection[int] = (),
     frozen: Sequence[int] = (),
@@ -52,14 +53,21 @@ def wire_bytes(
     Prefetch does not change the bytes.
     """
     full, b, a = _sizes(stage, elements, n, dtype)
-    if stage < 3:
-        total = sum(full) * (b + a * (micro_batches if stage == 2 else 1))
-    else:
-        gathers = [1 if unit in gathered_once else 2 for unit in range(len(full))]
-        total = sum(F * (a + b * times) for F, times in zip(full, gathers, strict=True))
-        total += sum(padded(F, n) * b * times for F, times in zip(frozen, gathers, strict=False))
-        total *= micro_batches
-    return Fraction(n - 1, n) * total
+    fixed = [padded(one, n) for one in frozen] if stage == 3 else []
+    return sum(
+        wire_of(
+            of_data(
+                stage,
+                units,
+                n,
+                itemsize=b,
+                gradient_itemsize=width,
+                micro_batches=micro_batches,
+                gathered_once=gathered_once,
+            ).moves
+        )
+        for units, width in ((full, a), (fixed, 0))
+    )
 
 
 def state_bytes(
@@ -67,7 +75,7 @@ def state_bytes(
     elements: Sequence[int],
     n: int,
     *,
-    dtype: torch.dtype = torch.float32,
+    dtype: Dtype = FLOAT32,
     frozen: Sequence[int] = (),
 ) -> int:
     """Return the bytes that a rank stores between steps: parameters, master weights, two moments.
@@ -94,7 +102,7 @@ def peak_bytes(
     elements: Sequence[int],
     n: int,
     *,
-    dtype: torch.dtype = torch.float32,
+    dtype: Dtype = FLOAT32,
     micro_batches: int = 1,
     frozen: Sequence[int] = (),
 ) -> int:

@@ -1,13 +1,31 @@
-"""What expert parallelism costs, from counts and shapes. n is the size of the axis ep."""
+"""Bytes that expert parallelism sends and saves, from counts and shapes. n is the size of ep."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from fractions import Fraction
+from typing import Protocol
 
-from course_lib.ep.moe import Load
-from course_lib.model import ModelConfig, accumulation_dtype, parameter_count
-from course_lib.recompute import ID_BYTES, saved_by_stage
+from course_lib.formulas.moves import dispatch
+from course_lib.formulas.parameters import (
+    Sizes,
+    accumulation_itemsize,
+    mlp_parameters,
+    parameter_count,
+)
+from course_lib.formulas.recompute import ID_BYTES, saved_by_stage
+
+
+class Load(Protocol):
+    """Pairs of a token and an expert in one layer; :class:`course_lib.ep.Load` counts them."""
+
+    @property
+    def kept(self) -> Sequence[Sequence[int]]:
+        """Pairs within capacity, [rank][expert]."""
+
+    @property
+    def by_rank(self) -> Sequence[int]:
+        """Pairs that each rank computes."""
 
 
 def wire_bytes(load: Load, rank: int, row_bytes: int) -> Fraction:
@@ -27,18 +45,11 @@ def wire_bytes(load: Load, rank: int, row_bytes: int) -> Fraction:
 
 def even_wire_bytes(tokens: int | Fraction, top_k: int, row_bytes: int, n: int) -> Fraction:
     """Return the same for a rank with ``tokens`` whose pairs are spread evenly over all ranks."""
-    return 4 * Fraction(n - 1, n) * tokens * top_k * row_bytes
-
-
-def mlp_parameters(config: ModelConfig) -> int:
-    """Return the parameters of one expert."""
-    if config.family == "llama":
-        return 3 * config.hidden * config.ffn
-    return 2 * config.hidden * config.ffn + config.ffn + config.hidden
+    return dispatch(Fraction(tokens) * top_k * row_bytes, n).wire()
 
 
 def parameters_per_rank(
-    config: ModelConfig, experts: int, n: int, *, shared: bool = False
+    config: Sizes, experts: int, n: int, *, shared: bool = False
 ) -> tuple[int, int]:
     """Return (experts', other) parameters of a rank: E/n experts and a router per layer."""
     mlp = mlp_parameters(config)
@@ -47,7 +58,7 @@ def parameters_per_rank(
 
 
 def saved_bytes(
-    config: ModelConfig, sequences: int, seq_len: int, loads: Sequence[Load], rank: int, top_k: int
+    config: Sizes, sequences: int, seq_len: int, loads: Sequence[Load], rank: int, top_k: int
 ) -> int:
     """Return the bytes that ``rank`` saves in one forward; ``loads`` has one load per layer.
 
@@ -58,7 +69,7 @@ def saved_bytes(
     return _saved_beside_experts(config, sequences, seq_len) + layers
 
 
-def saved_per_layer(config: ModelConfig, tokens: int, load: Load, rank: int, top_k: int) -> int:
+def saved_per_layer(config: Sizes, tokens: int, load: Load, rank: int, top_k: int) -> int:
     """Return the bytes that ``rank`` saves for router and experts of one layer.
 
     For each of its ``tokens``: the router's input and probabilities, and the rows that its top_k
@@ -73,7 +84,7 @@ def saved_per_layer(config: ModelConfig, tokens: int, load: Load, rank: int, top
 
 
 def reference_saved_bytes(
-    config: ModelConfig, sequences: int, seq_len: int, experts: int, top_k: int
+    config: Sizes, sequences: int, seq_len: int, experts: int, top_k: int
 ) -> int:
     """Return the bytes that one process saves in one forward, in a loop over experts.
 
@@ -86,19 +97,19 @@ def reference_saved_bytes(
     return _saved_beside_experts(config, sequences, seq_len) + config.layers * layer
 
 
-def _saved_beside_experts(config: ModelConfig, sequences: int, seq_len: int) -> int:
+def _saved_beside_experts(config: Sizes, sequences: int, seq_len: int) -> int:
     """Return the bytes saved for a model without its MLPs and their inputs (the routers' too)."""
     mlp = sequences * seq_len * (config.hidden + _inner(config)) * config.dtype.itemsize
     return saved_by_stage(config, sequences, seq_len) - config.layers * mlp
 
 
-def _inner(config: ModelConfig) -> int:
+def _inner(config: Sizes) -> int:
     """Features that an MLP saves per token between its linears."""
     return (4 if config.family == "llama" else 2) * config.ffn
 
 
-def _saved_by_router(config: ModelConfig, tokens: int, experts: int, top_k: int) -> int:
-    wide = accumulation_dtype(config.dtype).itemsize
+def _saved_by_router(config: Sizes, tokens: int, experts: int, top_k: int) -> int:
+    wide = accumulation_itemsize(config.dtype)
     numbers = tokens * (config.hidden + experts) + experts
     if wide > config.dtype.itemsize:
         numbers += experts * config.hidden  # its weight in float32

@@ -1,0 +1,286 @@
+"""plan: memory, traffic, bubble and step time of a run on GPUs that nobody has rented yet."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from course_lib.cli.app import AsJson, app
+from course_lib.cli.show import print_json
+from course_lib.cli.status import Status
+
+if TYPE_CHECKING:
+    from course_lib.planner import Configuration, Hardware, Model
+    from course_lib.planner.result import Estimate
+
+EXAMPLE = "course plan llama-3-70b --gpus 64 --hardware h100 --tp 8 --pp 4"
+NEEDED = ("family", "layers", "hidden", "heads", "vocab")  # of a custom model
+RESERVE = 0.08  # of the capacity: NCCL's buffers, fragmentation
+
+Degree = Annotated[int, typer.Option(help="GPUs on this axis.")]
+Count = Annotated[int | None, typer.Option(help="Of a custom model.")]
+
+
+@app.command()
+def plan(
+    model: Annotated[
+        str | None, typer.Argument(help="A name of the catalog, or custom; a wrong one lists all.")
+    ] = None,
+    gpus: Annotated[int | None, typer.Option(help="Number of GPUs.")] = None,
+    hardware: Annotated[str | None, typer.Option(help="h100, say; a wrong name lists all.")] = None,
+    tp: Degree = 1,
+    pp: Degree = 1,
+    cp: Degree = 1,
+    dp: Annotated[int | None, typer.Option(help="Default: what is left.")] = None,
+    ep: Annotated[int, typer.Option(help="Expert parallel, a divisor of dp x cp.")] = 1,
+    zero: Annotated[int | None, typer.Option(help="0 to 3; default: 1 if dp > 1.")] = None,
+    schedule: Annotated[
+        str | None, typer.Option(help="Default: interleaved if --chunks > 1, else 1f1b.")
+    ] = None,
+    chunks: Annotated[int | None, typer.Option(help="Stages per pipeline rank.")] = None,
+    stage_layers: Annotated[
+        str | None, typer.Option(help="Layers per stage where they are uneven: 7,8x14,7.")
+    ] = None,
+    micro_batch: Annotated[int, typer.Option(help="Sequences per micro-batch.")] = 1,
+    global_batch: Annotated[
+        int | None, typer.Option(help="Sequences per step; default: about 4 Mi tokens.")
+    ] = None,
+    seq: Annotated[int | None, typer.Option(help="Tokens per sequence.")] = None,
+    recompute: Annotated[str, typer.Option(help="none, selective or full.")] = "none",
+    dtype: Annotated[str, typer.Option(help="bf16, fp16, fp8, fp32 or fp64.")] = "bf16",
+    reserve: Annotated[
+        float, typer.Option(help="Share of memory that stays free: NCCL, fragmentation.")
+    ] = RESERVE,
+    family: Annotated[str | None, typer.Option(help="Of a custom model: gpt or llama.")] = None,
+    layers: Count = None,
+    hidden: Count = None,
+    heads: Count = None,
+    kv_heads: Count = None,
+    ffn: Count = None,
+    experts: Count = None,
+    top_k: Annotated[int | None, typer.Option(help="Of a custom model: experts per token.")] = None,
+    vocab: Count = None,
+    calibrate: Annotated[
+        Path | None, typer.Option(help='A TOML file: node.bandwidth = "370 GB/s".')
+    ] = None,
+    explain: Annotated[
+        bool, typer.Option("--explain", help="Derive the numbers, as on a whiteboard.")
+    ] = False,
+    compare: Annotated[
+        tuple[str, str] | None,
+        typer.Option(help="Two plans A and B, such as tp=8,pp=4 tp=4,zero=3.", metavar="A B"),
+    ] = None,
+    search: Annotated[
+        bool, typer.Option("--search", help="Rank all legal plans by step time.")
+    ] = False,
+    top: Annotated[int, typer.Option(min=1, help="Plans that --search lists.")] = 10,
+    serve: Annotated[bool, typer.Option("--serve", help="Plan inference.")] = False,
+    batch: Annotated[
+        int | None, typer.Option(help="With --serve: requests at once per replica; default: 1.")
+    ] = None,
+    prompt: Annotated[
+        int | None, typer.Option(help="With --serve: tokens per prompt; default: 1,024.")
+    ] = None,
+    generate: Annotated[
+        int | None, typer.Option(help="With --serve: tokens to generate; default: 256.")
+    ] = None,
+    as_json: AsJson = False,
+) -> int:
+    """Plan a run: memory, traffic, bubble, step time, MFU; or search for the best plan."""
+    from course_lib.planner import configure
+    from course_lib.planner.calibrate import calibrated
+    from course_lib.planner.hardware import hardware as hardware_of
+
+    sizes = {
+        "family": family,
+        "layers": layers,
+        "hidden": hidden,
+        "heads": heads,
+        "kv_heads": kv_heads,
+        "ffn": ffn,
+        "experts": experts,
+        "top_k": top_k,
+        "vocab": vocab,
+    }
+    given = _model(model, {name: size for name, size in sizes.items() if size is not None})
+    if gpus is None:
+        raise ValueError(
+            f"expected --gpus with the number of GPUs, got none; for example: {EXAMPLE}"
+        )
+    machine = hardware_of((hardware or "").lower())
+    if calibrate is not None:
+        machine = calibrated(machine, calibrate)
+    if not 0 <= reserve < 1:
+        raise ValueError(f"expected --reserve from 0 to below 1, a share, got {reserve}")
+    degrees: dict[str, Any] = {
+        "tp": tp,
+        "pp": pp,
+        "cp": cp,
+        "dp": dp,
+        "ep": ep,
+        "zero": zero,
+        "schedule": schedule,
+        "chunks": chunks,
+        "stage_layers": _stage_layers(stage_layers),
+        "micro_batch": micro_batch,
+        "global_batch": global_batch,
+        "seq": seq,
+        "recompute": recompute,
+        "dtype": dtype,
+    }
+    modes = {"explain": explain, "compare": compare, "search": search, "serve": serve}
+    chosen = [f"--{name}" for name, on in modes.items() if on]
+    if len(chosen) > 1:
+        raise ValueError(f"expected one of {', '.join(chosen)} at a time; leave the others out")
+    requests = {"batch": batch, "prompt": prompt, "generate": generate}
+    if not serve and any(size is not None for size in requests.values()):
+        raise ValueError("--batch, --prompt and --generate describe inference; add --serve")
+    if compare:
+        return _compare(given, machine, gpus, degrees, compare, reserve, as_json)
+    if search:
+        return _search(given, machine, gpus, degrees, top, reserve, as_json)
+    made = configure(given, gpus, **degrees)
+    if serve:
+        return _serve(given, machine, made, requests, reserve, as_json)
+    return _plan(given, machine, made, explain, reserve, as_json)
+
+
+def _plan(
+    model: Model,
+    machine: Hardware,
+    made: Configuration,
+    explain: bool,
+    reserve: float,
+    as_json: bool,
+) -> int:
+    """Print the estimate of one plan, or its derivation."""
+    from course_lib.planner.compare import sensitivity
+    from course_lib.planner.estimate import estimate
+    from course_lib.planner.explain import derivation
+    from course_lib.planner.text import report
+
+    found = estimate(model, machine, made, reserve=reserve)
+    lines = derivation(found) if explain else []
+    if as_json:
+        extra = {"explanation": lines} if explain else {}
+        changes = sensitivity(model, machine, made, reserve=reserve)
+        print_json({**found.as_dict(), "sensitivity": changes, **extra})
+    elif explain:
+        print("\n".join(lines))
+    else:
+        print(report(found, sensitivity(model, machine, made, reserve=reserve)))
+    return 0
+
+
+def _compare(
+    model: Model,
+    machine: Hardware,
+    gpus: int,
+    degrees: dict[str, Any],
+    texts: tuple[str, str],
+    reserve: float,
+    as_json: bool,
+) -> int:
+    """Print two plans beside each other; each may override the other options."""
+    from course_lib.planner import configure
+    from course_lib.planner.compare import compare, read_plan
+    from course_lib.planner.estimate import estimate
+    from course_lib.planner.hardware import hardware
+    from course_lib.planner.text import comparison
+
+    found: list[Estimate] = []
+    for text in texts:
+        own = read_plan(text)
+        where = hardware(own.pop("hardware").lower()) if "hardware" in own else machine
+        made = configure(model, own.pop("gpus", gpus), **{**degrees, **own})
+        found.append(estimate(model, where, made, reserve=reserve))
+    result = compare(*found)
+    if as_json:
+        both = {name: one.as_dict() for name, one in zip("ab", found, strict=True)}
+        print_json({**both, **result.as_dict()})
+    else:
+        print(comparison(*found, result))
+    return 0
+
+
+def _search(
+    model: Model,
+    machine: Hardware,
+    gpus: int,
+    degrees: dict[str, Any],
+    top: int,
+    reserve: float,
+    as_json: bool,
+) -> int:
+    """Print the best plans. Options that were given restrict the search."""
+    from course_lib.planner.search import search
+    from course_lib.planner.text import ranking
+
+    defaults = {"tp": 1, "pp": 1, "cp": 1, "ep": 1, "micro_batch": 1, "recompute": "none"}
+    fixed = {k: v for k, v in degrees.items() if v is not None and defaults.get(k) != v}
+    with Status("searching"):
+        found = search(model, machine, gpus, top=top, reserve=reserve, **fixed)
+    if as_json:
+        print_json(found.as_dict())
+    else:
+        print(ranking(found))
+    return 0
+
+
+def _serve(
+    model: Model,
+    machine: Hardware,
+    made: Configuration,
+    requests: dict[str, int | None],
+    reserve: float,
+    as_json: bool,
+) -> int:
+    """Print the plan of inference."""
+    from course_lib.planner.serve import serve
+    from course_lib.planner.text import serving
+
+    sizes = {name: size for name, size in requests.items() if size is not None}
+    found = serve(model, machine, made, reserve=reserve, **sizes)
+    if as_json:
+        print_json(found.as_dict())
+    else:
+        print(serving(found))
+    return 0
+
+
+def _model(name: str | None, sizes: dict[str, Any]) -> Model:
+    """Return the model of the catalog, or the one of the given ``sizes``."""
+    from course_lib.planner import custom_model, model, models
+
+    if name is None:
+        raise ValueError(
+            f"expected a model, got none; choose {', '.join(models())} or custom: {EXAMPLE}"
+        )
+    options = " and ".join(f"--{size.replace('_', '-')}" for size in sizes)
+    if name.lower() != "custom":
+        found = model(name.lower())
+        if sizes:
+            raise ValueError(f"{name} has sizes of its own; leave out {options}, or plan custom")
+        return found
+    missing = [f"--{size}" for size in NEEDED if size not in sizes]
+    if missing:
+        raise ValueError(f"a custom model needs {', '.join(missing)} too")
+    return custom_model(sizes.pop("family"), **sizes)
+
+
+def _stage_layers(text: str | None) -> tuple[int, ...] | None:
+    """Return the counts of ``7,8x14,7``: 7, then 14 stages of 8, then 7."""
+    if text is None:
+        return None
+    found: list[int] = []
+    for piece in text.split(","):
+        layers, _, times = piece.partition("x")
+        try:
+            found += [int(layers)] * int(times or 1)
+        except ValueError:
+            raise ValueError(
+                f"expected layers per stage such as 7,8x14,7, got --stage-layers {text}"
+            ) from None
+    return tuple(found)

@@ -1,0 +1,182 @@
+"""Seconds of one micro-batch on each stage: compute at the efficiency, and exposed communication.
+
+What is hidden behind what is an assumption; :func:`assumptions` says each in a sentence.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from course_lib.planner.catalog import Model
+from course_lib.planner.communication import StageMoves, StepMoves
+from course_lib.planner.configuration import Configuration, stages_of
+from course_lib.planner.flops import blocks_flops, head_flops
+from course_lib.planner.hardware import Hardware
+from course_lib.planner.links import axis_span, seconds
+from course_lib.planner.pipeline import StageSeconds
+
+
+class Rates(NamedTuple):
+    """FLOP/s of matrix products and of the core of attention, at their efficiency."""
+
+    products: float
+    core: float
+
+
+@dataclass(frozen=True)
+class Stage:
+    """Seconds of one micro-batch on a virtual stage; ``exposed`` by axis, in forward and in I."""
+
+    compute: StageSeconds
+    exposed: Mapping[str, tuple[float, float]]
+
+    @property
+    def total(self) -> StageSeconds:
+        """Compute and exposed communication."""
+        f, i, w = self.compute
+        forward, backward = (sum(one[part] for one in self.exposed.values()) for part in (0, 1))
+        return StageSeconds(f + forward, i + backward, w)
+
+
+def rates(hardware: Hardware, plan: Configuration, generation: str | None = None) -> Rates:
+    """Return the FLOP/s that kernels reach; in fp8 training the core of attention is in bf16.
+
+    Raises ValueError when the GPU does not have the number format.
+    """
+    name = plan.dtype.name
+    if name not in hardware.peak:
+        raise ValueError(
+            f"{hardware.name} has no {name} peak in the catalog; choose dtype "
+            f"{' or '.join(hardware.peak)}"
+        )
+    core = "bf16" if name == "fp8" else name
+    return Rates(
+        *(
+            hardware.peak[one] * hardware.efficiency_of(one, generation if one == name else None)
+            for one in (name, core)
+        )
+    )
+
+
+def stage_seconds(
+    model: Model,
+    hardware: Hardware,
+    plan: Configuration,
+    moves: Sequence[StageMoves],
+    rate: Rates,
+) -> list[Stage]:
+    """Return the seconds of one micro-batch on each virtual stage."""
+    tokens = plan.micro_batch * plan.seq / plan.cp / plan.tp  # whose FLOPs a GPU does
+    attention = "causal" if plan.fused_attention else "full"
+    stages = stages_of(model, plan)
+    spans = {axis: axis_span(axis, plan, hardware.gpus_per_node) for axis in ("tp", "cp", "ep")}
+    found = []
+    for number, (_, layers) in enumerate(stages):
+        blocks = blocks_flops(model, plan.seq, layers, attention=attention)
+        head = head_flops(model) if number + 1 == len(stages) else 0.0
+        core = tokens * blocks.core / rate.core
+        products = tokens * (blocks.projections + blocks.mlp) / rate.products
+        ends = tokens * head / rate.products
+        again = {"none": 0.0, "selective": core, "full": core + products}[plan.recompute]
+        compute = StageSeconds(
+            core + products + ends, 2 * core + products + ends + again, products + ends
+        )
+        exposed = {}
+        for axis, passes in moves[number].passes.items():
+            f, i, late = (seconds(part, spans[axis], hardware) for part in passes)
+            i += max(0.0, late - products - ends)
+            if axis == "cp":  # a turn behind each block of attention but the last
+                hidden = core * (plan.cp - 1) / plan.cp
+                cores = 2 if plan.recompute == "none" else 3
+                f, i = max(0.0, f - hidden), max(0.0, i - cores * hidden)
+            exposed[axis] = (f, i)
+        found.append(Stage(compute, exposed))
+    return found
+
+
+def exposed_data(
+    hardware: Hardware, plan: Configuration, moves: StepMoves, stages: Sequence[Stage]
+) -> dict[str, float]:
+    """Return the seconds of a step in which a rank with ``stages`` waits for its data axes.
+
+    Sums of gradients are hidden behind the backward of the last micro-batch, or of each one where
+    it has its own round (ZeRO-2 and 3); gathers of parameters behind the forward of the first, or
+    with ZeRO-3 behind the forward and the backward of each.
+    """
+    forward = sum(stage.total.f for stage in stages)
+    backward = sum(stage.total.i + stage.total.w for stage in stages)
+    sums, gathers, rounds = {}, {}, (1, 1)
+    for axis, data in moves.data.items():
+        over = axis_span(axis, plan, hardware.gpus_per_node)
+        sums[axis] = seconds(data.sums, over, hardware)
+        gathers[axis] = seconds(data.gathers, over, hardware)
+        rounds = data.sum_rounds, data.gather_rounds
+    whole_sums, whole_gathers = sum(sums.values()), sum(gathers.values())
+    if plan.zero == 3:
+        half = whole_gathers / 2
+        waits = max(0.0, half - forward) + max(0.0, half + whole_sums - backward)
+        waits *= rounds[0]
+    else:
+        waits = rounds[0] * max(0.0, whole_sums - backward) + max(0.0, whole_gathers - forward)
+    whole = whole_sums + whole_gathers
+    return {axis: waits * (sums[axis] + gathers[axis]) / whole for axis in sums} if whole else {}
+
+
+def assumptions(model: Model, plan: Configuration) -> Iterator[str]:
+    """Yield what the seconds of ``plan`` take for granted, a sentence each."""
+    if plan.fused_attention:
+        yield (
+            "Attention is fused (FlashAttention): it saves no scores and computes those below the "
+            "diagonal only."
+        )
+    else:
+        yield "Attention is not fused: it computes and saves all scores."
+    if plan.tp > 1:
+        yield (
+            "TP is exposed: the next product needs the whole sum or the gathered rows, and kernels "
+            "that hide it by cutting the product are not assumed."
+        )
+    if plan.tp > 1 and plan.sequence_parallel and plan.gather_again:
+        yield (
+            "SP gathers its inputs again in backward, behind the input gradient, as Megatron-LM."
+        )
+    if plan.cp > 1:
+        yield (
+            "CP is a zig-zag ring: each turn of K and V is hidden behind the attention of the "
+            "block before, as far as that takes longer (arXiv:2310.01889)."
+        )
+    if plan.ep > 1:
+        yield (
+            "EP is exposed, and routing is even: the experts wait for their tokens "
+            "(arXiv:2006.16668); DualPipe's overlap of two micro-batches is not assumed."
+        )
+    if plan.dp * plan.cp > 1:
+        yield from _of_data(plan)
+    if plan.pp > 1:
+        yield (
+            "Messages of PP delay the next stage and block no rank; their time is part of the "
+            "bubble, which is simulated with the seconds of each stage."
+        )
+    yield (
+        "The optimizer reads and writes its state once at the bandwidth of the GPU's memory, after "
+        "all gradients are summed."
+    )
+
+
+def _of_data(plan: Configuration) -> Iterator[str]:
+    """Yield what the data axes hide."""
+    behind = "each micro-batch" if plan.zero > 1 else "the last micro-batch"
+    yield (
+        f"Sums of gradients are hidden behind the backward of {behind} as far as it goes "
+        "(bucket by bucket, as DDP, arXiv:2006.15704), on the rank of the first stage, whose "
+        "backward ends last."
+    )
+    if plan.zero == 3:
+        yield "ZeRO-3 gathers each block while the one before computes, as FSDP (arXiv:2304.11277)."
+    elif plan.zero:
+        yield (
+            "Updated weights are gathered behind the forward of the first micro-batch, as "
+            "Megatron-LM with --overlap-param-gather."
+        )
