@@ -7,9 +7,9 @@ emulated; groups, messages and waiting are real.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from fractions import Fraction
 from math import inf
 from typing import Any
@@ -24,6 +24,7 @@ from course_lib.launch import run
 from course_lib.ledger import wire_bytes_by_axis
 from course_lib.mesh import Links, Mesh, make_mesh
 from course_lib.model import Decoder, ModelConfig, build_model
+from course_lib.trace import Trace
 from course_lib.trace.memory import SavedActivations
 
 STEPS = 3
@@ -55,6 +56,7 @@ class Ran:
     state_bytes: tuple[int, ...]
     saved_bytes: tuple[int, ...]
     seconds: float
+    traces: Sequence[Trace] = field(default=(), repr=False, compare=False)
 
     @property
     def same(self) -> bool:
@@ -129,6 +131,7 @@ def trial(
         state_bytes=tuple(rank.state_bytes for rank in results),
         saved_bytes=tuple(rank.saved_bytes for rank in results),
         seconds=max(rank.seconds for rank in results),
+        traces=results.traces,
     )
 
 

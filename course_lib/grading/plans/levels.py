@@ -1,0 +1,231 @@
+"""The levels of the plan arena: a model, a batch, a cluster with emulated links, a memory limit."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import product
+from typing import TYPE_CHECKING, Any
+
+from course_lib.planner import Configuration, Hardware, Link, Model, configure
+from course_lib.planner.catalog import FP64, Experts
+from course_lib.planner.estimate import estimate
+from course_lib.planner.result import Estimate
+
+if TYPE_CHECKING:
+    from course_lib.grading.plans.ranks import Job
+    from course_lib.mesh import Links
+
+CLOSE = 1e-9  # difference of steps that is ignored as rounding
+PEAK = 3e8  # FLOP/s of a rank: a block's forward of one sequence is padded to about 20 ms
+SCHEDULES = (("1f1b", 1), ("gpipe", 1), ("zb-h1", 1), ("interleaved", 2))
+FAST, SLOW = Link(200e6, 2e-4), Link(10e6, 2e-3)  # inside a node, and between nodes
+
+
+def toy(**changes: Any) -> Model:
+    """Return the model of the levels, in float64, with ``changes``."""
+    sizes: dict[str, Any] = {
+        "name": "toy",
+        "family": "llama",
+        "layers": 4,
+        "hidden": 64,
+        "heads": 8,
+        "kv_heads": 4,
+        "ffn": 192,
+        "vocab": 256,
+        "max_seq_len": 64,
+        "head_dim": 8,
+        "dtype": FP64,
+        "source": "the model of the lessons",
+    }
+    return Model(**{**sizes, **changes})
+
+
+@dataclass(frozen=True)
+class Level:
+    """A planning task: ``sequences`` of ``seq`` tokens per step on ``ranks`` in nodes."""
+
+    number: int
+    title: str
+    task: str
+    model: Model
+    ranks: int
+    per_node: int
+    limit_bytes: int
+    sequences: int
+    seq: int = 64
+    node: Link = FAST
+    network: Link = SLOW
+
+    @property
+    def hardware(self) -> Hardware:
+        """The cluster as the planner sees it: a rank is a GPU whose memory is the limit."""
+        return Hardware(
+            name=f"level {self.number}",
+            capacity_bytes=self.limit_bytes,
+            memory_bandwidth=1e12,
+            gpus_per_node=self.per_node,
+            peak={"fp64": PEAK},
+            node=self.node,
+            network=self.network,
+            efficiency={"fp64": 1.0},
+            source="emulated",
+        )
+
+    def plan(self, **choices: Any) -> Configuration:
+        """Return the configuration of a learner's choices; ValueError if it is impossible."""
+        fixed = {"global_batch": self.sequences, "seq": self.seq, "dtype": "fp64"}
+        taken = sorted(fixed.keys() & choices.keys())
+        if taken:
+            raise ValueError(f"expected a plan without {taken[0]}, which the level fixes; leave it out")
+        return configure(self.model, self.ranks, **fixed, **choices)
+
+    def predict(self, plan: Configuration) -> Estimate:
+        """Return the planner's estimate of ``plan`` on this cluster."""
+        return estimate(self.model, self.hardware, plan, reserve=0.0)
+
+    def legal(self) -> Iterator[Configuration]:
+        """Yield every configuration that the planner and the library accept."""
+        degrees = [d for d in range(1, self.ranks + 1) if self.ranks % d == 0]
+        experts = degrees if self.model.experts else [1]
+        for tp, cp, pp, ep in product(degrees, degrees, degrees, experts):
+            if self.ranks % (tp * cp * pp):
+                continue
+            for zero, (schedule, chunks), rows, recompute in product(
+                (0, 1, 2, 3) if self.ranks > tp * pp else (0,),
+                SCHEDULES if pp > 1 else SCHEDULES[:1],
+                (1, 2, 4, 8),
+                ("none", "selective", "full"),
+            ):
+                try:
+                    plan = self.plan(
+                        tp=tp, cp=cp, pp=pp, ep=ep, zero=zero, schedule=schedule, chunks=chunks,
+                        micro_batch=rows, recompute=recompute,
+                    )  # fmt: skip
+                except ValueError:
+                    continue
+                if not self.refusals(plan):
+                    yield plan
+
+    @cached_property
+    def ranked(self) -> list[Estimate]:
+        """All plans that fit, the shortest step first."""
+        found = [one for one in map(self.predict, self.legal()) if one.fits]
+        return sorted(found, key=lambda one: one.step_seconds)
+
+    @property
+    def best(self) -> float:
+        """The shortest simulated step of all plans that fit, in seconds."""
+        return self.ranked[0].step_seconds
+
+    @property
+    def middle(self) -> float:
+        """The step that half of all plans that fit exceed."""
+        return self.ranked[len(self.ranked) // 2].step_seconds
+
+    @property
+    def par(self) -> float:
+        """Half of the way from the middle to the best."""
+        return (self.middle + self.best) / 2
+
+    def stars(self, step: float) -> int:
+        """Return 1 for a plan that runs, 2 for the middle, 3 for par, 4 for the best."""
+        return 1 + sum(step <= bar + CLOSE for bar in (self.middle, self.par, self.best))
+
+    def refusals(self, plan: Configuration) -> list[str]:
+        """Return why the library cannot run ``plan``, in sentences."""
+        from course_lib import compose
+
+        job = self.job
+        sizes, how = self.in_library(plan)
+        return compose.refusals(
+            job.config, sizes, how, sequences=plan.sequences, seq_len=self.seq
+        )
+
+    @property
+    def job(self) -> Job:
+        """What the ranks train."""
+        import torch
+
+        from course_lib import compose
+        from course_lib.grading.plans.ranks import Job
+        from course_lib.model import ModelConfig
+
+        names = "family layers hidden heads kv_heads ffn vocab max_seq_len tied dropout".split()
+        config = ModelConfig(
+            **{name: getattr(self.model, name) for name in names}, dtype=torch.float64
+        )
+        experts = self.model.experts
+        return Job(
+            config,
+            self.sequences,
+            self.seq,
+            compose.Experts(experts.number, experts.top_k, coefficient=0.0) if experts else None,
+        )
+
+    def in_library(self, plan: Configuration) -> tuple[dict[str, int], Any]:
+        """Return ``plan`` as the mesh's sizes and a :class:`course_lib.compose.Plan`."""
+        from course_lib import compose, recompute, sp, tp
+
+        sizes = {"tp": plan.tp, "cp": plan.cp, "dp": plan.dp, "pp": plan.pp, "ep": plan.ep}
+        how = compose.Plan(
+            zero=plan.zero,
+            region=sp.REGION if plan.tp > 1 else tp.REGION,
+            schedule=plan.schedule,
+            chunks=plan.chunks if plan.pp > 1 else None,
+            micro_batches=plan.micro_batches,
+            experts=self.job.experts,
+            recompute={"none": None, "selective": recompute.selective, "full": recompute.full}[
+                plan.recompute
+            ],
+        )
+        return sizes, how
+
+    @property
+    def links(self) -> Links:
+        """The links that the launcher emulates."""
+        from course_lib import mesh
+
+        inside, between = (
+            mesh.Link(link.latency, link.bandwidth) for link in (self.node, self.network)
+        )
+        return mesh.Links(inside, between, self.per_node)
+
+    def __str__(self) -> str:
+        """Return the description of the level for a learner."""
+        nodes = self.ranks // self.per_node
+        where = f"{nodes} nodes of {self.per_node} ranks" if nodes > 1 else "one node"
+        return (
+            f"Level {self.number}, {self.title}: {self.task}\n"
+            f"  {self.ranks} ranks in {where}; inside {self.node.bandwidth / 1e6:g} MB/s, between "
+            f"{self.network.bandwidth / 1e6:g} MB/s\n"
+            f"  {self.sequences} sequences of {self.seq} tokens per step, at most "
+            f"{self.limit_bytes / 1e6:g} MB of state and saved activations per rank\n"
+            f"  {len(self.ranked)} plans fit; middle {self.middle:.3f} s, par {self.par:.3f} s, "
+            f"best {self.best:.3f} s"
+        )
+
+
+LEVELS = (
+    Level(1, "DP does not fit", "the optimizer takes too much memory on four ranks.",
+          toy(), 4, 4, 5_000_000, 8),
+    Level(2, "two sequences", "four ranks share a batch of two.",
+          toy(), 4, 4, 8_000_000, 2),
+    Level(3, "one long sequence", "attention of 512 tokens, and one sequence per step.",
+          toy(max_seq_len=512), 4, 4, 20_000_000, 1, 512),
+    Level(4, "two nodes", "the network is twenty times slower than the node.",
+          toy(), 8, 4, 4_000_000, 8),
+    Level(5, "experts", "eight experts per layer, two per token.",
+          toy(experts=Experts(8, 2, 192)), 8, 4, 14_000_000, 8),
+    Level(6, "five axes", "sixteen ranks in four nodes, experts and long sequences.",
+          toy(max_seq_len=256, experts=Experts(8, 2, 192)), 16, 4, 12_000_000, 4, 256),
+)  # fmt: skip
+
+
+def level(number: int) -> Level:
+    """Return a level by its number. Raises ValueError with the valid numbers."""
+    for one in LEVELS:
+        if one.number == number:
+            return one
+    raise ValueError(f"expected a level from 1 to {len(LEVELS)}, got {number!r}")
