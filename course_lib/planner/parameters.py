@@ -6,6 +6,7 @@ published models have beyond it: experts, latent attention, a parallel block, a 
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass
 from itertools import accumulate
 
@@ -111,9 +112,11 @@ def parameters_per_rank(model: Model, configuration: Configuration, stage: int) 
     table, *positions = embedding_sizes(model, tp, positions=model.positions)
     stages = placement(configuration.schedule, configuration.pp, configuration.chunks)
     dense = experts = 0
-    for layer in layers_of_rank(model, configuration, stage):
-        one = layer_parameters(model, layer, tp=tp)
-        dense, experts = dense + one.dense, experts + one.experts // configuration.ep
+    own = layers_of_rank(model, configuration, stage)
+    for routed, count in Counter(is_expert_layer(model, layer) for layer in own).items():
+        one = layer_parameters(model, model.layers - 1 if routed else 0, tp=tp)
+        dense += count * one.dense
+        experts += count * one.experts // configuration.ep
     if stages[0] == stage:
         dense += table + sum(positions)
     if stages[-1] == stage:

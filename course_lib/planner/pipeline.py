@@ -17,7 +17,7 @@ from typing import NamedTuple
 from course_lib.schedule import Costs, Schedule, make, placement, predicted_bubble, simulate
 from course_lib.schedule.named import PLANNED
 
-SIMULATED = 2048  # micro-batches x stages that are simulated in full: some 30 ms
+SIMULATED = 1024  # micro-batches x stages that are simulated in full: some 20 ms
 _make = lru_cache(maxsize=256)(make)
 
 
