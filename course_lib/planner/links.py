@@ -82,6 +82,8 @@ def _call_seconds(move: Move, over: Span, hardware: Hardware) -> float:
     if move.n == 1:
         return 0.0
     payload, inside, nodes = float(move.payload), over.inside, over.nodes
+    if hardware.emulated and nodes > 1:
+        inside, nodes = 1, move.n
     if move.op == "send":
         return _steps(1, payload, hardware.node if nodes == 1 else hardware.network)
     if move.op == "all_to_all":

@@ -87,7 +87,9 @@ def stage_seconds(
         for axis, passes in moves[number].passes.items():
             f, i, late = (seconds(part, spans[axis], hardware) for part in passes)
             i += max(0.0, late - products - ends)
-            if axis == "cp":  # a turn behind each block of attention but the last
+            if (
+                axis == "cp" and not hardware.emulated
+            ):  # a turn behind each block of attention but the last
                 hidden = core * (plan.cp - 1) / plan.cp
                 cores = 2 if plan.recompute == "none" else 3
                 f, i = max(0.0, f - hidden), max(0.0, i - cores * hidden)
@@ -114,7 +116,9 @@ def exposed_data(
         gathers[axis] = seconds(data.gathers, over, hardware)
         rounds = data.sum_rounds, data.gather_rounds
     whole_sums, whole_gathers = sum(sums.values()), sum(gathers.values())
-    if plan.zero == 3:
+    if hardware.emulated and plan.zero == 1:
+        waits = whole_sums + whole_gathers
+    elif plan.zero == 3:
         half = whole_gathers / 2
         waits = max(0.0, half - forward) + max(0.0, half + whole_sums - backward)
         waits *= rounds[0]

@@ -3,24 +3,36 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
-from functools import cached_property
+from dataclasses import asdict, dataclass, replace
 from itertools import product
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from course_lib.planner import Configuration, Hardware, Link, Model, configure
 from course_lib.planner.catalog import FP64, Experts
+from course_lib.planner.configuration import stages_of
 from course_lib.planner.estimate import estimate
+from course_lib.planner.exact import exact_memory
+from course_lib.planner.flops import blocks_flops, head_flops
 from course_lib.planner.result import Estimate
 
 if TYPE_CHECKING:
     from course_lib.grading.plans.ranks import Job
     from course_lib.mesh import Links
 
-CLOSE = 1e-9  # difference of steps that is ignored as rounding
+SIMULATED = 30  # plans of a search
+CLOSE = 1e-6  # difference of steps that is ignored as rounding
 PEAK = 3e8  # FLOP/s of a rank: a block's forward of one sequence is padded to about 20 ms
-SCHEDULES = (("1f1b", 1), ("gpipe", 1), ("zb-h1", 1), ("interleaved", 2))
-FAST, SLOW = Link(200e6, 2e-4), Link(10e6, 2e-3)  # inside a node, and between nodes
+SCHEDULES = (("1f1b", 1), ("zb-h1", 1), ("interleaved", 2))
+SPLIT = ("zb-h1", "zb-h2", "zb-v", "dualpipe-v")  # I and W are padded apart
+FAST, SLOW = Link(40e6, 5e-5), Link(4e6, 2e-4)  # inside a node, and between nodes
+
+
+class Pace(NamedTuple):
+    """Seconds of padding: (forward, backward) of a block and of the head, and W of each stage."""
+
+    block: tuple[float, float]
+    head: tuple[float, float]
+    weights: dict[tuple[str, int], float]
 
 
 def toy(**changes: Any) -> Model:
@@ -54,6 +66,7 @@ class Level:
     per_node: int
     limit_bytes: int
     sequences: int
+    bars: tuple[float, float, float]  # seconds: the middle of all plans, par, the best
     seq: int = 64
     node: Link = FAST
     network: Link = SLOW
@@ -71,6 +84,7 @@ class Level:
             network=self.network,
             efficiency={"fp64": 1.0},
             source="emulated",
+            emulated=True,
         )
 
     def plan(self, **choices: Any) -> Configuration:
@@ -78,12 +92,47 @@ class Level:
         fixed = {"global_batch": self.sequences, "seq": self.seq, "dtype": "fp64"}
         taken = sorted(fixed.keys() & choices.keys())
         if taken:
-            raise ValueError(f"expected a plan without {taken[0]}, which the level fixes; leave it out")
-        return configure(self.model, self.ranks, **fixed, **choices)
+            raise ValueError(
+                f"expected a plan without {taken[0]}, which the level fixes; leave it out"
+            )
+        plan = configure(self.model, self.ranks, **fixed, **choices)
+        if plan.recompute == "selective" or (plan.pp > 1 and plan.recompute == "full"):
+            raise ValueError(
+                f"expected recompute=none, or full with pp=1, got recompute={plan.recompute} and "
+                f"pp={plan.pp}: the levels count memory to the byte, and only there it is exact"
+            )
+        return replace(plan, gather_again=False)
 
-    def predict(self, plan: Configuration) -> Estimate:
-        """Return the planner's estimate of ``plan`` on this cluster."""
-        return estimate(self.model, self.hardware, plan, reserve=0.0)
+    def predict(self, plan: Configuration, *, simulated: bool = True) -> Estimate:
+        """Return the planner's estimate of ``plan`` on this cluster, with memory to the byte."""
+        found = estimate(self.model, self.hardware, plan, reserve=0.0, simulated=simulated)
+        stages = [exact_memory(self.model, plan, stage) for stage in range(plan.pp)]
+        held = max(stages, key=lambda one: one.total)
+        missing = held.total - self.limit_bytes
+        reasons: tuple[str, ...] = ()
+        if missing > 0:
+            parts = asdict(held)
+            largest = max(parts, key=lambda name: parts[name])
+            reasons = (
+                f"the plan needs {held.total / 1e6:.3f} MB per rank, {missing / 1e6:.3f} MB more "
+                f"than the limit; the largest part is {largest}, {parts[largest] / 1e6:.3f} MB",
+            )
+        return replace(
+            found, memory=held, fits=missing <= 0, headroom_bytes=-missing, reasons=reasons
+        )
+
+    def pace(self, plan: Configuration) -> Pace:
+        """Return the padding of compute: the planner's FLOPs over the peak."""
+        tokens = plan.micro_batch * plan.seq / plan.cp / plan.tp
+        block = tokens * blocks_flops(self.model, plan.seq, [0]).total / PEAK
+        head = tokens * head_flops(self.model) / PEAK
+        split = plan.schedule in SPLIT and plan.pp > 1
+        times = 1 if split else 3 if plan.recompute == "full" else 2
+        weights = {}
+        for stage, (_, layers) in enumerate(stages_of(self.model, plan) if split else ()):
+            last = stage + 1 == plan.pp * plan.chunks
+            weights["W", stage] = len(layers) * block + last * head
+        return Pace((block, times * block), (head, (1 if split else 2) * head), weights)
 
     def legal(self) -> Iterator[Configuration]:
         """Yield every configuration that the planner and the library accept."""
@@ -96,7 +145,7 @@ class Level:
                 (0, 1, 2, 3) if self.ranks > tp * pp else (0,),
                 SCHEDULES if pp > 1 else SCHEDULES[:1],
                 (1, 2, 4, 8),
-                ("none", "selective", "full"),
+                ("none", "full") if pp == 1 else ("none",),
             ):
                 try:
                     plan = self.plan(
@@ -108,30 +157,22 @@ class Level:
                 if not self.refusals(plan):
                     yield plan
 
-    @cached_property
-    def ranked(self) -> list[Estimate]:
-        """All plans that fit, the shortest step first."""
-        found = [one for one in map(self.predict, self.legal()) if one.fits]
-        return sorted(found, key=lambda one: one.step_seconds)
+    def search(self) -> tuple[list[Estimate], tuple[float, float, float]]:
+        """Return the plans that fit, the shortest step first, and the bars.
 
-    @property
-    def best(self) -> float:
-        """The shortest simulated step of all plans that fit, in seconds."""
-        return self.ranked[0].step_seconds
-
-    @property
-    def middle(self) -> float:
-        """The step that half of all plans that fit exceed."""
-        return self.ranked[len(self.ranked) // 2].step_seconds
-
-    @property
-    def par(self) -> float:
-        """Half of the way from the middle to the best."""
-        return (self.middle + self.best) / 2
+        All plans are ranked by formula; the first ones and the middle one are simulated.
+        """
+        found = [self.predict(plan, simulated=False) for plan in self.legal()]
+        found = sorted((one for one in found if one.fits), key=lambda one: one.step_seconds)
+        middle = self.predict(found[len(found) // 2].configuration).step_seconds
+        first = [self.predict(one.configuration) for one in found[:SIMULATED]]
+        first.sort(key=lambda one: one.step_seconds)
+        best = first[0].step_seconds
+        return first + found[SIMULATED:], (middle, (middle + best) / 2, best)
 
     def stars(self, step: float) -> int:
         """Return 1 for a plan that runs, 2 for the middle, 3 for par, 4 for the best."""
-        return 1 + sum(step <= bar + CLOSE for bar in (self.middle, self.par, self.best))
+        return 1 + sum(step <= bar + CLOSE for bar in self.bars)
 
     def refusals(self, plan: Configuration) -> list[str]:
         """Return why the library cannot run ``plan``, in sentences."""
@@ -139,9 +180,7 @@ class Level:
 
         job = self.job
         sizes, how = self.in_library(plan)
-        return compose.refusals(
-            job.config, sizes, how, sequences=plan.sequences, seq_len=self.seq
-        )
+        return compose.refusals(job.config, sizes, how, sequences=plan.sequences, seq_len=self.seq)
 
     @property
     def job(self) -> Job:
@@ -171,14 +210,13 @@ class Level:
         sizes = {"tp": plan.tp, "cp": plan.cp, "dp": plan.dp, "pp": plan.pp, "ep": plan.ep}
         how = compose.Plan(
             zero=plan.zero,
+            overlap=plan.zero == 0,
             region=sp.REGION if plan.tp > 1 else tp.REGION,
             schedule=plan.schedule,
             chunks=plan.chunks if plan.pp > 1 else None,
             micro_batches=plan.micro_batches,
             experts=self.job.experts,
-            recompute={"none": None, "selective": recompute.selective, "full": recompute.full}[
-                plan.recompute
-            ],
+            recompute=recompute.full if plan.recompute == "full" else None,
         )
         return sizes, how
 
@@ -194,7 +232,7 @@ class Level:
 
     def __str__(self) -> str:
         """Return the description of the level for a learner."""
-        nodes = self.ranks // self.per_node
+        nodes, (middle, par, best) = self.ranks // self.per_node, self.bars
         where = f"{nodes} nodes of {self.per_node} ranks" if nodes > 1 else "one node"
         return (
             f"Level {self.number}, {self.title}: {self.task}\n"
@@ -202,24 +240,23 @@ class Level:
             f"{self.network.bandwidth / 1e6:g} MB/s\n"
             f"  {self.sequences} sequences of {self.seq} tokens per step, at most "
             f"{self.limit_bytes / 1e6:g} MB of state and saved activations per rank\n"
-            f"  {len(self.ranked)} plans fit; middle {self.middle:.3f} s, par {self.par:.3f} s, "
-            f"best {self.best:.3f} s"
+            f"  middle of all plans {middle:.3f} s, par {par:.3f} s, best {best:.3f} s"
         )
 
 
 LEVELS = (
     Level(1, "DP does not fit", "the optimizer takes too much memory on four ranks.",
-          toy(), 4, 4, 5_000_000, 8),
+          toy(), 4, 4, 5_000_000, 8, (1, 1, 1)),
     Level(2, "two sequences", "four ranks share a batch of two.",
-          toy(), 4, 4, 8_000_000, 2),
+          toy(), 4, 4, 8_000_000, 2, (1, 1, 1)),
     Level(3, "one long sequence", "attention of 512 tokens, and one sequence per step.",
-          toy(max_seq_len=512), 4, 4, 20_000_000, 1, 512),
+          toy(max_seq_len=512), 4, 4, 20_000_000, 1, (1, 1, 1), 512),
     Level(4, "two nodes", "the network is twenty times slower than the node.",
-          toy(), 8, 4, 4_000_000, 8),
+          toy(), 8, 4, 4_000_000, 8, (1, 1, 1)),
     Level(5, "experts", "eight experts per layer, two per token.",
-          toy(experts=Experts(8, 2, 192)), 8, 4, 14_000_000, 8),
+          toy(experts=Experts(8, 2, 192)), 8, 4, 14_000_000, 8, (1, 1, 1)),
     Level(6, "five axes", "sixteen ranks in four nodes, experts and long sequences.",
-          toy(max_seq_len=256, experts=Experts(8, 2, 192)), 16, 4, 12_000_000, 4, 256),
+          toy(max_seq_len=256, experts=Experts(8, 2, 192)), 16, 4, 12_000_000, 4, (1, 1, 1), 256),
 )  # fmt: skip
 
 

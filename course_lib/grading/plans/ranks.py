@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from course_lib import comm, compose, ep
 from course_lib.compose import Experts, Plan
 from course_lib.data import batch
+from course_lib.grading.plans.levels import Pace
 from course_lib.launch import run
 from course_lib.ledger import wire_bytes_by_axis
 from course_lib.mesh import Links, Mesh, make_mesh
@@ -105,16 +106,17 @@ def trial(
     plan: Plan,
     *,
     limit: float = inf,
-    pace: Mapping[str, tuple[float, float]] | None = None,
+    pace: Pace | None = None,
     links: Links | None = None,
     timeout: float = 120,
 ) -> Ran:
     """Train some steps on as many ranks as ``sizes`` say, and compare with one process.
 
-    ``pace``: padding of the forward and the backward of a "block" and of the "head", in seconds,
-    in the last step. Raises RankError with :class:`OutOfMemory` where state and saved activations
+    ``pace`` pads compute in the last step. Raises RankError with :class:`OutOfMemory` where state
+    and saved activations
     of a rank exceed ``limit`` bytes.
     """
+    pace = pace or Pace((0.0, 0.0), (0.0, 0.0), {})
     n = sizes["tp"] * sizes["cp"] * sizes["dp"] * sizes["pp"]
     results = run(
         _train, job, dict(sizes), plan, limit, pace or {}, n=n, links=links, timeout=timeout
@@ -140,7 +142,7 @@ def _train(
     sizes: dict[str, Any],
     plan: Plan,
     limit: float,
-    pace: Mapping[str, tuple[float, float]],
+    pace: Pace,
 ) -> _OfRank:
     mesh = make_mesh(**sizes)
     trainer = compose.parallelize(_model(job), mesh, plan, _optimizer)
@@ -173,14 +175,13 @@ def _pad(
     stack: ExitStack,
     stages: Iterable[Decoder],
     mesh: Mesh,
-    pace: Mapping[str, tuple[float, float]],
+    pace: Pace,
 ) -> None:
     """Let every block, and the LM head, sleep before its forward and before its backward."""
     for stage in stages:
-        modules = [(block, "block") for block in stage.blocks]
-        modules += [(stage.head, "head")] if stage.head is not None else []
-        for module, kind in modules:
-            forward, backward = pace.get(kind, (0.0, 0.0))
+        padded = [(block, *pace.block) for block in stage.blocks]
+        padded += [(stage.head, *pace.head)] if stage.head is not None else []
+        for module, forward, backward in padded:
             before = [
                 module.register_forward_pre_hook(_sleeps(mesh, forward)),
                 module.register_full_backward_pre_hook(_sleeps(mesh, backward)),
