@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from course_lib.formulas.parameters import Sizes
 from course_lib.schedule import Schedule
 
 
@@ -30,3 +31,19 @@ def wire_bytes(schedule: Schedule, activation_bytes: int, tied_bytes: int = 0) -
     """
     two_copies = schedule.placement[0] != schedule.placement[-1]
     return 2 * stage_boundaries(schedule) * activation_bytes + 2 * tied_bytes * two_copies
+
+
+def saved_for_wgrad(
+    config: Sizes, sequences: int, seq_len: int, first: int = 0, end: int | None = None
+) -> int:
+    """Return the bytes that blocks ``first`` to ``end - 1`` save between I and W, from shapes.
+
+    These are x and dy of every linear; q, k and v share one x, and so do gate and up. The head's
+    dy has the size of all logits.
+    """
+    end = config.layers if end is None else end
+    kv_features = config.kv_heads * config.head_dim
+    inner = 3 if config.family == "llama" else 2  # of size ffn: dy of up (and gate), x of down
+    block = 6 * config.hidden + 2 * kv_features + inner * config.ffn
+    head = config.hidden + config.vocab if end == config.layers else 0
+    return sequences * seq_len * ((end - first) * block + head) * config.dtype.itemsize

@@ -12,11 +12,11 @@ neighboring stages on different ranks), activations forward and gradients back. 
 adds one all-reduce of its gradient between first and last stage (:func:`wire_bytes`).
 """
 
-from course_lib.formulas.pp import partition, stage_boundaries, wire_bytes
+from course_lib.formulas.pp import partition, saved_for_wgrad, stage_boundaries, wire_bytes
 from course_lib.pp.engine import Batch, Loss, Outcome, StageDone, run, train_step
 from course_lib.pp.exchange import Message, messages
 from course_lib.pp.measured import measured_rows, pace_of, stage_traces
-from course_lib.pp.split import DeferredWeightGradients, saved_for_wgrad, weights_of
+from course_lib.pp.split import DeferredWeightGradients, weights_of
 from course_lib.pp.stages import make_stages, parameters
 
 __all__ = [

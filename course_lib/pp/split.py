@@ -32,7 +32,6 @@ from torch.autograd.function import once_differentiable
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from course_lib.comm.operators import Product, apply_weight
-from course_lib.model import ModelConfig
 
 
 class _Saved(torch.autograd.Function):
@@ -162,19 +161,3 @@ def _add_gradients(weight: Tensor, bias: Tensor | None, x: Tensor, dy: Tensor) -
     torch.autograd.backward(weight, dy_TF.t() @ x.flatten(0, -2))
     if bias is not None and bias.requires_grad:
         torch.autograd.backward(bias, dy_TF.sum(0))
-
-
-def saved_for_wgrad(
-    config: ModelConfig, sequences: int, seq_len: int, first: int = 0, end: int | None = None
-) -> int:
-    """Return the bytes that blocks ``first`` to ``end - 1`` save between I and W, from shapes.
-
-    These are x and dy of every linear; q, k and v share one x, and so do gate and up. The head's
-    dy has the size of all logits.
-    """
-    end = config.layers if end is None else end
-    kv_features = config.kv_heads * config.head_dim
-    inner = 3 if config.family == "llama" else 2  # of size ffn: dy of up (and gate), x of down
-    block = 6 * config.hidden + 2 * kv_features + inner * config.ffn
-    head = config.hidden + config.vocab if end == config.layers else 0
-    return sequences * seq_len * ((end - first) * block + head) * config.dtype.itemsize

@@ -21,7 +21,7 @@ off by one byte.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from fractions import Fraction
 from math import prod
@@ -30,6 +30,7 @@ import torch
 from torch import nn
 
 from course_lib.data import batch
+from course_lib.formulas.held import COUNT_BYTES, adam_state_bytes
 from course_lib.mesh import Axis
 from course_lib.model import Decoder, ModelConfig, build_model, parameter_sizes, tiny_config
 from course_lib.recompute import ID_BYTES, saved_by_stage
@@ -37,8 +38,6 @@ from course_lib.trace.memory import StateBytes
 
 CONFIG = tiny_config(max_seq_len=64)
 LEARNING_RATE = 3e-3
-COUNT_BYTES = 8  # the number of tokens by which a loss is divided: backward keeps it
-COUNTER_BYTES = 4  # Adam's number of steps, one for each tensor that it updates
 Batch = tuple[torch.Tensor, torch.Tensor]  # tokens (B, S) and targets (B, S)
 
 
@@ -123,11 +122,6 @@ class Technique:
 
 
 # --- formulas that several rows share ------------------------------------------------------------
-
-
-def adam_state_bytes(sizes: Sequence[int], width: int) -> int:
-    """Parameters of ``sizes`` elements, their gradients, two moments each, and Adam's counters."""
-    return 4 * sum(sizes) * width + COUNTER_BYTES * len(sizes)
 
 
 def whole_state_bytes(job: Job) -> int:

@@ -7,10 +7,16 @@ from typing import Any
 
 from course_lib import compose, ep, sp, zero
 from course_lib.compose import Experts, Plan
+from course_lib.formulas.held import (
+    COUNT_BYTES,
+    COUNTER_BYTES,
+    peak_saved_bytes,
+    sharded_state_bytes,
+)
 from course_lib.mesh import make_mesh
-from course_lib.model import accumulation_dtype, parameter_sizes
+from course_lib.model import parameter_sizes
 from course_lib.recompute import saved_outside_blocks
-from course_lib.tour.technique import COUNT_BYTES, COUNTER_BYTES, Job, Report, Technique, adam
+from course_lib.tour.technique import Job, Report, Technique, adam
 from course_lib.tour.techniques.compose_reference import (
     EXPERTS_REFERENCE,
     MICRO_BATCHES,
@@ -76,9 +82,7 @@ def state(job: Job, sizes: Sizes, plan: Plan) -> int:
     for part in compose.part_sizes(job.config, sizes, plan):
         held = sum(part.elements)
         if plan.zero:
-            gradient = zero.padded(held, n) // n * accumulation_dtype(job.config.dtype).itemsize
-            held_bytes = zero.state_bytes(plan.zero, [held], n, dtype=job.config.dtype)
-            found[part.stage] += held_bytes + gradient + COUNTER_BYTES
+            found[part.stage] += sharded_state_bytes(plan.zero, [held], n, job.config.dtype)
         else:
             found[part.stage] += 4 * held * job.width
     if not plan.zero:
@@ -110,19 +114,13 @@ def peak(job: Job, sizes: Sizes, plan: Plan) -> int:
     block = saved_by_block(job, sizes, plan)
 
     def fullest(rank: int, place: Place) -> int:
-        kept: dict[int, int] = {}  # bytes by micro-batch; each rank has one stage
-        most = 0
-        for action in schedule.rows[rank]:
-            if action.op == "F":
-                mb = action.mb
-                kept[mb] = outside[rank] if rank in (0, schedule.stages - 1) else 0
-                for layer in layers[rank]:
-                    kept[mb] += block
-                    if plan.experts:
-                        kept[mb] += saved_by_experts(job, sizes, layer, mb, place)
-            most = max(most, sum(kept.values()))
-            if action.op == "B":
-                del kept[action.mb]
+        def whole(stage: int, mb: int) -> int:
+            saved = outside.get(stage, 0) + len(layers[stage]) * block
+            if plan.experts:
+                saved += sum(saved_by_experts(job, sizes, at, mb, place) for at in layers[stage])
+            return saved
+
+        most = peak_saved_bytes(schedule.rows[rank], whole)
         return most + COUNT_BYTES * (rank + 1 == schedule.ranks)
 
     places = every_place() if plan.experts else [(0, 0, 0)]

@@ -9,10 +9,10 @@ from functools import partial
 from torch import Tensor
 
 from course_lib import cp, dp
+from course_lib.formulas.held import COUNT_BYTES
 from course_lib.mesh import Axis, make_mesh
 from course_lib.recompute import ID_BYTES
 from course_lib.tour.technique import (
-    COUNT_BYTES,
     Job,
     Report,
     Technique,

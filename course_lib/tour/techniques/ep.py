@@ -11,10 +11,11 @@ import torch
 from torch import Tensor
 
 from course_lib import dp, ep
+from course_lib.formulas.held import COUNT_BYTES, COUNTER_BYTES
 from course_lib.mesh import make_mesh
 from course_lib.model import Decoder, parameter_sizes
 from course_lib.recompute import ID_BYTES
-from course_lib.tour.technique import COUNT_BYTES, COUNTER_BYTES, Job, Report, Technique, adam
+from course_lib.tour.technique import Job, Report, Technique, adam
 from course_lib.trace.memory import SavedActivations, state_bytes
 
 RANKS, EXPERTS, TOP_K = 4, 8, 2

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from fractions import Fraction
 
 from course_lib import pp
+from course_lib.formulas.held import adam_state_bytes, peak_saved_bytes
 from course_lib.mesh import make_mesh
 from course_lib.model import parameter_sizes
 from course_lib.recompute import ID_BYTES, saved_by_stage
 from course_lib.schedule import Schedule, make
-from course_lib.tour.technique import Job, Report, Technique, adam, adam_state_bytes
+from course_lib.tour.technique import Job, Report, Technique, adam
 from course_lib.trace.memory import SavedActivations, state_bytes
 
 RANKS, MICRO_BATCHES = 4, 4
@@ -78,20 +78,14 @@ def pipeline_peak_bytes(job: Job, schedule: Schedule) -> int:
     kept = [saved_by_stage(*of_a_slice, *layers) for layers in slices(job, schedule)]
     halved = [pp.saved_for_wgrad(*of_a_slice, *layers) for layers in slices(job, schedule)]
     ids = ID_BYTES * job.sequences * job.seq_len
-    first_and_last = {0, schedule.stages - 1}
 
     def fullest(rank: int) -> int:
-        whole: Counter[int] = Counter()  # micro-batches by stage, before B or I
-        later: Counter[int] = Counter()  # and those that wait for W
-        peak = 0
-        for op, stage, _ in schedule.rows[rank]:
-            whole[stage] += op == "F"
-            now = sum(kept[at] * whole[at] + halved[at] * later[at] for at in list(whole))
-            now += ids * sum(whole[at] > 0 for at in first_and_last)
-            peak = max(peak, now)
-            whole[stage] -= op in "BI"
-            later[stage] += (op == "I") - (op == "W")
-        return peak
+        return peak_saved_bytes(
+            schedule.rows[rank],
+            lambda stage, mb: kept[stage],
+            waiting=lambda stage: halved[stage],
+            once={0: ids, schedule.stages - 1: ids},
+        )
 
     return max(map(fullest, range(schedule.ranks)))
 

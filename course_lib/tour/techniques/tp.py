@@ -7,11 +7,10 @@ from fractions import Fraction
 
 from course_lib import comm, recompute, sp, tp
 from course_lib.comm.operators import Region
+from course_lib.formulas.held import COUNT_BYTES, COUNTER_BYTES
 from course_lib.mesh import make_mesh
 from course_lib.model import Decoder, parameter_sizes
 from course_lib.tour.technique import (
-    COUNT_BYTES,
-    COUNTER_BYTES,
     Job,
     Report,
     Technique,

@@ -5,19 +5,16 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from fractions import Fraction
 
-import torch
-
-from course_lib import comm, dp, zero
+from course_lib import dp, zero
+from course_lib.formulas.held import buckets, sharded_state_bytes
 from course_lib.mesh import Mesh, make_mesh
 from course_lib.model import (
     Decoder,
-    accumulation_dtype,
     block_parameter_count,
     parameter_count,
     parameter_sizes,
 )
 from course_lib.tour.technique import (
-    COUNTER_BYTES,
     Job,
     Report,
     Technique,
@@ -49,19 +46,12 @@ def train_zero(job: Job, make_zero: MakeZero, micro_batches: int) -> Report:
 
 
 def flats(stage: int, job: Job) -> Sequence[int]:
-    """Return the elements of each flat parameter: root and blocks in stage 3, else buckets.
-
-    Buckets are made by the same rule as in the run, from tensors without memory.
-    """
+    """Return the elements of each flat parameter: root and blocks in stage 3, else buckets."""
     config = job.config
     if stage == 3:
         block = block_parameter_count(config)
         return [parameter_count(config) - config.layers * block, *[block] * config.layers]
-    shapes = [
-        torch.empty(size, dtype=config.dtype, device="meta") for size in parameter_sizes(config)
-    ]
-    buckets = comm.by_dtype_and_size(shapes[::-1], BUCKET_BYTES)
-    return [sum(tensor.numel() for tensor in bucket) for bucket in buckets]
+    return buckets(parameter_sizes(config)[::-1], BUCKET_BYTES // config.dtype.itemsize)
 
 
 def zero_bytes(stage: int, job: Job, micro_batches: int) -> dict[str, Fraction]:
@@ -78,17 +68,8 @@ def zero_bytes(stage: int, job: Job, micro_batches: int) -> dict[str, Fraction]:
 
 
 def zero_state_bytes(stage: int, job: Job) -> int:
-    """Return the state bytes: sharded state, gradients of the shards, and Adam's counters.
-
-    In stage 3, each flat parameter also stores the one element to which its parameters point while
-    they are not gathered.
-    """
-    elements = flats(stage, job)
-    kept = zero.state_bytes(stage, elements, RANKS, dtype=job.config.dtype)
-    width = accumulation_dtype(job.config.dtype).itemsize
-    gradients = sum(zero.padded(size, RANKS) // RANKS * width for size in elements)
-    numbers = len(elements) * (COUNTER_BYTES + (job.width if stage == 3 else 0))
-    return kept + gradients + numbers
+    """Return the state bytes: sharded state, gradients of the shards, and Adam's counters."""
+    return sharded_state_bytes(stage, flats(stage, job), RANKS, job.config.dtype)
 
 
 def row(stage: int, sentence: str, make_zero: MakeZero, micro_batches: int = 1) -> Technique:
