@@ -6,10 +6,12 @@ the sums; here they are placed on the stages of a pipeline and on the links of a
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from fractions import Fraction
 from math import ceil
+from typing import NamedTuple
 
 from course_lib.formulas import sp
 from course_lib.formulas.moves import (
@@ -29,12 +31,29 @@ from course_lib.formulas.zero import padded
 from course_lib.planner.catalog import BF16, Model
 from course_lib.planner.configuration import Configuration, stages_of
 from course_lib.planner.parameters import (
+    LayerParameters,
     is_expert_layer,
     layer_parameters,
     parameters_per_rank,
 )
 
 BUCKET = 40_000_000  # elements of a bucket of gradients: Megatron-LM's default, at least
+
+
+class StageKind(NamedTuple):
+    """What decides the cost of a virtual stage: its layers, those with experts, and its place."""
+
+    layers: int
+    routed: int
+    first: bool
+    last: bool
+
+
+def kind_of(model: Model, stages: Sequence[tuple[int, range]], number: int) -> StageKind:
+    """Return the kind of stage ``number``."""
+    layers = stages[number][1]
+    routed = sum(is_expert_layer(model, layer) for layer in layers)
+    return StageKind(len(layers), routed, number == 0, number + 1 == len(stages))
 
 
 @dataclass(frozen=True)
@@ -100,33 +119,35 @@ def stage_moves(model: Model, plan: Configuration) -> list[StageMoves]:
     """Return the calls of one micro-batch on each virtual stage."""
     shape, stages = Shape(model, plan), stages_of(model, plan)
     message = (Move("send", shape.x_bytes // (plan.tp if shape.rows else 1), 2),)
-    return [
-        StageMoves(
-            dict(_passes(shape, layers, number == 0, number + 1 == len(stages))),
-            onward=message if number + 1 < len(stages) and stages[number + 1][0] != rank else (),
-            back=message if number and stages[number - 1][0] != rank else (),
-        )
-        for number, (rank, layers) in enumerate(stages)
-    ]
+    alike: dict[StageKind, dict[str, Passes]] = {}  # most stages are
+    found = []
+    for number, (rank, _) in enumerate(stages):
+        kind = kind_of(model, stages, number)
+        if kind not in alike:
+            alike[kind] = dict(_passes(shape, kind))
+        onward = number + 1 < len(stages) and stages[number + 1][0] != rank
+        back = number > 0 and stages[number - 1][0] != rank
+        found.append(StageMoves(alike[kind], message * onward, message * back))
+    return found
 
 
-def _passes(shape: Shape, layers: range, first: bool, last: bool) -> Iterator[tuple[str, Passes]]:
-    """Yield what a stage with ``layers`` does for one micro-batch on tp, cp and ep."""
+def _passes(shape: Shape, kind: StageKind) -> Iterator[tuple[str, Passes]]:
+    """Yield what a stage does for one micro-batch on tp, cp and ep."""
     plan, model = shape.plan, shape.model
-    routed = sum(is_expert_layer(model, layer) for layer in layers)
     blocks = 2 if plan.recompute == "full" else 1  # forward passes of a block
     cores = 1 if plan.recompute == "none" else 2
     if plan.tp > 1:
-        yield "tp", _of_tp(shape, 2 * len(layers) - routed * shape.rows, blocks, first, last)
+        regions = 2 * kind.layers - kind.routed * shape.rows
+        yield "tp", _of_tp(shape, regions, blocks, kind.first, kind.last)
     if plan.cp > 1:
         keys_values = Fraction(shape.tokens * _kv_features(model), min(plan.tp, model.kv_heads))
         wide = accumulation_itemsize(plan.dtype)
         one = ring(keys_values * shape.itemsize, keys_values * wide, plan.cp)
-        yield "cp", _times(one, len(layers), cores)
+        yield "cp", _times(one, kind.layers, cores)
     if plan.ep > 1 and model.experts:
         pairs = Fraction(shape.tokens * model.experts.top_k, plan.tp if shape.rows else 1)
         one = dispatch(pairs * model.hidden * shape.itemsize, plan.ep)
-        yield "ep", _times(one, routed, blocks)
+        yield "ep", _times(one, kind.routed, blocks)
 
 
 def _of_tp(shape: Shape, regions: int, forwards: int, first: bool, last: bool) -> Passes:
@@ -191,17 +212,16 @@ def _replicated(shape: Shape, layers: Sequence[int], ends: tuple[bool, bool]) ->
     Norms, routers, shared experts and down-projections of latent attention; of gpt also the biases
     after a sum and the positions.
     """
-    model = shape.model
+    model, latent = shape.model, shape.model.latent
     whole = experts = 0
-    for layer in layers:
-        one = layer_parameters(model, layer, tp=shape.plan.tp)
-        whole += sp.replicated_per_layer(model, regions=1 if one.experts else 2)
-        whole += one.router + one.shared_experts
-        experts += one.experts // shape.plan.ep
-        if model.latent:
-            latent = model.latent
+    for one, count in Counter(_blocks(shape, layers)).items():
+        each = sp.replicated_per_layer(model, regions=1 if one.experts else 2)
+        each += one.router + one.shared_experts
+        if latent:
             down = latent.q_rank + latent.kv_rank + latent.rope_dim
-            whole += model.hidden * down + latent.q_rank + latent.kv_rank
+            each += model.hidden * down + latent.q_rank + latent.kv_rank
+        whole += count * each
+        experts += count * (one.experts // shape.plan.ep)
     return whole + sp.replicated_at_ends(model, *ends), experts
 
 
@@ -214,7 +234,7 @@ def _parts(
     """
     plan, model = shape.plan, shape.model
     axis = "dp" if plan.cp == 1 else "dp_cp"
-    blocks = [layer_parameters(model, layer, tp=plan.tp) for layer in layers]
+    blocks = _blocks(shape, layers)
     dense = [block.dense for block in blocks]
     root = parameters_per_rank(model, plan, rank).dense - sum(dense)
     if model.tied and ends[0] != ends[1]:
@@ -225,6 +245,14 @@ def _parts(
     expert_axis = "edp" if plan.ep > 1 else axis
     experts = [block.experts // plan.ep for block in blocks if block.experts]
     yield expert_axis, shape.data // plan.ep, experts
+
+
+def _blocks(shape: Shape, layers: Sequence[int]) -> list[LayerParameters]:
+    """Return the parameters of ``layers``, which are of two kinds."""
+    model = shape.model
+    kinds = {is_expert_layer(model, layer): layer for layer in layers}
+    found = {at: layer_parameters(model, layer, tp=shape.plan.tp) for at, layer in kinds.items()}
+    return [found[is_expert_layer(model, layer)] for layer in layers]
 
 
 def _of_data(

@@ -171,6 +171,18 @@ def stages_of(model: Model, configuration: Configuration) -> list[tuple[int, ran
     return [(rank, range(*at)) for rank, at in zip(ranks, pairwise(ends), strict=True)]
 
 
+def outer_ranks(model: Model, configuration: Configuration) -> list[int]:
+    """Return the pipeline ranks among which is the one with most to store, and most to send.
+
+    Where all layers are alike and spread evenly, the ranks between the second and the last two
+    have as many layers as the second, or fewer, and no more in flight.
+    """
+    p = configuration.pp
+    if model.experts is not None or configuration.stage_layers is not None:
+        return list(range(p))
+    return sorted({0, min(1, p - 1), max(p - 2, 0), p - 1})
+
+
 def suggestion(name: str, known: Iterable[str]) -> str:
     """Return a clause with the nearest of the ``known`` names, or with all of them."""
     known = list(known)

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from functools import lru_cache
 
-from course_lib.formulas.moves import Move, wire_of
+from course_lib.formulas.moves import Move
+from course_lib.ledger import wire
 from course_lib.planner.catalog import Model
 from course_lib.planner.communication import StageMoves, StepMoves, stage_moves, step_moves
-from course_lib.planner.configuration import Configuration, stages_of
+from course_lib.planner.configuration import Configuration, outer_ranks, stages_of
 from course_lib.planner.flops import hardware_flops, step_flops
 from course_lib.planner.hardware import Hardware
 from course_lib.planner.links import axis_span, seconds
@@ -46,7 +48,7 @@ def estimate(
     plan = configuration
     rate = rates(hardware, plan, generation)
     of_stages, owners = stage_moves(model, plan), [rank for rank, _ in stages_of(model, plan)]
-    of_ranks = [step_moves(model, plan, rank) for rank in range(plan.pp)]
+    of_ranks = {rank: step_moves(model, plan, rank) for rank in outer_ranks(model, plan)}
     stages = stage_seconds(model, hardware, plan, of_stages, rate)
     onward = of_stages[0].onward
     found = pipeline(
@@ -63,14 +65,16 @@ def estimate(
     exposed = _exposed(plan, busiest)
     for axis, waits in exposed_data(hardware, plan, of_ranks[owners[0]], first).items():
         exposed[axis] += waits
-    for axis in {axis for rank in of_ranks for axis in rank.sums}:
+    for axis in {axis for step in of_ranks.values() for axis in step.sums}:
         over = axis_span(axis, plan, hardware.gpus_per_node)
-        exposed[axis] += max(seconds(rank.sums.get(axis, ()), over, hardware) for rank in of_ranks)
+        exposed[axis] += max(
+            seconds(step.sums.get(axis, ()), over, hardware) for step in of_ranks.values()
+        )
     parts = {
         "compute": plan.micro_batches * sum(stage.compute.total for stage in busiest),
         "bubble": found.bubble,
         **exposed,
-        "optimizer": max(optimizer_seconds(model, hardware, plan, rank) for rank in range(plan.pp)),
+        "optimizer": max(optimizer_seconds(model, hardware, plan, rank) for rank in of_ranks),
     }
     step = sum(parts.values())
     held = memory(model, plan)
@@ -127,28 +131,37 @@ def _traffic(
     plan: Configuration,
     owners: Sequence[int],
     of_stages: Sequence[StageMoves],
-    of_ranks: Sequence[StepMoves],
+    of_ranks: Mapping[int, StepMoves],
     exposed: Mapping[str, float],
 ) -> dict[str, AxisTraffic]:
     """Return what the busiest rank does on each axis in a step."""
-    most: dict[str, list[Move]] = {}
-    for rank, step in enumerate(of_ranks):
+    most: dict[str, tuple[float, list[Move]]] = {}
+    for rank, step in of_ranks.items():
         own = [moves for owner, moves in zip(owners, of_stages, strict=True) if owner == rank]
         for axis, moves in rank_moves(plan, own, step).items():
-            if axis not in most or wire_of(moves) > wire_of(most[axis]):
-                most[axis] = moves
+            sent = sum(
+                move.count * float(move.payload) * _factor(move.op, move.n) for move in moves
+            )
+            if axis not in most or sent > most[axis][0]:
+                most[axis] = sent, moves
     found = {}
-    for axis, moves in most.items():
+    for axis, (sent, moves) in most.items():
         over = axis_span(axis, plan, hardware.gpus_per_node)
         found[axis] = AxisTraffic(
             calls=sum(move.count for move in moves),
-            payload_bytes=float(sum(move.count * move.payload for move in moves)),
-            wire_bytes=float(wire_of(moves)),
+            payload_bytes=sum(move.count * float(move.payload) for move in moves),
+            wire_bytes=sent,
             seconds=seconds(moves, over, hardware),
             exposed_seconds=exposed.get(axis, 0.0),
             link=over.link,
         )
     return found
+
+
+@lru_cache(maxsize=4096)
+def _factor(op: str, n: int) -> float:
+    """Return the bytes that a rank sends per byte of payload; exact sums take too long here."""
+    return float(wire(op, 1, n))
 
 
 def rank_moves(

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 from course_lib.formulas.parameters import padded_rows
 from course_lib.planner.catalog import BF16, Dtype, Model
-from course_lib.planner.configuration import Configuration, stages_of
+from course_lib.planner.configuration import Configuration, outer_ranks, stages_of
 from course_lib.planner.in_flight import InFlight, in_flight
 from course_lib.planner.parameters import is_expert_layer, layer_parameters, parameters_per_rank
 from course_lib.planner.result import Memory
@@ -326,20 +326,8 @@ def _head_waiting(model: Model, configuration: Configuration) -> float:
 
 def memory(model: Model, configuration: Configuration) -> Memory:
     """Return the bytes on a GPU of the pipeline rank whose total is largest."""
-    ranks = _candidates(model, configuration)
+    ranks = outer_ranks(model, configuration)
     return max((stage_memory(model, configuration, rank) for rank in ranks), key=_total)
-
-
-def _candidates(model: Model, configuration: Configuration) -> Iterable[int]:
-    """Return the pipeline ranks of which one needs most.
-
-    Where all layers are alike and spread evenly, the ranks between the second and the last two
-    need no more than the second: they have as many layers, or fewer, and no more in flight.
-    """
-    p = configuration.pp
-    if model.experts is not None or configuration.stage_layers is not None:
-        return range(p)
-    return sorted({0, min(1, p - 1), max(p - 2, 0), p - 1})
 
 
 def _total(held: Memory | States) -> float:

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from course_lib.planner.catalog import Model
-from course_lib.planner.communication import StageMoves, StepMoves
+from course_lib.planner.communication import StageKind, StageMoves, StepMoves, kind_of
 from course_lib.planner.configuration import Configuration, stages_of
 from course_lib.planner.flops import blocks_flops, head_flops
 from course_lib.planner.hardware import Hardware
@@ -72,30 +72,28 @@ def stage_seconds(
     attention = "causal" if plan.fused_attention else "full"
     stages = stages_of(model, plan)
     spans = {axis: axis_span(axis, plan, hardware.gpus_per_node) for axis in ("tp", "cp", "ep")}
-    found = []
+    alike: dict[StageKind, Stage] = {}
     for number, (_, layers) in enumerate(stages):
+        kind = kind_of(model, stages, number)
+        if kind in alike:
+            continue
         blocks = blocks_flops(model, plan.seq, layers, attention=attention)
-        head = head_flops(model) if number + 1 == len(stages) else 0.0
         core = tokens * blocks.core / rate.core
         products = tokens * (blocks.projections + blocks.mlp) / rate.products
-        ends = tokens * head / rate.products
         again = {"none": 0.0, "selective": core, "full": core + products}[plan.recompute]
-        compute = StageSeconds(
-            core + products + ends, 2 * core + products + ends + again, products + ends
-        )
+        products += kind.last * tokens * head_flops(model) / rate.products
+        compute = StageSeconds(core + products, 2 * core + products + again, products)
         exposed = {}
         for axis, passes in moves[number].passes.items():
             f, i, late = (seconds(part, spans[axis], hardware) for part in passes)
-            i += max(0.0, late - products - ends)
-            if (
-                axis == "cp" and not hardware.emulated
-            ):  # a turn behind each block of attention but the last
+            i += max(0.0, late - products)
+            if axis == "cp" and not hardware.emulated:  # a turn behind each block but the last
                 hidden = core * (plan.cp - 1) / plan.cp
                 cores = 2 if plan.recompute == "none" else 3
                 f, i = max(0.0, f - hidden), max(0.0, i - cores * hidden)
             exposed[axis] = (f, i)
-        found.append(Stage(compute, exposed))
-    return found
+        alike[kind] = Stage(compute, exposed)
+    return [alike[kind_of(model, stages, number)] for number in range(len(stages))]
 
 
 def exposed_data(
