@@ -6,20 +6,18 @@
 from __future__ import annotations
 
 import tomllib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import cache
 from inspect import signature
-from itertools import groupby
 from math import sqrt
 from pathlib import Path
 from statistics import median
 from typing import Any
 
-from course_lib.planner.catalog import DTYPES, Model, custom_model, model
+from course_lib.planner.catalog import Model, custom_model, model
 from course_lib.planner.configuration import Configuration, configure
 from course_lib.planner.estimate import estimate
-from course_lib.planner.flops import step_flops
 from course_lib.planner.hardware import Hardware, hardware
 from course_lib.planner.parameters import parameters
 from course_lib.planner.result import Estimate

@@ -19,12 +19,13 @@ if TYPE_CHECKING:
     from course_lib.grading.plans.ranks import Job
     from course_lib.mesh import Links
 
+UNEVEN = 2  # with experts, saved activations of the fullest rank over those of even routing
 SIMULATED = 30  # plans of a search
 CLOSE = 1e-6  # difference of steps that is ignored as rounding
-PEAK = 3e8  # FLOP/s of a rank: a block's forward of one sequence is padded to about 20 ms
+PEAK = 1e8  # FLOP/s of a rank: a block's forward of one sequence is padded to about 60 ms
 SCHEDULES = (("1f1b", 1), ("zb-h1", 1), ("interleaved", 2))
 SPLIT = ("zb-h1", "zb-h2", "zb-v", "dualpipe-v")  # I and W are padded apart
-FAST, SLOW = Link(40e6, 5e-5), Link(4e6, 2e-4)  # inside a node, and between nodes
+FAST, SLOW = Link(12e6, 5e-5), Link(1.2e6, 2e-4)  # inside a node, and between nodes
 
 
 class Pace(NamedTuple):
@@ -89,7 +90,7 @@ class Level:
 
     def plan(self, **choices: Any) -> Configuration:
         """Return the configuration of a learner's choices; ValueError if it is impossible."""
-        fixed = {"global_batch": self.sequences, "seq": self.seq, "dtype": "fp64"}
+        fixed: dict[str, Any] = {"global_batch": self.sequences, "seq": self.seq, "dtype": "fp64"}
         taken = sorted(fixed.keys() & choices.keys())
         if taken:
             raise ValueError(
@@ -107,6 +108,8 @@ class Level:
         """Return the planner's estimate of ``plan`` on this cluster, with memory to the byte."""
         found = estimate(self.model, self.hardware, plan, reserve=0.0, simulated=simulated)
         stages = [exact_memory(self.model, plan, stage) for stage in range(plan.pp)]
+        if self.model.experts:
+            stages = [replace(one, activations=UNEVEN * one.activations) for one in stages]
         held = max(stages, key=lambda one: one.total)
         missing = held.total - self.limit_bytes
         reasons: tuple[str, ...] = ()

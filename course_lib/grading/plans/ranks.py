@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from course_lib import comm, compose, ep
+from course_lib import comm, compose, ep, zero
 from course_lib.compose import Experts, Plan
 from course_lib.data import batch
 from course_lib.grading.plans.levels import Pace
@@ -26,7 +26,7 @@ from course_lib.ledger import wire_bytes_by_axis
 from course_lib.mesh import Links, Mesh, make_mesh
 from course_lib.model import Decoder, ModelConfig, build_model
 from course_lib.trace import Trace
-from course_lib.trace.memory import SavedActivations
+from course_lib.trace.memory import SavedActivations, State
 
 STEPS = 3
 TOLERANCE = 1e-9  # relative, in float64: sums in another order, and nothing else
@@ -77,7 +77,7 @@ class OutOfMemory(MemoryError):
 class _Limited(SavedActivations):
     """The meter of saved activations, with a limit of ``room`` bytes."""
 
-    def __init__(self, room: float, *state: nn.Module) -> None:
+    def __init__(self, room: float, *state: State) -> None:
         super().__init__(*state)
         self.room = room
 
@@ -146,6 +146,8 @@ def _train(
 ) -> _OfRank:
     mesh = make_mesh(**sizes)
     trainer = compose.parallelize(_model(job), mesh, plan, _optimizer)
+    sharded = [o for o in trainer.optimizers if isinstance(o, zero.Zero3)]
+    gathered = [buffer for one in sharded for buffer in one.buffers]  # neither state nor saved
     losses, norms, seconds, saved_bytes = [], [], 0.0, 0
     for step in range(STEPS):
         rows = batch(
@@ -160,7 +162,7 @@ def _train(
         mesh.count_from_here()
         with ExitStack() as stack:
             room = limit - trainer.state_bytes.total
-            saved = stack.enter_context(_Limited(room, *trainer.stages.values()))
+            saved = stack.enter_context(_Limited(room, *trainer.stages.values(), gathered))
             if step + 1 == STEPS:
                 _pad(stack, trainer.stages.values(), mesh, pace)
             start = time.perf_counter()

@@ -5,7 +5,7 @@ from __future__ import annotations
 from fractions import Fraction
 from typing import Any
 
-from course_lib import compose, ep, sp, zero
+from course_lib import compose, ep, sp
 from course_lib.compose import Experts, Plan
 from course_lib.formulas.held import (
     COUNT_BYTES,
