@@ -28,7 +28,7 @@ WIRE_FACTORS = {
 }
 
 
-def wire(op: str, payload: int, n: int) -> Fraction:
+def wire(op: str, payload: int | Fraction, n: int) -> Fraction:
     """Bytes that one of ``n`` ranks sends for ``op`` on ``payload`` bytes, exact as a fraction.
 
     ``payload`` is the caller's input: for all_gather one shard, for the others the whole tensor.

@@ -43,7 +43,8 @@ def exported(room: str) -> int:
     for node in ast.parse(text).body:
         if isinstance(node, ast.Assign) and getattr(node.targets[0], "id", "") == "__all__":
             return len(ast.literal_eval(node.value))
-        if isinstance(node, ast.ImportFrom) and f"{node.module}.".startswith(f"course_lib.{room}."):
+        own = (f"course_lib.{room}.", "course_lib.formulas.")
+        if isinstance(node, ast.ImportFrom) and f"{node.module}.".startswith(own):
             found |= {alias.name for alias in node.names}
         elif isinstance(node, ast.FunctionDef | ast.ClassDef) and not node.name.startswith("_"):
             found.add(node.name)

@@ -17,9 +17,9 @@ if TYPE_CHECKING:
 
 EXAMPLE = "course plan llama-3-70b --gpus 64 --hardware h100 --tp 8 --pp 4"
 NEEDED = ("family", "layers", "hidden", "heads", "vocab")  # of a custom model
-RESERVE = 0.08  # of the capacity: NCCL's buffers, fragmentation
 
-Degree = Annotated[int, typer.Option(help="GPUs on this axis.")]
+
+Degree = Annotated[int | None, typer.Option(help="GPUs on this axis; default: 1.")]
 Count = Annotated[int | None, typer.Option(help="Of a custom model.")]
 
 
@@ -30,11 +30,11 @@ def plan(
     ] = None,
     gpus: Annotated[int | None, typer.Option(help="Number of GPUs.")] = None,
     hardware: Annotated[str | None, typer.Option(help="h100, say; a wrong name lists all.")] = None,
-    tp: Degree = 1,
-    pp: Degree = 1,
-    cp: Degree = 1,
+    tp: Degree = None,
+    pp: Degree = None,
+    cp: Degree = None,
     dp: Annotated[int | None, typer.Option(help="Default: what is left.")] = None,
-    ep: Annotated[int, typer.Option(help="Expert parallel, a divisor of dp x cp.")] = 1,
+    ep: Annotated[int | None, typer.Option(help="Expert parallel, a divisor of dp x cp.")] = None,
     zero: Annotated[int | None, typer.Option(help="0 to 3; default: 1 if dp > 1.")] = None,
     schedule: Annotated[
         str | None, typer.Option(help="Default: interleaved if --chunks > 1, else 1f1b.")
@@ -43,16 +43,32 @@ def plan(
     stage_layers: Annotated[
         str | None, typer.Option(help="Layers per stage where they are uneven: 7,8x14,7.")
     ] = None,
-    micro_batch: Annotated[int, typer.Option(help="Sequences per micro-batch.")] = 1,
+    micro_batch: Annotated[
+        int | None, typer.Option(help="Sequences per micro-batch; default: 1.")
+    ] = None,
     global_batch: Annotated[
         int | None, typer.Option(help="Sequences per step; default: about 4 Mi tokens.")
     ] = None,
     seq: Annotated[int | None, typer.Option(help="Tokens per sequence.")] = None,
-    recompute: Annotated[str, typer.Option(help="none, selective or full.")] = "none",
+    recompute: Annotated[
+        str | None, typer.Option(help="none, selective or full; default: none.")
+    ] = None,
     dtype: Annotated[str, typer.Option(help="bf16, fp16, fp8, fp32 or fp64.")] = "bf16",
+    recipe: Annotated[
+        int | None, typer.Option(help="Bytes per parameter of training: 16, 18 (default) or 20.")
+    ] = None,
+    fused_attention: Annotated[
+        bool | None,
+        typer.Option(
+            "--fused-attention/--plain-attention", help="Default: fused, which saves no scores."
+        ),
+    ] = None,
+    generation: Annotated[
+        str | None, typer.Option(help="Year of the software, for its efficiency.")
+    ] = None,
     reserve: Annotated[
-        float, typer.Option(help="Share of memory that stays free: NCCL, fragmentation.")
-    ] = RESERVE,
+        float | None, typer.Option(help="Share of memory that stays free; default: 0.08, for NCCL.")
+    ] = None,
     family: Annotated[str | None, typer.Option(help="Of a custom model: gpt or llama.")] = None,
     layers: Count = None,
     hidden: Count = None,
@@ -112,9 +128,9 @@ def plan(
     machine = hardware_of((hardware or "").lower())
     if calibrate is not None:
         machine = calibrated(machine, calibrate)
-    if not 0 <= reserve < 1:
+    if reserve is not None and not 0 <= reserve < 1:
         raise ValueError(f"expected --reserve from 0 to below 1, a share, got {reserve}")
-    degrees: dict[str, Any] = {
+    arguments = {
         "tp": tp,
         "pp": pp,
         "cp": cp,
@@ -129,6 +145,16 @@ def plan(
         "seq": seq,
         "recompute": recompute,
         "dtype": dtype,
+        "recipe": recipe,
+        "fused_attention": fused_attention,
+    }
+    degrees: dict[str, Any] = {
+        name: value for name, value in arguments.items() if value is not None
+    }
+    options = {
+        name: value
+        for name, value in {"reserve": reserve, "generation": generation}.items()
+        if value is not None
     }
     modes = {"explain": explain, "compare": compare, "search": search, "serve": serve}
     chosen = [f"--{name}" for name, on in modes.items() if on]
@@ -138,13 +164,13 @@ def plan(
     if not serve and any(size is not None for size in requests.values()):
         raise ValueError("--batch, --prompt and --generate describe inference; add --serve")
     if compare:
-        return _compare(given, machine, gpus, degrees, compare, reserve, as_json)
+        return _compare(given, machine, gpus, degrees, compare, options, as_json)
     if search:
-        return _search(given, machine, gpus, degrees, top, reserve, as_json)
+        return _search(given, machine, gpus, degrees, top, options, as_json)
     made = configure(given, gpus, **degrees)
     if serve:
-        return _serve(given, machine, made, requests, reserve, as_json)
-    return _plan(given, machine, made, explain, reserve, as_json)
+        return _serve(given, machine, made, requests, options, as_json)
+    return _plan(given, machine, made, explain, options, as_json)
 
 
 def _plan(
@@ -152,7 +178,7 @@ def _plan(
     machine: Hardware,
     made: Configuration,
     explain: bool,
-    reserve: float,
+    options: dict[str, Any],
     as_json: bool,
 ) -> int:
     """Print the estimate of one plan, or its derivation."""
@@ -161,16 +187,16 @@ def _plan(
     from course_lib.planner.explain import derivation
     from course_lib.planner.text import report
 
-    found = estimate(model, machine, made, reserve=reserve)
-    lines = derivation(found) if explain else []
+    found = estimate(model, machine, made, **options)
+    lines = derivation(found, options.get("generation")) if explain else []
     if as_json:
         extra = {"explanation": lines} if explain else {}
-        changes = sensitivity(model, machine, made, reserve=reserve)
+        changes = sensitivity(model, machine, made, **options)
         print_json({**found.as_dict(), "sensitivity": changes, **extra})
     elif explain:
         print("\n".join(lines))
     else:
-        print(report(found, sensitivity(model, machine, made, reserve=reserve)))
+        print(report(found, sensitivity(model, machine, made, **options)))
     return 0
 
 
@@ -180,7 +206,7 @@ def _compare(
     gpus: int,
     degrees: dict[str, Any],
     texts: tuple[str, str],
-    reserve: float,
+    options: dict[str, Any],
     as_json: bool,
 ) -> int:
     """Print two plans beside each other; each may override the other options."""
@@ -190,18 +216,18 @@ def _compare(
     from course_lib.planner.hardware import hardware
     from course_lib.planner.text import comparison
 
-    found: list[Estimate] = []
-    for text in texts:
+    def one(text: str) -> Estimate:
         own = read_plan(text)
         where = hardware(own.pop("hardware").lower()) if "hardware" in own else machine
         made = configure(model, own.pop("gpus", gpus), **{**degrees, **own})
-        found.append(estimate(model, where, made, reserve=reserve))
-    result = compare(*found)
+        return estimate(model, where, made, **options)
+
+    a, b = map(one, texts)
+    result = compare(a, b)
     if as_json:
-        both = {name: one.as_dict() for name, one in zip("ab", found, strict=True)}
-        print_json({**both, **result.as_dict()})
+        print_json({"a": a.as_dict(), "b": b.as_dict(), **result.as_dict()})
     else:
-        print(comparison(*found, result))
+        print(comparison(a, b, result))
     return 0
 
 
@@ -211,17 +237,15 @@ def _search(
     gpus: int,
     degrees: dict[str, Any],
     top: int,
-    reserve: float,
+    options: dict[str, Any],
     as_json: bool,
 ) -> int:
     """Print the best plans. Options that were given restrict the search."""
     from course_lib.planner.search import search
     from course_lib.planner.text import ranking
 
-    defaults = {"tp": 1, "pp": 1, "cp": 1, "ep": 1, "micro_batch": 1, "recompute": "none"}
-    fixed = {k: v for k, v in degrees.items() if v is not None and defaults.get(k) != v}
     with Status("searching"):
-        found = search(model, machine, gpus, top=top, reserve=reserve, **fixed)
+        found = search(model, machine, gpus, top=top, **options, **degrees)
     if as_json:
         print_json(found.as_dict())
     else:
@@ -234,7 +258,7 @@ def _serve(
     machine: Hardware,
     made: Configuration,
     requests: dict[str, int | None],
-    reserve: float,
+    options: dict[str, Any],
     as_json: bool,
 ) -> int:
     """Print the plan of inference."""
@@ -242,7 +266,7 @@ def _serve(
     from course_lib.planner.text import serving
 
     sizes = {name: size for name, size in requests.items() if size is not None}
-    found = serve(model, machine, made, reserve=reserve, **sizes)
+    found = serve(model, machine, made, **options, **sizes)
     if as_json:
         print_json(found.as_dict())
     else:

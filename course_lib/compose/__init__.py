@@ -20,4 +20,5 @@ formulas       bytes on each axis: course_lib.formulas.compose
 from course_lib.compose.plan import GATHER, RING, ULYSSES, Core, Experts, LossScale, Plan, grid
 from course_lib.compose.refusals import discouraged, refusals
 from course_lib.compose.trainer import Step, Trainer, parallelize
+from course_lib.formulas import compose as formulas
 from course_lib.formulas.compose import PartSize, part_sizes, wire_bytes

@@ -11,7 +11,7 @@ from math import inf, lcm
 
 from course_lib.compose.plan import Plan
 from course_lib.cp import Nested
-from course_lib.formulas.compose import AxisSizes
+from course_lib.formulas.plan import AxisSizes
 from course_lib.model import ModelConfig
 from course_lib.schedule import Schedule, validate
 

@@ -17,7 +17,7 @@ from course_lib.compose.build import BalanceLoss, build_stages
 from course_lib.compose.gradients import Gradients
 from course_lib.compose.plan import LossScale, Plan
 from course_lib.compose.refusals import batch_refusals, discouraged, refusals
-from course_lib.formulas.compose import AxisSizes
+from course_lib.formulas.plan import AxisSizes
 from course_lib.mesh import Mesh
 from course_lib.model import Decoder
 from course_lib.trace.memory import StateBytes, state_bytes

@@ -15,21 +15,21 @@ Bytes = int | Fraction
 
 
 class Move(NamedTuple):
-    """``count`` equal calls of one rank: ``payload`` bytes each, in a group of ``n`` ranks."""
+    """Equal ``calls`` of one rank: ``payload`` bytes each, in a group of ``n`` ranks."""
 
     op: str
     payload: Bytes
     n: int
-    count: int = 1
+    calls: int = 1
 
     @property
     def wire(self) -> Fraction:
         """Bytes that the rank sends in all of these calls."""
-        return self.count * wire(self.op, self.payload, self.n)  # type: ignore[arg-type]
+        return self.calls * wire(self.op, self.payload, self.n)
 
     def times(self, factor: int) -> Move:
         """Return ``factor`` times as many calls."""
-        return self._replace(count=self.count * factor)
+        return self._replace(calls=self.calls * factor)
 
 
 class Passes(NamedTuple):

@@ -54,19 +54,18 @@ def wire_bytes(
     """
     full, b, a = _sizes(stage, elements, n, dtype)
     fixed = [padded(one, n) for one in frozen] if stage == 3 else []
-    return sum(
-        wire_of(
-            of_data(
-                stage,
-                units,
-                n,
-                itemsize=b,
-                gradient_itemsize=width,
-                micro_batches=micro_batches,
-                gathered_once=gathered_once,
-            ).moves
-        )
+    return wire_of(
+        move
         for units, width in ((full, a), (fixed, 0))
+        for move in of_data(
+            stage,
+            units,
+            n,
+            itemsize=b,
+            gradient_itemsize=width,
+            micro_batches=micro_batches,
+            gathered_once=gathered_once,
+        ).moves
     )
 
 

@@ -20,6 +20,7 @@ formulas    bytes sent and stored: course_lib.formulas.inference
 from typing import TYPE_CHECKING
 
 from course_lib.aliases import aliases
+from course_lib.formulas import inference as formulas
 from course_lib.formulas.inference import (
     busy_share,
     cache_bytes,

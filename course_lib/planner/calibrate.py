@@ -115,7 +115,7 @@ def _shares(given: Mapping[str, object], hardware: Hardware) -> dict[str, float]
 def _share(name: str, given: object) -> float:
     if isinstance(given, bool) or not isinstance(given, int | float) or not 0 < given <= 1:
         raise ValueError(
-            f"expected efficiency.{name} above 0 and at most 1, a share of the peak, got {given!r}"
+            f"expected efficiency.{name} above 0 and at most 1, such as 0.55, got {given!r}"
         )
     return float(given)
 

@@ -286,4 +286,4 @@ def _of_data(
 
 def _cut(move: Move, pieces: int) -> Move:
     """Return the call in ``pieces`` equal ones."""
-    return move._replace(payload=Fraction(move.payload, pieces), count=move.count * pieces)
+    return move._replace(payload=Fraction(move.payload, pieces), calls=move.calls * pieces)

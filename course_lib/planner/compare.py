@@ -83,12 +83,11 @@ def compare(a: Estimate, b: Estimate) -> Comparison:
         for name in ("weights", "gradients", "optimizer", "activations", "total")
     ]
     for axis in dict.fromkeys([*a.communication, *b.communication]):
-        sent = [each.communication.get(axis) for each in (a, b)]
-        rows.append(
-            Difference(f"{axis} sent", "GB", *(one.wire_bytes / 1e9 if one else 0 for one in sent))
-        )
+        rows.append(Difference(f"{axis} sent", "GB", _sent(a, axis), _sent(b, axis)))
     for name in dict.fromkeys([*a.parts, *b.parts]):
-        rows.append(Difference(name, "ms", *(1e3 * each.parts.get(name, 0.0) for each in (a, b))))
+        rows.append(
+            Difference(name, "ms", 1e3 * a.parts.get(name, 0.0), 1e3 * b.parts.get(name, 0.0))
+        )
     rows += [
         Difference("step", "ms", 1e3 * a.step_seconds, 1e3 * b.step_seconds),
         Difference(
@@ -99,11 +98,20 @@ def compare(a: Estimate, b: Estimate) -> Comparison:
     return Comparison(tuple(rows), *_winner(a, b))
 
 
+def _sent(estimate: Estimate, axis: str) -> float:
+    """Return the GB that leave a GPU over ``axis``."""
+    one = estimate.communication.get(axis)
+    return one.wire_bytes / 1e9 if one else 0.0
+
+
 def _winner(a: Estimate, b: Estimate) -> tuple[str, str]:
     """Return the name of the better plan, and a clause that says why."""
     if a.fits != b.fits:
         loser = b if a.fits else a
-        return "A" if a.fits else "B", f"the other plan does not fit: {'; '.join(loser.reasons)}"
+        return (
+            "A" if a.fits else "B",
+            f"the other plan needs {-loser.headroom_bytes / 1e9:.1f} GB more than there is",
+        )
     speed = Difference("", "", a.tokens_per_gpu_second, b.tokens_per_gpu_second, lower=False)
     if not speed.better:
         return "", "they differ by less than 0.1 % in tokens/s per GPU"
@@ -137,15 +145,16 @@ def behind(plan: Estimate, best: Estimate) -> str:
 
 
 def sensitivity(
-    model: Model, hardware: Hardware, configuration: Configuration, **options: float
+    model: Model, hardware: Hardware, configuration: Configuration, **options: Any
 ) -> dict[str, float]:
     """Return by how much the step changes, as a share, with 20 % more or less bandwidth.
 
     Keys are "node +20%", "node -20%", "network +20%" and "network -20%"; ``options`` are those of
-    :func:`estimate`.
+    :func:`estimate`. The bubble is that of the formula where there is one.
     """
     from course_lib.planner.estimate import estimate
 
+    options["simulated"] = False
     base = estimate(model, hardware, configuration, **options).step_seconds
     found = {}
     for name in ("node", "network"):

@@ -187,7 +187,7 @@ def suggestion(name: str, known: Iterable[str]) -> str:
     """Return a clause with the nearest of the ``known`` names, or with all of them."""
     known = list(known)
     near = get_close_matches(name, known, n=3, cutoff=0.4)
-    if near:
+    if near and len(known) > 4:
         return f"did you mean {' or '.join(near)}?"
     return f"choose {', '.join(known[:-1])} or {known[-1]}" if known[1:] else f"choose {known[0]}"
 

@@ -140,7 +140,7 @@ def _traffic(
         own = [moves for owner, moves in zip(owners, of_stages, strict=True) if owner == rank]
         for axis, moves in rank_moves(plan, own, step).items():
             sent = sum(
-                move.count * float(move.payload) * _factor(move.op, move.n) for move in moves
+                move.calls * float(move.payload) * _factor(move.op, move.n) for move in moves
             )
             if axis not in most or sent > most[axis][0]:
                 most[axis] = sent, moves
@@ -148,8 +148,8 @@ def _traffic(
     for axis, (sent, moves) in most.items():
         over = axis_span(axis, plan, hardware.gpus_per_node)
         found[axis] = AxisTraffic(
-            calls=sum(move.count for move in moves),
-            payload_bytes=sum(move.count * float(move.payload) for move in moves),
+            calls=sum(move.calls for move in moves),
+            payload_bytes=sum(move.calls * float(move.payload) for move in moves),
             wire_bytes=sent,
             seconds=seconds(moves, over, hardware),
             exposed_seconds=exposed.get(axis, 0.0),

@@ -69,7 +69,7 @@ def span(stride: int, size: int, gpus_per_node: int, world: int) -> Span:
 
 def seconds(moves: Iterable[Move], over: Span, hardware: Hardware) -> float:
     """Return the seconds of ``moves``, one after another, on the links of ``over``."""
-    return sum(move.count * _call_seconds(move, over, hardware) for move in moves)
+    return sum(move.calls * _call_seconds(move, over, hardware) for move in moves)
 
 
 def _call_seconds(move: Move, over: Span, hardware: Hardware) -> float:

@@ -105,7 +105,7 @@ def pipeline(
         larger = (ranks - 1) / (most - 1)
         micro_batches = max(2, round(micro_batches * most / ranks))
         stages, ranks = [_mean(stages)] * (most * len(rank_of) // ranks), most
-    costs = Costs(1.0, 1.0, 1.0, message, per_stage=tuple(tuple(one) for one in stages))
+    costs = Costs(1.0, 1.0, 1.0, message, per_stage=tuple((f, i, w) for f, i, w in stages))
     short = shortened(name, ranks, micro_batches, len(stages))
     waits = [_wait(name, ranks, m, chunks, costs) for m in short]
     wait = waits[-1]

@@ -18,6 +18,7 @@ from course_lib.formulas.inference import cache_bytes
 from course_lib.formulas.moves import Move
 from course_lib.planner.catalog import Model
 from course_lib.planner.configuration import MOST, Configuration
+from course_lib.planner.estimate import RESERVE
 from course_lib.planner.flops import blocks_flops, head_flops
 from course_lib.planner.hardware import Hardware
 from course_lib.planner.links import Span, axis_span, seconds
@@ -84,7 +85,8 @@ def serve(
     batch: int = 1,
     prompt: int = 1024,
     generate: int = 256,
-    reserve: float = 0.08,
+    reserve: float = RESERVE,
+    generation: str | None = None,
 ) -> Serving:
     """Plan inference of ``batch`` requests per replica, which ends ``generate`` tokens later.
 
@@ -100,7 +102,8 @@ def serve(
             f"{hardware.name} has no peak for {configuration.dtype.name}; choose "
             f"{' or '.join(hardware.peak)}"
         )
-    plan = _Plan(model, hardware, configuration, batch, prompt, generate)
+    efficiency = hardware.efficiency_of(configuration.dtype.name, generation)
+    plan = _Plan(model, hardware, configuration, batch, prompt, generate, efficiency)
     weights, request = plan.weights(), plan.cache(1, prompt + generate)
     kv = plan.cache(batch, prompt + generate)
     room = hardware.capacity_bytes * (1 - reserve) - weights
@@ -134,12 +137,12 @@ def _reasons(
     if room >= kv:
         return ()
     text = (
-        f"weights of {weights / 1e9:.1f} GB, KV cache of {kv / 1e9:.1f} GB and the reserve of "
+        f"Weights of {weights / 1e9:.1f} GB, KV cache of {kv / 1e9:.1f} GB and the reserve of "
         f"{100 * reserve:.0f} % need {(kv - room) / 1e9:.1f} GB more than the "
         f"{hardware.capacity_bytes / 1e9:.0f} GB of a GPU"
     )
     remedy = "raise tp or pp" if room < 0 else "lower the batch, or raise tp or pp"
-    return (f"{text}; {remedy}",)
+    return (f"{text}: {remedy}.",)
 
 
 @dataclass(frozen=True)
@@ -152,6 +155,7 @@ class _Plan:
     batch: int
     prompt: int
     generate: int
+    efficiency: float
 
     @property
     def groups(self) -> int:
@@ -165,8 +169,8 @@ class _Plan:
     @property
     def speed(self) -> float:
         """FLOP/s of the replica's stage: its GPUs at the efficiency of their kernels."""
-        dtype, c = self.configuration.dtype.name, self.configuration
-        return self.hardware.peak[dtype] * self.hardware.efficiency_of(dtype) * c.tp
+        c = self.configuration
+        return self.hardware.peak[c.dtype.name] * self.efficiency * c.tp
 
     def layers(self, stage: int) -> int:
         return len(layers_of_rank(self.model, self.configuration, stage))
@@ -261,7 +265,7 @@ class _Plan:
         values = {
             "itemsize": "1 byte" if c.dtype.itemsize == 1 else f"{c.dtype.itemsize} bytes",
             "bandwidth": hardware.memory_bandwidth / 1e12,
-            "efficiency": 100 * hardware.efficiency_of(c.dtype.name),
+            "efficiency": 100 * self.efficiency,
         }
         found = [text.format(**values) for text in ASSUMPTIONS]
         most = self.model.max_seq_len

@@ -119,7 +119,7 @@ def wrapped(text: str, first: str = "") -> list[str]:
 def verdict(estimate: Estimate) -> str:
     """Return whether the plan fits, and why not."""
     if not estimate.fits:
-        return f"Does not fit: {'; '.join(estimate.reasons)}."
+        return f"Does not fit. {' '.join(estimate.reasons)}"
     return f"Fits: {estimate.headroom_bytes / 1e9:.1f} GB are left beside the reserve."
 
 
@@ -207,7 +207,7 @@ def comparison(a: Estimate, b: Estimate, result: Comparison) -> str:
     lines += ["", *table(rows, left=2)]
     for name, one in (("A", a), ("B", b)):
         if not one.fits:
-            lines += wrapped(f"{name} does not fit: {'; '.join(one.reasons)}.")
+            lines += wrapped(f"{name} does not fit. {' '.join(one.reasons)}")
     best = f"{result.winner} is better" if result.winner else "Neither is better"
     return "\n".join([*lines, "", *wrapped(f"{best}: {result.why}.")])
 
@@ -260,7 +260,7 @@ def serving(plan: Serving) -> str:
                 ),
             ]
         ),
-        *wrapped(fits if plan.fits else f"Does not fit: {'; '.join(plan.reasons)}."),
+        *wrapped(fits if plan.fits else f"Does not fit. {' '.join(plan.reasons)}"),
         *wrapped(
             f"Requests that fit: {plan.requests_in_flight:,} in flight, {per_replica:,} per replica"
         ),

@@ -55,7 +55,9 @@ def test_help_lists_the_verbs():
         assert re.search(rf"^  {verb} ", listed, re.MULTILINE)
 
 
-VERBS = "doctor tour lab groups schedule map list start check hint solution grade bench".split()
+VERBS = (
+    "doctor tour lab groups schedule plan map list start check hint solution grade bench".split()
+)
 FAST = [
     "--help",
     *(f"{verb} --help" for verb in ("check", "grade", "bench", "tour", "doctor")),
@@ -69,6 +71,9 @@ FAST = [
     "check 03 9",
     "groups --tp 2 --dp 4",
     "schedule 1f1b",
+    "plan llama-3-8b --gpus 8 --hardware h100",
+    "plan llama-3-8b --gpus 8 --hardware h100 --tp 2 --explain",
+    "plan llama-3-8b --gpus 8 --hardware h100 --serve",
     "map",
     "map --json",
 ]

@@ -20,14 +20,19 @@ from course_lib.planner.catalog import FP32, FP64, Dtype, Experts
 from course_lib.planner.communication import stage_moves, step_moves
 from course_lib.planner.configuration import stages_of
 from course_lib.planner.estimate import rank_moves
+from course_lib.planner.exact import exact_memory
 from course_lib.planner.pipeline import StageSeconds, pipeline
-from course_lib.schedule import make, simulate
+from course_lib.schedule import Costs, make, simulate
 from course_lib.tour.technique import JOB
 from course_lib.tour.techniques import TECHNIQUES
 from course_lib.tour.techniques.compose import FIVE, PLAN_5D
-from course_lib.tour.techniques.ep import EXPERTS, TOP_K, exact
+from course_lib.tour.techniques.compose_reference import every_place, load_at
+from course_lib.tour.techniques.ep import EXPERTS, TOP_K, exact, loads
+from course_lib.tour.techniques.zero import BUCKET_BYTES as ZERO_BUCKET
 
 ROWS = {row.name: row for row in TECHNIQUES}
+COMPOSED_BUCKET = compose.Plan().bucket_bytes
+TWO_STEPS = replace(JOB, steps=2)  # the routes of the second step: the reference trains one
 FLOAT32 = replace(Configuration(), dtype=FP32, seq=JOB.seq_len, global_batch=JOB.sequences)
 SP = {"tp": 4, "sequence_parallel": True}
 
@@ -136,7 +141,81 @@ def test_experts_of_even_routes_send_the_bytes_of_the_formula(name):
         exact(JOB).config, sizes, plan, JOB.sequences // sizes["dp"], JOB.seq_len
     )
     assert sent(row.model, row.configuration) == even
-    of_run = ROWS[name].formula(JOB)
+    of_run = ROWS[name].formula(TWO_STEPS)
     assert {axis: one for axis, one in even.items() if axis != "ep"} == {
         axis: one for axis, one in of_run.items() if axis != "ep"
     }
+
+
+@pytest.mark.parametrize("name", [name for name, row in TOYS.items() if not row.experts])
+def test_the_planner_stores_the_bytes_of_the_tour(name):
+    """States after a step and the peak of saved activations, each of the fullest rank."""
+    row, bucket = TOYS[name], ZERO_BUCKET if name.startswith("zero") else COMPOSED_BUCKET
+    found = [
+        exact_memory(row.model, row.configuration, rank, bucket_bytes=bucket)
+        for rank in range(row.configuration.pp)
+    ]
+    states = max(one.total - one.activations for one in found)
+    assert states == ROWS[name].state_formula(JOB)
+    assert max(one.activations for one in found) == ROWS[name].peak_activation_formula(JOB)
+
+
+@pytest.mark.parametrize("name", ["ep-4", "ep-2"])
+def test_experts_store_the_bytes_of_the_tour(name):
+    """The routes are those of the run; here the fullest rank is that with most pairs."""
+    row, size = TOYS[name], TOYS[name].plan["ep"]
+    found = []
+    for rank in range(4):
+        of_layers = loads(TWO_STEPS, size, rank // size * size)
+        found.append(
+            exact_memory(
+                row.model,
+                row.configuration,
+                load=lambda layer, _, of_layers=of_layers: of_layers[layer],
+                ep_rank=rank % size,
+            )
+        )
+    assert {one.total - one.activations for one in found} == {ROWS[name].state_formula(TWO_STEPS)}
+    assert max(one.activations for one in found) == ROWS[name].peak_activation_formula(TWO_STEPS)
+
+
+def test_five_axes_store_the_bytes_of_the_tour():
+    row = TOYS["5d"]
+    found = [
+        exact_memory(
+            row.model,
+            row.configuration,
+            stage,
+            load=lambda layer, mb, d=d, t=t: load_at(TWO_STEPS, mb, layer, d, t),
+            ep_rank=c,
+        )
+        for stage in range(2)
+        for d, c, t in every_place()
+    ]
+    assert max(one.total - one.activations for one in found) == ROWS["5d"].state_formula(TWO_STEPS)
+    assert max(one.activations for one in found) == ROWS["5d"].peak_activation_formula(TWO_STEPS)
+
+
+@pytest.mark.parametrize("name", [name for name in TOYS if name.startswith("pp-")])
+def test_the_planner_waits_as_long_as_the_simulator(name):
+    plan = TOYS[name].configuration
+    schedule = make(plan.schedule, plan.pp, plan.micro_batches, plan.chunks)
+    whole = simulate(schedule, Costs())
+    found = pipeline(
+        plan.schedule,
+        plan.pp,
+        plan.micro_batches,
+        [StageSeconds(1.0, 1.0, 1.0)] * schedule.stages,
+        chunks=plan.chunks,
+    )
+    assert (found.of_total, found.of_ideal) == (whole.bubble_of_total, whole.bubble_of_ideal)
+    assert (found.seconds, found.work) == (whole.makespan, whole.work)
+
+
+def test_every_row_of_the_tour_is_planned_or_there_is_a_reason():
+    """A new row must be added to TOYS, or here."""
+    same_bytes = {"dp-bucketed", "dp-overlapped"}  # as dp-naive
+    not_a_ring = {"cp-gather", "cp-ulysses", "cp-ulysses-ring"}  # the planner's CP is a ring
+    references = {name for name, row in ROWS.items() if row.name.startswith("serial-")}
+    inference = {name for name, row in ROWS.items() if row.lesson == "13"}  # planned by --serve
+    assert set(TOYS) | same_bytes | not_a_ring | references | inference == set(ROWS)
