@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from course_lib.grading import attempts
 from course_lib.grading.arena.judge import checked
-from course_lib.grading.plans.levels import CLOSE, Level, level
+from course_lib.grading.plans.levels import CLOSE, UNEVEN, Level, level
 from course_lib.planner import Configuration
 from course_lib.planner.result import Estimate
 
@@ -34,16 +34,15 @@ class Attempt:
 
     @property
     def bytes_off(self) -> dict[str, tuple[float, float]]:
-        """Bytes per rank by axis, (counted, predicted), where the two differ."""
+        """Bytes of the busiest rank by axis, (counted, predicted), where the two differ."""
         if self.estimate is None or self.ran is None:
             return {}
         said = {axis: one.wire_bytes for axis, one in self.estimate.communication.items()}
-        sent = {axis: float(all_ranks) for axis, all_ranks in self.ran.sent.items()}
-        world = self.level.ranks
+        sent = {axis: float(count) for axis, count in self.ran.sent.items()}
         found = {}
         for axis in sent.keys() | said.keys():
-            both = sent.get(axis, 0.0) / world, said.get(axis, 0.0)
-            allowed = ROUTED if axis == "ep" else CLOSE
+            both = sent.get(axis, 0.0), said.get(axis, 0.0)
+            allowed = ROUTED if axis == "ep" else 1e-9
             if abs(both[0] - both[1]) > allowed * max(both):
                 found[axis] = both
         return found
@@ -83,8 +82,10 @@ class Attempt:
     def _predicted(self, found: Estimate) -> list[str]:
         parts = sorted(found.parts.items(), key=lambda part: -part[1])
         spent = ", ".join(f"{name} {part:.3f}" for name, part in parts if part > 5e-4)
+        uneven = f", for {UNEVEN} times the activations of even routing"
         return [
-            f"  memory  {found.memory.total / 1e6:8.3f} MB of {self.level.limit_bytes / 1e6:g} MB",
+            f"  memory  {found.memory.total / 1e6:8.3f} MB of {self.level.limit_bytes / 1e6:g} MB"
+            + uneven * (self.level.model.experts is not None),
             f"  step    {found.step_seconds:8.3f} s simulated: {spent}",
         ]
 
@@ -96,7 +97,7 @@ class Attempt:
             if not off
             else "not as predicted: "
             + "; ".join(
-                f"{axis} {sent:,.0f} counted, {said:,.0f} predicted per rank"
+                f"{axis} {sent:,.0f} counted, {said:,.0f} predicted"
                 for axis, (sent, said) in sorted(off.items())
             )
         )

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 UNEVEN = 2  # with experts, saved activations of the fullest rank over those of even routing
 SIMULATED = 30  # plans of a search
-CLOSE = 1e-6  # difference of steps that is ignored as rounding
+CLOSE = 1e-5  # difference of steps that is ignored as rounding
 PEAK = 1e8  # FLOP/s of a rank: a block's forward of one sequence is padded to about 60 ms
 SCHEDULES = (("1f1b", 1), ("zb-h1", 1), ("interleaved", 2))
 SPLIT = ("zb-h1", "zb-h2", "zb-v", "dualpipe-v")  # I and W are padded apart

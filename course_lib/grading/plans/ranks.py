@@ -47,7 +47,7 @@ class Ran:
     """What a run of a plan has shown.
 
     ``off``: the largest relative difference of a loss or of a norm of the whole gradient from one
-    process. ``sent``: bytes of all ranks in the last step, by axis. ``state_bytes`` and
+    process. ``sent``: bytes of the busiest rank in the last step, by axis. ``state_bytes`` and
     ``saved_bytes``: by rank, what is stored between steps and the most that was saved for
     backward. ``seconds``: of the last step.
     """
@@ -129,7 +129,10 @@ def trial(
     ]
     return Ran(
         off=max(abs(got - right) / abs(right) for got, right in pairs),
-        sent=wire_bytes_by_axis(results.ledgers),
+        sent={
+            axis: max(ledger.wire_bytes(axis) for ledger in results.ledgers)
+            for axis in wire_bytes_by_axis(results.ledgers)
+        },
         state_bytes=tuple(rank.state_bytes for rank in results),
         saved_bytes=tuple(rank.saved_bytes for rank in results),
         seconds=max(rank.seconds for rank in results),
