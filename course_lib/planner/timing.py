@@ -20,7 +20,6 @@ from course_lib.planner.memory import layer_activations
 from course_lib.planner.parameters import is_expert_layer
 from course_lib.planner.pipeline import StageSeconds
 
-
 # Bytes that the operations between matrix products read and write in forward and in backward, over
 # the bytes that they save. Counted for a gpt layer with fused kernels, in sbh bytes of 34 saved:
 # forward norms 8, GELU 16, dropouts with residuals 14; backward norms 12, GELU 24, dropouts 10,

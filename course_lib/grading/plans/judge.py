@@ -159,17 +159,8 @@ def run_on_ranks(attempt: Attempt, plan: Configuration) -> Attempt:
     from course_lib.grading.plans import ranks  # torch, last
     from course_lib.launch.faults import RankError
 
-    which = attempt.level
-    sizes, how = which.in_library(plan)
     try:
-        ran = ranks.trial(
-            which.job,
-            sizes,
-            how,
-            limit=which.limit_bytes,
-            pace=which.pace(plan),
-            links=which.links,
-        )
+        ran = ranks.run_plan(attempt.level, plan)
     except RankError as error:
         if not isinstance(error.exception, ranks.OutOfMemory):
             raise

@@ -20,11 +20,12 @@ from torch import Tensor, nn
 from course_lib import comm, compose, ep, zero
 from course_lib.compose import Experts, Plan
 from course_lib.data import batch
-from course_lib.grading.plans.levels import Pace
+from course_lib.grading.plans.levels import Level, Pace
 from course_lib.launch import run
 from course_lib.ledger import wire_bytes_by_axis
 from course_lib.mesh import Links, Mesh, make_mesh
 from course_lib.model import Decoder, ModelConfig, build_model
+from course_lib.planner import Configuration
 from course_lib.trace import Trace
 from course_lib.trace.memory import SavedActivations, State
 
@@ -98,6 +99,19 @@ class _OfRank:
     state_bytes: int
     saved_bytes: int
     seconds: float
+
+
+def run_plan(which: Level, plan: Configuration) -> Ran:
+    """Run ``plan`` under the conditions of a level: its limit, its links, its padding."""
+    sizes, how = which.in_library(plan)
+    return trial(
+        which.job,
+        sizes,
+        how,
+        limit=which.limit_bytes,
+        pace=which.pace(plan),
+        links=which.links,
+    )
 
 
 def trial(
