@@ -1,4 +1,4 @@
-"""plan: memory, traffic, bubble and step time of a run on GPUs that nobody has rented yet."""
+"""plan: memory, traffic, bubble and step time of a run, before any GPU is rented."""
 
 from __future__ import annotations
 
@@ -63,6 +63,9 @@ def plan(
             "--fused-attention/--plain-attention", help="Default: fused, which saves no scores."
         ),
     ] = None,
+    overlap_tp: Annotated[
+        bool | None, typer.Option("--overlap-tp", help="Kernels hide TP behind the products.")
+    ] = None,
     generation: Annotated[
         str | None, typer.Option(help="Year of the software, for its efficiency.")
     ] = None,
@@ -102,6 +105,13 @@ def plan(
     generate: Annotated[
         int | None, typer.Option(help="With --serve: tokens to generate; default: 256.")
     ] = None,
+    emit: Annotated[
+        str | None,
+        typer.Option(help="Write the plan for megatron, torchtitan, deepspeed or fsdp2."),
+    ] = None,
+    published: Annotated[
+        bool, typer.Option("--published", help="Compare published runs with ours; no model.")
+    ] = False,
     as_json: AsJson = False,
 ) -> int:
     """Plan a run: memory, traffic, bubble, step time, MFU; or search for the best plan."""
@@ -109,6 +119,8 @@ def plan(
     from course_lib.planner.calibrate import calibrated
     from course_lib.planner.hardware import hardware as hardware_of
 
+    if published:
+        return _published(as_json)
     sizes = {
         "family": family,
         "layers": layers,
@@ -147,6 +159,7 @@ def plan(
         "dtype": dtype,
         "recipe": recipe,
         "fused_attention": fused_attention,
+        "overlap_tp": overlap_tp or None,
     }
     degrees: dict[str, Any] = {
         name: value for name, value in arguments.items() if value is not None
@@ -156,7 +169,13 @@ def plan(
         for name, value in {"reserve": reserve, "generation": generation}.items()
         if value is not None
     }
-    modes = {"explain": explain, "compare": compare, "search": search, "serve": serve}
+    modes = {
+        "explain": explain,
+        "compare": compare,
+        "search": search,
+        "serve": serve,
+        "emit": emit is not None,
+    }
     chosen = [f"--{name}" for name, on in modes.items() if on]
     if len(chosen) > 1:
         raise ValueError(f"expected one of {', '.join(chosen)} at a time; leave the others out")
@@ -168,6 +187,8 @@ def plan(
     if search:
         return _search(given, machine, gpus, degrees, top, options, as_json)
     made = configure(given, gpus, **degrees)
+    if emit is not None:
+        return _emit(given, machine, made, emit, as_json)
     if serve:
         return _serve(given, machine, made, requests, options, as_json)
     return _plan(given, machine, made, explain, options, as_json)
@@ -265,12 +286,59 @@ def _serve(
     from course_lib.planner.serve import serve
     from course_lib.planner.text import serving
 
-    sizes = {name: size for name, size in requests.items() if size is not None}
+    sizes: dict[str, Any] = {k: size for k, size in requests.items() if size is not None}
     found = serve(model, machine, made, **options, **sizes)
     if as_json:
         print_json(found.as_dict())
     else:
         print(serving(found))
+    return 0
+
+
+def _emit(model: Model, machine: Hardware, made: Configuration, target: str, as_json: bool) -> int:
+    """Print the plan in the words of a framework."""
+    from course_lib.planner.configuration import suggestion
+    from course_lib.planner.emit import TARGETS, emit
+
+    if target not in TARGETS:
+        raise ValueError(
+            f"no framework of --emit is called {target!r}; {suggestion(target, TARGETS)}"
+        )
+    found = emit(target, model, machine, made)
+    if as_json:
+        print_json(
+            {"target": target, "suffix": found.suffix, "text": found.text, "notes": found.notes}
+        )
+    else:
+        print(found.text, end="")
+    return 0
+
+
+def _published(as_json: bool) -> int:
+    """Print published values beside the planner's, as Markdown."""
+    from course_lib.planner.published import results, table
+
+    with Status("planning the published runs"):
+        found = results()
+    if as_json:
+        print_json(
+            [
+                {
+                    "run": one.row.run,
+                    "quantity": one.row.quantity,
+                    "unit": one.row.unit,
+                    "published": one.row.value,
+                    "ours": one.ours,
+                    "error": one.error,
+                    "held": one.held,
+                    "calibration": one.row.calibration,
+                    "source": one.row.source,
+                }
+                for one in found
+            ]
+        )
+    else:
+        print(table(found), end="")
     return 0
 
 

@@ -31,6 +31,10 @@ class Move(NamedTuple):
         """Return ``factor`` times as many calls."""
         return self._replace(calls=self.calls * factor)
 
+    def cut(self, pieces: int) -> Move:
+        """Return the calls with each in ``pieces`` equal ones."""
+        return self._replace(payload=Fraction(self.payload, pieces), calls=self.calls * pieces)
+
 
 class Passes(NamedTuple):
     """The calls of one forward pass and of one backward pass.

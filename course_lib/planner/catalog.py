@@ -152,7 +152,8 @@ def custom_model(
 ) -> Model:
     """Return a model of these sizes; ValueError that names the field when they do not fit.
 
-    ``ffn``, also of an expert, is 4 hidden for gpt and about 8/3 hidden for llama.
+    ``ffn``, also of an expert, is 4 hidden for gpt and about 8/3 hidden for llama. A gpt model has
+    dropout, whose masks take memory, as in Megatron-LM.
     """
     _check_size("hidden", hidden, LARGEST["hidden"])  # before they are divided
     _check_size("heads", heads, LARGEST["heads"])
@@ -170,6 +171,7 @@ def custom_model(
         vocab=vocab,
         max_seq_len=max_seq_len,
         head_dim=hidden // heads,
+        dropout=0.1 if family == "gpt" else 0.0,
         tied=family == "gpt",
         experts=Experts(experts, top_k, inner) if experts else None,
         source="sizes given by the reader",

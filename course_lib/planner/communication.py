@@ -34,8 +34,10 @@ from course_lib.planner.parameters import (
     LayerParameters,
     is_expert_layer,
     layer_parameters,
+    layers_of_rank,
     parameters_per_rank,
 )
+from course_lib.schedule import placement
 
 BUCKET = 40_000_000  # elements of a bucket of gradients: Megatron-LM's default, at least
 
@@ -180,13 +182,13 @@ def _kv_features(model: Model) -> int:
 
 def step_moves(model: Model, plan: Configuration, rank: int) -> StepMoves:
     """Return the calls of pipeline rank ``rank`` that sum gradients and gather parameters."""
-    shape, stages = Shape(model, plan), stages_of(model, plan)
-    layers = [layer for owner, own in stages if owner == rank for layer in own]
-    ends = (stages[0][0] == rank, stages[-1][0] == rank)
+    shape, stages = Shape(model, plan), placement(plan.schedule, plan.pp, plan.chunks)
+    layers = layers_of_rank(model, plan, rank)
+    ends = (stages[0] == rank, stages[-1] == rank)
     data: dict[str, DataMoves] = {}
     for axis, n, parts in _parts(shape, rank, layers, ends):
         if n > 1 and any(parts):
-            data[axis] = _of_data(shape, axis, n, parts, data.get(axis))
+            data[axis] = _of_data(shape, n, parts, data.get(axis))
     sums: dict[str, tuple[Move, ...]] = {}
     if plan.tp > 1:
         shards, copies = (shape.data, shape.data // plan.ep) if plan.zero else (1, 1)
@@ -195,10 +197,9 @@ def step_moves(model: Model, plan: Configuration, rank: int) -> StepMoves:
             held = Fraction(whole, shards) + Fraction(experts, copies)
             sums["tp"] = (Move("all_reduce", held * shape.gradient_itemsize, plan.tp),)
         if plan.tp > model.kv_heads:
-            own = replace(model, layers=len(layers))
-            payload = shared_head_parameters(own) * shape.gradient_itemsize
-            group = plan.tp // model.kv_heads
-            sums["tp_kv"] = (Move("all_reduce", Fraction(payload, shards), group),)
+            heads = len(layers) * shared_head_parameters(replace(model, layers=1))
+            held = Fraction(heads * shape.gradient_itemsize, shards)
+            sums["tp_kv"] = (Move("all_reduce", held, plan.tp // model.kv_heads),)
     if model.tied and plan.pp > 1 and ends[0] != ends[1]:
         table = padded_rows(model.vocab, plan.tp) * model.hidden * shape.gradient_itemsize
         held = Fraction(table, shape.data if plan.zero else 1)
@@ -255,9 +256,7 @@ def _blocks(shape: Shape, layers: Sequence[int]) -> list[LayerParameters]:
     return [found[is_expert_layer(model, layer)] for layer in layers]
 
 
-def _of_data(
-    shape: Shape, axis: str, n: int, parts: Sequence[int], before: DataMoves | None
-) -> DataMoves:
+def _of_data(shape: Shape, n: int, parts: Sequence[int], before: DataMoves | None) -> DataMoves:
     """Return the calls for ``parts``, added to those ``before`` on the same axis.
 
     Stages 0 to 2 send buckets, stage 3 a unit per block; root and last block stay gathered, as in
@@ -273,17 +272,8 @@ def _of_data(
         micro_batches=plan.micro_batches,
         gathered_once=(0, len(parts) - 1),
     )
-    if plan.zero < 3:
-        buckets = ceil(whole / BUCKET)
-        found = found._replace(
-            sums=tuple(_cut(move, buckets) for move in found.sums),
-            gathers=tuple(_cut(move, buckets) for move in found.gathers),
-        )
-    if before is None:
-        return found
-    return found._replace(sums=before.sums + found.sums, gathers=before.gathers + found.gathers)
-
-
-def _cut(move: Move, pieces: int) -> Move:
-    """Return the call in ``pieces`` equal ones."""
-    return move._replace(payload=Fraction(move.payload, pieces), calls=move.calls * pieces)
+    pieces = 1 if plan.zero == 3 else ceil(whole / BUCKET)
+    sums, gathers = ([move.cut(pieces) for move in moves] for moves in found[:2])
+    if before is not None:
+        sums, gathers = [*before.sums, *sums], [*before.gathers, *gathers]
+    return found._replace(sums=tuple(sums), gathers=tuple(gathers))

@@ -10,10 +10,13 @@ from course_lib.planner.configuration import Configuration, suggestion
 from course_lib.planner.hardware import Hardware
 from course_lib.planner.result import Estimate
 
-NUMBERS = tuple(
-    "tp pp cp dp ep zero chunks micro_batch global_batch seq gpus".split()
-)  # keys of a plan that are whole numbers
+# Keys of a plan: whole numbers, names, and what is on or off.
+NUMBERS = (
+    "tp", "pp", "cp", "dp", "ep", "zero", "chunks", "micro_batch", "global_batch", "seq", "recipe",
+    "gpus",
+)  # fmt: skip
 WORDS = ("schedule", "recompute", "dtype", "hardware")
+SWITCHES = ("fused_attention", "overlap_tp")
 SHIFT = 0.2  # of a bandwidth, more and less
 
 
@@ -30,14 +33,19 @@ def read_plan(text: str) -> dict[str, Any]:
         key = key.replace("-", "_")
         if not equals or not value:
             raise ValueError(f"expected a plan such as tp=8,pp=4,zero=1, got {part!r} in {text!r}")
-        if key not in NUMBERS + WORDS:
+        known = (*NUMBERS, *WORDS, *SWITCHES)
+        if key not in known:
             raise ValueError(
-                f"the plan {text!r} has the unknown key {key}; {suggestion(key, NUMBERS + WORDS)}"
+                f"the plan {text!r} has the unknown key {key}; {suggestion(key, known)}"
             )
+        if key in SWITCHES and value not in ("on", "off"):
+            raise ValueError(f"expected {key}=on or {key}=off, got {value!r}")
         try:
-            found[key] = int(value.replace("_", "")) if key in NUMBERS else value
+            found[key] = int(value) if key in NUMBERS else value
         except ValueError:
             raise ValueError(f"expected a whole number for {key}, got {value!r}") from None
+        if key in SWITCHES:
+            found[key] = value == "on"
     return found
 
 
@@ -139,8 +147,16 @@ def behind(plan: Estimate, best: Estimate) -> str:
         return "is slower"
     name = max(more, key=lambda each: more[each])
     share = more[name] / sum(costs[1].values())
-    verb = "waits" if name != "compute" else "computes"
-    cause = "" if name == "compute" else f" for {'the bubble' if name == 'bubble' else name}"
+    if share < 5e-4:
+        return "takes equally long"
+    verb = "computes" if name in ("compute", "elementwise", "optimizer") else "waits"
+    causes = {
+        "compute": "",
+        "elementwise": " in norms and activations",
+        "bubble": " in the bubble",
+        "optimizer": " in the optimizer",
+    }
+    cause = causes.get(name, f" for {name}")
     return f"{verb} {100 * share:.1f} % of the step longer{cause}"
 
 

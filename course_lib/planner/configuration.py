@@ -31,7 +31,8 @@ class Configuration:
     they are not as even as possible, in the order in which a micro-batch passes the pp x chunks
     stages. ``recipe``: bytes per parameter, 16, 18 or 20 (:func:`planner.memory.state_bytes`).
     ``fused_attention``: the kernel saves no scores for backward (FlashAttention). ``gather_again``:
-    sequence parallelism saves shards of inputs, and backward gathers them again.
+    sequence parallelism saves shards of inputs, and backward gathers them again. ``overlap_tp``:
+    kernels cut the products into pieces, which hides most of the communication of tp.
     """
 
     tp: int = 1
@@ -52,6 +53,7 @@ class Configuration:
     recipe: int = 18
     fused_attention: bool = True
     gather_again: bool = True
+    overlap_tp: bool = False
 
     @property
     def world(self) -> int:
@@ -94,6 +96,7 @@ def configure(
     stage_layers: tuple[int, ...] | None = None,
     recipe: int = 18,
     fused_attention: bool = True,
+    overlap_tp: bool = False,
 ) -> Configuration:
     """Return a configuration with what was left out filled in; ValueError if it is impossible.
 
@@ -157,6 +160,7 @@ def configure(
         stage_layers=None if stage_layers is None else tuple(stage_layers),
         recipe=recipe,
         fused_attention=fused_attention,
+        overlap_tp=overlap_tp,
     )
     for problem in impossible(model, made):
         raise ValueError(problem)

@@ -56,7 +56,7 @@ def estimate(
         plan.pp,
         plan.micro_batches,
         [stage.total for stage in stages],
-        chunks=None if plan.pp == 1 else plan.chunks,
+        chunks=plan.chunks,
         message=seconds(onward, axis_span("pp", plan, hardware.gpus_per_node), hardware),
         simulated=simulated,
     )
@@ -71,7 +71,9 @@ def estimate(
             seconds(step.sums.get(axis, ()), over, hardware) for step in of_ranks.values()
         )
     parts = {
-        "compute": plan.micro_batches * sum(stage.compute.total for stage in busiest),
+        "compute": plan.micro_batches
+        * sum(stage.compute.total - stage.elementwise for stage in busiest),
+        "elementwise": plan.micro_batches * sum(stage.elementwise for stage in busiest),
         "bubble": found.bubble,
         **exposed,
         "optimizer": max(optimizer_seconds(model, hardware, plan, rank) for rank in of_ranks),

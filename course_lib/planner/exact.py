@@ -48,9 +48,9 @@ def exact_memory(
     The weights have the configuration's dtype, without a copy in another one. Context parallelism
     is ring attention. ``load(layer, micro_batch)`` counts the tokens of each expert, of which this
     is rank ``ep_rank``; by default routing is even. With cp and a split backward the count can be
-    short by a block's input per micro-batch in flight, since a ring copies its output. Raises ValueError for what no formula covers:
-    tied embeddings on two stages, selective recomputation, recomputation in a pipeline, published
-    models that depart from their family.
+    short by a block's input per micro-batch in flight, since a ring copies its output. Raises
+    ValueError for what no formula covers: tied embeddings on two stages, selective recomputation,
+    recomputation in a pipeline, published models that depart from their family.
     """
     _check(model, configuration)
     plain = replace(model, dtype=configuration.dtype)

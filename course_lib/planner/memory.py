@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from course_lib.formulas.parameters import padded_rows
 from course_lib.planner.catalog import BF16, Dtype, Model
 from course_lib.planner.configuration import Configuration, outer_ranks, stages_of
+from course_lib.planner.exact import exact_memory
 from course_lib.planner.in_flight import InFlight, in_flight
 from course_lib.planner.parameters import is_expert_layer, layer_parameters, parameters_per_rank
 from course_lib.planner.result import Memory
@@ -324,8 +325,15 @@ def _head_waiting(model: Model, configuration: Configuration) -> float:
 # --- all of it -----------------------------------------------------------------------------------
 
 
-def memory(model: Model, configuration: Configuration) -> Memory:
-    """Return the bytes on a GPU of the pipeline rank whose total is largest."""
+def memory(model: Model, configuration: Configuration, *, exact: bool = False) -> Memory:
+    """Return the bytes on a GPU of the pipeline rank whose total is largest.
+
+    With ``exact`` they are those of this course's own code on torch's CPU backend, to the byte
+    (:func:`course_lib.planner.exact.exact_memory`).
+    """
+    if exact:
+        every = range(configuration.pp)
+        return max((exact_memory(model, configuration, rank) for rank in every), key=_total)
     ranks = outer_ranks(model, configuration)
     return max((stage_memory(model, configuration, rank) for rank in ranks), key=_total)
 

@@ -78,9 +78,9 @@ def pipeline(
 ) -> Pipeline:
     """Return work and bubble of the schedule ``name``; ``message`` is the seconds of one transfer.
 
-    With ``simulated=False`` the formula is used where there is one, and adds the time that a
-    message takes through all stages and back. Raises ValueError when the number of stages is not
-    that of the schedule.
+    With ``simulated=False`` the formula is used where there is one, with the mean work of the other
+    ranks, and the time that a message takes through all ranks and back. Raises ValueError when the
+    number of stages is not that of the schedule.
     """
     rank_of = placement(name, ranks, chunks)
     if len(stages) != len(rank_of):
@@ -96,9 +96,11 @@ def pipeline(
     if ranks == 1:
         return Pipeline(busiest, work, 0.0, 0.0, 0)
     if share is not None and not simulated:
-        hops = 2 * sum(here != there for here, there in pairwise(rank_of))
-        first_pass = hops * ranks // len(rank_of) * message
-        return Pipeline(busiest, work, work * share / (1 - share) + first_pass, share, 0)
+        others = (sum(loads) - work) / (ranks - 1)  # a rank waits for the work of the others
+        hops = 2 * sum(here != there for here, there in pairwise(rank_of)) * ranks // len(rank_of)
+        starts = (ranks - 1) * _mean(stages).f if name in ("zb-h2", "zb-v") else 0.0
+        wait = others * share / (1 - share) + starts + hops * message
+        return Pipeline(busiest, work, wait, share, 0)
     most = _most_ranks(name, len(rank_of) // ranks)
     larger = 1.0
     if ranks > most:

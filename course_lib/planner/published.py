@@ -1,18 +1,20 @@
 """Published values (published.toml), what the planner computes for each, and the table of both.
 
-``python -m course_lib.planner.published`` writes the table into docs/planner.md.
+``python -m course_lib.planner.published`` writes the table into docs/planner.md; with ``--fit`` it
+prints the efficiencies that the calibration rows give, for hardware.toml.
 """
 
 from __future__ import annotations
 
+import sys
 import tomllib
-from collections.abc import Callable, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from fractions import Fraction
 from functools import cache
 from inspect import signature
 from itertools import groupby
-from math import sqrt
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -40,7 +42,8 @@ from course_lib.schedule import Costs, make, simulate
 
 PAGE = Path(__file__).parents[2] / "docs" / "planner.md"
 BEGIN, END = "<!-- table: begin -->", "<!-- table: end -->"
-RUNS = "Runs"
+COUNTS, RUNS = "Parameters", "Runs"
+ORDER = (RUNS, "Pipelines", "Memory", "Communication", "Utilization", COUNTS)
 
 
 @dataclass(frozen=True)
@@ -48,8 +51,8 @@ class Row:
     """A published value. ``published`` has the digits as printed, ``given`` what it is about.
 
     ``bar`` is "digits" (equal at the printed digits), a mapping with an absolute or relative
-    tolerance, or None: shown and not held, for the reason ``why``. The efficiency that a row with
-    ``calibration`` uses comes from it and its like.
+    tolerance, or None: shown and not held, for the reason ``why``. ``calibration``: the efficiency
+    of the GPU, number format and generation comes from this row and its like.
     """
 
     title: str
@@ -91,8 +94,8 @@ class Result:
 
     @property
     def error(self) -> float:
-        """The relative error."""
-        return self.ours / self.row.value - 1
+        """The relative error; 0 for two zeros."""
+        return self.ours / self.row.value - 1 if self.row.value else self.ours
 
     @property
     def held(self) -> bool | None:
@@ -114,7 +117,7 @@ def rows() -> tuple[Row, ...]:
 
     What a row of published.toml leaves out is its group's.
     """
-    found = [_count_row(one) for one in map(model, models()) if one.published]
+    found: list[Row] = []
     for group in _data()["group"]:
         shared = {name: entry for name, entry in group.items() if name != "rows"}
         for row in group["rows"]:
@@ -122,7 +125,24 @@ def rows() -> tuple[Row, ...]:
             given["plan"] = {**shared.get("plan", {}), **row.get("plan", {})}
             named = {name: given.pop(name) for name in Row.__dataclass_fields__ if name in given}
             found.append(Row(**named, given=given))
-    return tuple(found)
+    found += [_count_row(one) for one in map(model, models()) if one.published]
+    return tuple(_with_calibration(sorted(found, key=lambda row: ORDER.index(row.title))))
+
+
+def _with_calibration(found: Sequence[Row]) -> Iterator[Row]:
+    """Yield the rows; the first, third, fifth ... held row of a generation is for calibration.
+
+    At most half of the rows: the last one of an odd number is not.
+    """
+    numbers = Counter(row.efficiency_key for row in found if row.bar is not None)
+    seen: Counter[tuple[str, str] | None] = Counter()
+    for row in found:
+        key = row.efficiency_key
+        if key is not None and row.bar is not None:
+            chosen = seen[key] % 2 == 0 and seen[key] + 1 < numbers[key]
+            seen[key] += 1
+            row = replace(row, calibration=chosen)
+        yield row
 
 
 def _count_row(one: Model) -> Row:
@@ -133,9 +153,7 @@ def _count_row(one: Model) -> Row:
         digits = digits[:-1] if digits.endswith("B") else f"{float(digits[:-1]) / 1000:g}"
     given = {"model": one.name}
     quantity = "parameters_in_billions" if unit else "parameters"
-    return Row(
-        "Parameters", one.source, one.name, quantity, unit, digits, "digits", False, "", given
-    )
+    return Row(COUNTS, one.source, one.name, quantity, unit, digits, "digits", False, "", given)
 
 
 @cache
@@ -156,19 +174,29 @@ def compute(row: Row, efficiency: Mapping[tuple[str, str], float] | None = None)
 def fitted() -> dict[tuple[str, str], float]:
     """Return the efficiency of each GPU, number format and generation, to three digits.
 
-    With it the calibration rows of that key are as often too fast as too slow: the median of
-    ours over published is 1.
+    It is the median of those with which the planner's speed of a calibration row is as published.
+    fp8 training needs bf16 too: hardware.toml's.
     """
     found = {}
     for key in sorted({row.efficiency_key for row in rows() if row.efficiency_key}):
         chosen = [row for row in rows() if row.efficiency_key == key and row.calibration]
-        low, high = 0.05, 1.0
-        while high - low > 1e-4:
-            middle = sqrt(low * high)
-            speeds = [_speed(row, {key: middle}) for row in chosen]
-            low, high = (low, middle) if median(speeds) > 1 else (middle, high)
-        found[key] = round(sqrt(low * high), 3)
+        if not chosen:  # another GPU of the same chip
+            continue
+        found[key] = round(median(_own_efficiency(row, key) for row in chosen), 3)
     return found
+
+
+def _own_efficiency(row: Row, key: tuple[str, str]) -> float:
+    """Return the efficiency that reproduces a row: seconds are nearly A / efficiency + B."""
+    low, high = 0.4, 0.6
+    times = [1 / _speed(row, {key: low}), 1 / _speed(row, {key: high})]
+    for _ in range(3):
+        slope = (times[0] - times[1]) / (1 / low - 1 / high)
+        low, high = high, slope / (1 - times[1] + slope / high)
+        times = [times[1], 1 / _speed(row, {key: high})]
+        if abs(times[1] - 1) < 1e-4:
+            break
+    return high
 
 
 def _speed(row: Row, efficiency: Mapping[tuple[str, str], float]) -> float:
@@ -181,66 +209,89 @@ def _speed(row: Row, efficiency: Mapping[tuple[str, str], float]) -> float:
 
 
 def table(found: Sequence[Result]) -> str:
-    """Return the results as Markdown: by title and source, then the efficiencies and errors."""
-    lines = []
+    """Return the results as Markdown: bars and efficiencies, then every value by source."""
+    lines = [*_bars(found), "", *_efficiencies(found)]
     for title, of_title in groupby(found, key=lambda one: one.row.title):
         lines += ["", f"### {title}"]
+        if title == COUNTS:  # nearly every row has a source of its own
+            lines += ["", "| model | published | ours | source |", "|---|--:|--:|---|"]
+            lines += [_cells(_run(one), *_values(one), one.row.source) for one in of_title]
+            continue
         for (source, why), same in groupby(
             of_title, key=lambda one: (_source(one.row), one.row.why)
         ):
+            rest = list(same)
+            plans = any(one.row.given["plan"] for one in rest)
             lines += ["", f"{source}{f' Not held: {why}.' if why else ''}", ""]
-            lines += ["| run | plan | published | ours | error | |", "|---|---|--:|--:|--:|---|"]
-            lines += [_line(one) for one in same]
-    return "\n".join([*summary(found), *lines]) + "\n"
+            lines += [_cells("run", *["plan"] * plans, "published", "ours", "error", "")]
+            lines += [_cells("---", *["---"] * plans, "--:", "--:", "--:", "---")]
+            lines += [_line(one, plans) for one in rest]
+    return "\n".join(lines) + "\n"
 
 
-def summary(found: Sequence[Result]) -> list[str]:
-    """Return the lines of the table of bars, and of the table of efficiencies."""
+def _bars(found: Sequence[Result]) -> list[str]:
+    """Return a table: how many rows are held to a bar, and how far they are from it."""
     lines = [
         "| values | rows | within the bar | median error | largest error |",
         "|---|--:|--:|--:|--:|",
     ]
     for title in dict.fromkeys(one.row.title for one in found):
         held = [one for one in found if one.row.title == title and one.held is not None]
-        lines.append(_errors(title, [one for one in held if not one.row.calibration]))
-        if title == RUNS:
-            lines.append(
-                _errors("Runs used for calibration", [one for one in held if one.row.calibration])
-            )
-    lines += [
-        "",
-        "| GPU | format | software | efficiency | rows used | rows not used | their median error |",
-    ]
-    lines += ["|---|---|---|--:|--:|--:|--:|"]
-    for key in sorted({one.row.efficiency_key for one in found if one.row.efficiency_key}):
-        name, (dtype, generation) = key[0], key[1].split("@")
-        of_key = [one for one in found if one.row.efficiency_key == key]
-        others = [one for one in of_key if not one.row.calibration]
-        value = hardware(name).efficiency_of(dtype, generation)
-        lines.append(
-            f"| {name} | {dtype} | {generation} | {value:.3f} | {len(of_key) - len(others)} | "
-            f"{len(others)} | {median(abs(one.error) for one in others):.1%} |"
-        )
+        used = [one for one in held if one.row.calibration]
+        name = f"{title}, not used for calibration" if used else title
+        for kind, chosen in ((name, held), (f"{title}, used for calibration", used)):
+            those = [one for one in chosen if chosen is used or not one.row.calibration]
+            if those:
+                within = sum(bool(one.held) for one in those)
+                errors = [abs(one.error) for one in those]
+                shares = f"{median(errors):.1%}", f"{max(errors):.1%}"
+                lines.append(_cells(kind, str(len(those)), str(within), *shares))
     return lines
 
 
-def _errors(title: str, held: Sequence[Result]) -> str:
-    errors = [abs(one.error) for one in held]
-    within = sum(bool(one.held) for one in held)
-    return f"| {title} | {len(held)} | {within} | {median(errors):.1%} | {max(errors):.1%} |"
+def _efficiencies(found: Sequence[Result]) -> list[str]:
+    """Return a table of the calibrated numbers, and of the errors of the rows not used."""
+    lines = [
+        "| GPU | format | software | efficiency | rows used | not used | their median error |",
+        "|---|---|---|--:|--:|--:|--:|",
+    ]
+    held = [one for one in found if one.row.efficiency_key and one.held is not None]
+    for key in sorted({one.row.efficiency_key for one in held if one.row.efficiency_key}):
+        name, (dtype, generation) = key[0], key[1].split("@")
+        of_key = [one for one in held if one.row.efficiency_key == key]
+        others = [abs(one.error) for one in of_key if not one.row.calibration]
+        value = hardware(name).efficiency_of(dtype, generation)
+        used = len(of_key) - len(others)
+        counts = f"{value:.3f}", str(used), str(len(others)), f"{median(others):.1%}"
+        lines.append(_cells(name, dtype, generation, *counts))
+    return lines
 
 
 def _source(row: Row) -> str:
-    unit = f", in {row.unit}" if row.unit and row.unit != "%" else ""
-    return f"{row.source[0].upper()}{row.source[1:]}{unit}."
+    return f"{row.source}{f' ({row.unit})' if row.unit else ''}."
 
 
-def _line(one: Result) -> str:
-    row = one.row
-    mark = "calibration" if row.calibration else {False: "**misses**"}.get(one.held, "")  # type: ignore[arg-type]
-    run = f"{row.run}, {row.given['gpus']:,} GPUs" if row.given.get("gpus", 1) > 1 else row.run
-    ours = f"{one.ours:.{len(row.published.partition('.')[2])}f}"
-    return f"| {run} | {_plan(row.given.get('plan', {}))} | {row.published} | {ours} | {one.error:+.1%} | {mark} |"
+def _line(one: Result, plans: bool) -> str:
+    mark = "**misses**" if one.held is False else "calibration" if one.row.calibration else ""
+    plan = [_plan(one.row.given["plan"])] * plans
+    return _cells(_run(one), *plan, *_values(one), f"{one.error:+.1%}", mark)
+
+
+def _run(one: Result) -> str:
+    gpus = one.row.given.get("gpus", 1)
+    return f"{one.row.run}, {gpus:,} GPUs" if gpus > 1 else one.row.run
+
+
+def _values(one: Result) -> tuple[str, str]:
+    """Return the published value, and ours at as many digits."""
+    digits = len(one.row.published.partition(".")[2])
+    unit = " 10^9" if one.row.unit == "10^9" else ""
+    grouped = f"{float(one.row.published):,.{digits}f}"
+    return f"{grouped}{unit}", f"{one.ours:,.{digits}f}{unit}"
+
+
+def _cells(*cells: str) -> str:
+    return f"| {' | '.join(cells)} |"
 
 
 def _plan(plan: Mapping[str, Any]) -> str:
@@ -269,12 +320,16 @@ Efficiency = Mapping[tuple[str, str], float]
 
 def _model(row: Row) -> Model:
     name = row.given["model"]
-    sizes = _data()["models"].get(name)
-    return model(name) if sizes is None else custom_model(**sizes, name=name)
+    sizes = dict(_data()["models"].get(name, {}))
+    if not sizes:
+        return model(name)
+    dropout = sizes.pop("dropout", None)
+    found = custom_model(**sizes, name=name)
+    return found if dropout is None else replace(found, dropout=dropout)
 
 
 def _configuration(row: Row) -> Configuration:
-    plan = {name: tuple(x) if isinstance(x, list) else x for name, x in row.given["plan"].items()}
+    plan: dict[str, Any] = dict(row.given["plan"])
     arguments = {name: plan.pop(name) for name in signature(configure).parameters if name in plan}
     return replace(configure(_model(row), row.given["gpus"], **arguments), **plan)
 
@@ -289,8 +344,9 @@ def _hardware(row: Row, efficiency: Efficiency) -> Hardware:
     return replace(found, efficiency={**others, row.format: value})
 
 
-def _estimate(row: Row, efficiency: Efficiency) -> Estimate:
-    return estimate(_model(row), _hardware(row, efficiency), _configuration(row))
+def estimate_of(row: Row, efficiency: Efficiency | None = None) -> Estimate:
+    """Return the estimate of the run that a row is about."""
+    return estimate(_model(row), _hardware(row, efficiency or {}), _configuration(row))
 
 
 def _parameters(row: Row, _: Efficiency) -> float:
@@ -401,21 +457,32 @@ def _simulated_bubble(row: Row, _: Efficiency) -> float:
     return simulate(schedule, Costs(**costs)).bubble_of_total
 
 
+def _waiting_in_f(row: Row, _: Efficiency) -> float:
+    """Waiting of a rank from its first to its last action, in units of F = I = W."""
+    given = row.given
+    found = simulate(
+        make(given["schedule"], given["ranks"], given["micro_batches"], given.get("chunks", 1)),
+        Costs(),
+    )
+    chunks = given.get("chunks", 1)
+    return (found.span - found.work) / chunks
+
+
 def _step_seconds(row: Row, efficiency: Efficiency) -> float:
-    return _estimate(row, efficiency).step_seconds
+    return estimate_of(row, efficiency).step_seconds
 
 
 def _tokens_per_gpu_second(row: Row, efficiency: Efficiency) -> float:
-    return _estimate(row, efficiency).tokens_per_gpu_second
+    return estimate_of(row, efficiency).tokens_per_gpu_second
 
 
 def _model_tflops(row: Row, efficiency: Efficiency) -> float:
-    return _estimate(row, efficiency).tflops_per_gpu
+    return estimate_of(row, efficiency).tflops_per_gpu
 
 
 def _megatron_hfu_tflops(row: Row, efficiency: Efficiency) -> float:
     """96 B s l h^2 (1 + s/6h + V/16lh) over time and GPUs (arXiv:2104.04473, equation 3)."""
-    found = _estimate(row, efficiency)
+    found = estimate_of(row, efficiency)
     flops = hardware_flops(found.model, found.configuration, "full")
     return flops / found.configuration.world / found.step_seconds / 1e12
 
@@ -441,6 +508,7 @@ QUANTITIES: dict[str, Callable[[Row, Efficiency], float]] = {
     "share_of_peak": _share_of_peak,
     "training_days": _training_days,
     "simulated_bubble": _simulated_bubble,
+    "waiting_in_f": _waiting_in_f,
     "step_seconds": _step_seconds,
     "tokens_per_gpu_second": _tokens_per_gpu_second,
     "model_tflops": _model_tflops,
@@ -449,4 +517,8 @@ QUANTITIES: dict[str, Callable[[Row, Efficiency], float]] = {
 
 
 if __name__ == "__main__":
-    write()
+    if "--fit" in sys.argv[1:]:
+        for (gpu, key), value in fitted().items():
+            print(f"{gpu} {key} {value}")
+    else:
+        write()

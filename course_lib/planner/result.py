@@ -47,9 +47,10 @@ class Estimate:
     """The estimate of a step of a configuration. Times in seconds, sizes in bytes, shares 0 to 1.
 
     ``reasons`` says in sentences why the plan does not fit (empty if it fits), ``assumptions``
-    what the estimate takes for granted. ``parts`` splits ``step_seconds`` (compute, bubble, and
-    exposed communication by axis, optimizer) and adds up to it. The bubble is simulated with the
-    seconds of each stage; ``bubble_by_formula`` is the textbook's share of total time, for equal
+    what the estimate takes for granted. ``parts`` splits ``step_seconds`` and adds up to it:
+    compute (matrix products), elementwise (what is between them, bound by memory), bubble, exposed
+    communication by axis, optimizer. The bubble is simulated with the seconds of each stage;
+    ``bubble_by_formula`` is the textbook's share of total time, for equal
     stages and without communication, None where there is no formula.
     """
 
@@ -82,7 +83,16 @@ class Estimate:
     def as_dict(self) -> dict[str, Any]:
         """Return what ``course plan --json`` prints."""
         memory = {**asdict(self.memory), "total": self.memory.total}
+        plan = self.configuration
         return {
+            "model": self.model.name,
+            "hardware": self.hardware.name,
+            "configuration": {
+                **asdict(plan),
+                "dtype": plan.dtype.name,
+                "gpus": plan.world,
+                "micro_batches": plan.micro_batches,
+            },
             "memory": memory,
             "communication": {axis: asdict(one) for axis, one in self.communication.items()},
             "bubble": {

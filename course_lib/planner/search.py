@@ -1,46 +1,67 @@
 """All legal configurations of a model on a number of GPUs, the fastest first, and why.
 
-The search is exact. It drops what does not fit, computes a lower bound of the step time of each
-plan that is left, and estimates plans in the order of their bounds until the bound exceeds the
-slowest plan of the list.
+The search is best-first. Each plan starts with a bound of its step time: FLOPs and exposed
+communication of one micro-batch, spread evenly over the stages, and the bubble of equal stages.
+The plan with the lowest bound is looked at more closely: it is dropped if it does not fit, then
+estimated with the bubble by formula, then with the simulated bubble. A plan whose simulated step
+is the lowest number left is the next best.
 """
 
 from __future__ import annotations
 
-from bisect import insort
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import cached_property
+from heapq import heapify, heappop, heappush
 from itertools import product
-from typing import Any
+from typing import Any, NamedTuple
 
 from course_lib.planner.catalog import Model
+from course_lib.planner.communication import stage_moves
 from course_lib.planner.compare import behind
 from course_lib.planner.configuration import RECOMPUTE, STEP_TOKENS, Configuration, configure
 from course_lib.planner.estimate import RESERVE, estimate
-from course_lib.planner.flops import hardware_flops
 from course_lib.planner.hardware import Hardware
 from course_lib.planner.memory import memory
 from course_lib.planner.result import Estimate
+from course_lib.planner.timing import rates, stage_seconds
 
 SCHEDULES = ("1f1b", "interleaved")
 MOST_CHUNKS = 8
-MOST_MICRO_BATCH = 16
-SAFETY = 0.98  # of the bound: the simulated bubble is rounded
+MICRO_BATCHES = (1, 2, 4, 8, 16)
+SAFETY = 0.97  # of bounds: stages are never quite equal, and the simulation is rounded
+
+
+class Candidate(NamedTuple):
+    """A legal plan: ``base`` with another micro-batch, ZeRO stage and recomputation."""
+
+    base: Configuration
+    micro_batch: int
+    zero: int
+    recompute: str
+
+    @property
+    def plan(self) -> Configuration:
+        """The configuration."""
+        return replace(
+            self.base, micro_batch=self.micro_batch, zero=self.zero, recompute=self.recompute
+        )
 
 
 @dataclass(frozen=True)
 class Found:
     """The best plans, fastest first; ``reasons`` says why each is behind the first ("" for it).
 
-    ``legal`` counts the configurations that are possible, ``fitting`` those that fit, ``estimated``
-    those whose step was estimated. ``advice`` says what to change if there is no plan.
+    ``legal`` counts the configurations that are possible, ``examined`` those whose memory was
+    computed, ``estimated`` those whose step was simulated. ``advice`` says what to change if there
+    is no plan.
     """
 
     model: Model
     hardware: Hardware
     gpus: int
     legal: int
-    fitting: int
+    examined: int
     estimated: int
     schedules: tuple[str, ...]
     plans: tuple[Estimate, ...]
@@ -51,7 +72,7 @@ class Found:
         """Return what ``course plan --search --json`` prints."""
         return {
             "legal": self.legal,
-            "fitting": self.fitting,
+            "examined": self.examined,
             "estimated": self.estimated,
             "schedules": list(self.schedules),
             "advice": self.advice,
@@ -74,39 +95,46 @@ def search(
 ) -> Found:
     """Return the ``top`` plans that fit, by step time; ``fixed`` arguments of configure stay.
 
-    Plans that take equally long are ordered by their degrees. Raises ValueError if no
-    configuration is legal.
+    Plans that take equally long are ordered as :func:`candidates` yields them. Raises ValueError if
+    no configuration is legal.
     """
-    legal = 0
-    fitting: list[tuple[float, tuple[Any, ...], Configuration]] = []
-    limit = hardware.capacity_bytes * (1 - reserve)
-    least = float("inf")
-    for plan in configurations(model, gpus, **fixed):
-        legal += 1
-        need = memory(model, plan).total
-        least = min(least, need)
-        if need <= limit:
-            fitting.append((bound(model, hardware, plan), order(plan), plan))
-    if not legal:
+    space = list(candidates(model, gpus, **fixed))
+    if not space:
         raise ValueError(
             f"no configuration of {model.name} on {gpus} GPUs is legal with what is fixed; fix less"
         )
-    fitting.sort()
-    best: list[tuple[float, tuple[Any, ...], int, Estimate]] = []
-    estimated = 0
-    for least_seconds, key, plan in fitting:
-        if len(best) >= top and least_seconds > best[-1][0]:
-            break
-        one = estimate(model, hardware, plan, reserve=reserve, generation=generation)
-        estimated += 1
-        insort(best, (one.step_seconds, key, estimated, one))
-        del best[top:]
-    plans = tuple(one for *_, one in best)
+    bounds = _Bounds(model, hardware, generation)
+    waiting = [(bounds.of(one), index, 0) for index, one in enumerate(space)]
+    heapify(waiting)
+    limit = hardware.capacity_bytes * (1 - reserve)
+    needs: dict[int, float] = {}
+    exact: dict[int, Estimate] = {}
+    plans: list[Estimate] = []
+    while waiting and len(plans) < top:
+        seconds, index, level = heappop(waiting)
+        plan = space[index].plan
+        if level == 2:
+            plans.append(exact[index])
+        elif level == 1:
+            exact[index] = estimate(model, hardware, plan, reserve=reserve, generation=generation)
+            heappush(waiting, (exact[index].step_seconds, index, 2))
+        else:
+            needs[index] = memory(model, plan).total
+            if needs[index] <= limit:
+                close = estimate(model, hardware, plan, generation=generation, simulated=False)
+                heappush(waiting, (max(seconds, SAFETY * close.step_seconds), index, 1))
     reasons = tuple(behind(one, plans[0]) if one is not plans[0] else "" for one in plans)
-    advice = "" if plans else _advice(hardware, least, limit)
-    schedules = (fixed["schedule"],) if fixed.get("schedule") else SCHEDULES
     return Found(
-        model, hardware, gpus, legal, len(fitting), estimated, schedules, plans, reasons, advice
+        model=model,
+        hardware=hardware,
+        gpus=gpus,
+        legal=len(space),
+        examined=len(needs),
+        estimated=len(exact),
+        schedules=(fixed["schedule"],) if fixed.get("schedule") else SCHEDULES,
+        plans=tuple(plans),
+        reasons=reasons,
+        advice="" if plans else _advice(hardware, min(needs.values()), limit),
     )
 
 
@@ -117,27 +145,12 @@ def _advice(hardware: Hardware, least: float, limit: float) -> str:
     )
 
 
-def order(plan: Configuration) -> tuple[Any, ...]:
-    """Return what orders plans that take equally long: the simpler one first."""
-    return (
-        plan.tp * plan.cp * plan.pp * plan.ep,
-        plan.tp,
-        plan.pp,
-        plan.cp,
-        plan.ep,
-        plan.zero,
-        plan.chunks,
-        plan.micro_batch,
-        RECOMPUTE.index(plan.recompute),
-        plan.schedule,
-    )
-
-
-def configurations(model: Model, gpus: int, **fixed: Any) -> Iterator[Configuration]:
-    """Yield every legal configuration: all degrees, ZeRO stages, chunks and micro-batches.
+def candidates(model: Model, gpus: int, **fixed: Any) -> Iterator[Candidate]:
+    """Yield every legal plan, simple ones first: all degrees, ZeRO stages, chunks, micro-batches.
 
     Limits: 1F1B and interleaved (or the fixed schedule) with up to 8 chunks; micro-batches of 1, 2,
-    4, 8 and 16 sequences. All plans have one global batch, by default about 4 Mi tokens.
+    4, 8 and 16 sequences; no selective recomputation with fused attention, which has nothing to
+    recompute. All plans have one global batch, by default about 4 Mi tokens.
     """
     fixed = {name: value for name, value in fixed.items() if value is not None}
     seq = fixed.setdefault("seq", model.max_seq_len)
@@ -152,25 +165,23 @@ def configurations(model: Model, gpus: int, **fixed: Any) -> Iterator[Configurat
     pps = choices("pp", (n for n in divisors if n <= model.layers))
     cps = choices("cp", (n for n in divisors if seq % (2 * n) == 0 or n == 1))
     eps = choices("ep", (n for n in divisors if experts % n == 0))
-    micro_batches = choices("micro_batch", (2**n for n in range(MOST_MICRO_BATCH.bit_length())))
-    recompute = choices("recompute", RECOMPUTE)
+    fused = fixed.get("fused_attention", True)
+    recompute = choices("recompute", ("none", "full") if fused else RECOMPUTE)
     for tp, pp, cp in product(tps, pps, cps):
         dp, rest = divmod(gpus, tp * pp * cp)
         if rest or batch % dp or fixed.get("dp", dp) != dp:
             continue
         zeros = choices("zero", range(4) if dp * cp > 1 else (0,))
-        inner = product(eps, zeros, list(_schedules(pp, model.layers, fixed)), micro_batches)
-        for ep, zero, (schedule, chunks), micro_batch in inner:
-            if dp * cp % ep or batch % (dp * micro_batch):
+        sizes = [n for n in choices("micro_batch", MICRO_BATCHES) if batch % (dp * n) == 0]
+        variants = list(product(sizes, zeros, recompute))
+        for ep, (schedule, chunks) in product(eps, _schedules(pp, model.layers, fixed)):
+            own = {"tp": tp, "pp": pp, "cp": cp, "dp": dp, "ep": ep}
+            own |= {"micro_batch": 1, "zero": zeros[0], "schedule": schedule, "chunks": chunks}
+            try:
+                base = configure(model, gpus, **{**fixed, **own})
+            except ValueError:
                 continue
-            for again in recompute:
-                own = {"tp": tp, "pp": pp, "cp": cp, "dp": dp, "ep": ep, "zero": zero}
-                own |= {"micro_batch": micro_batch, "recompute": again}
-                named = {"schedule": schedule, "chunks": chunks}
-                try:
-                    yield configure(model, gpus, **{**fixed, **own, **named})
-                except ValueError:
-                    continue
+            yield from (Candidate(base, *variant) for variant in variants)
 
 
 def _schedules(
@@ -194,9 +205,32 @@ def common_batch(gpus: int, seq: int) -> int:
     return max(1, round(target / unit)) * unit
 
 
-def bound(model: Model, hardware: Hardware, plan: Configuration) -> float:
-    """Return seconds that a step takes at least: its FLOPs, and the bubble of equal stages."""
-    name = plan.dtype.name
-    speed = hardware.peak[name] * hardware.efficiency_of(name) * plan.world
-    compute = hardware_flops(model, plan) / speed
-    return SAFETY * compute * (1 + (plan.pp - 1) / plan.micro_batches / plan.chunks)
+@dataclass
+class _Bounds:
+    """Seconds that a step takes at least."""
+
+    model: Model
+    hardware: Hardware
+    generation: str | None
+
+    @cached_property
+    def known(self) -> dict[tuple[Any, ...], float]:
+        """Seconds of a micro-batch by degrees."""
+        return {}
+
+    def of(self, one: Candidate) -> float:
+        """Return the bound: the mean stage, m + (p-1)/v times."""
+        base = one.base
+        key = (base.tp, base.cp, base.ep, one.micro_batch, one.recompute)
+        if key not in self.known:
+            self.known[key] = self._micro_batch(one.plan)
+        rounds = base.global_batch // base.dp // one.micro_batch + (base.pp - 1) / base.chunks
+        return SAFETY * rounds * self.known[key] / base.pp
+
+    def _micro_batch(self, plan: Configuration) -> float:
+        """Return the seconds of a micro-batch on all stages: the model as one stage."""
+        whole = replace(plan, pp=1, chunks=1, dp=plan.dp * plan.pp, stage_layers=None)
+        rate = rates(self.hardware, whole, self.generation)
+        moves = stage_moves(self.model, whole)
+        (stage,) = stage_seconds(self.model, self.hardware, whole, moves, rate)
+        return stage.total.total

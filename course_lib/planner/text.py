@@ -17,6 +17,8 @@ if TYPE_CHECKING:
 
 WIDTH = 80
 HARD_SPACE = "\xa0"
+UNIT = r"(?<=\d) (?=(?:%|[MG]B|GB/s|TFLOP/s|FLOP|ms|us|s|[MBT])(?![\w/]))"  # a space before one
+CITATION = r" \((?=[^()]*arXiv)[^()]*\)"
 
 
 def report(estimate: Estimate, changes: Mapping[str, float] | None = None) -> str:
@@ -28,7 +30,7 @@ def report(estimate: Estimate, changes: Mapping[str, float] | None = None) -> st
     if estimate.assumptions:
         lines += ["", "Assumptions"]
         for assumption in estimate.assumptions:
-            lines += wrapped(assumption, "  - ")
+            lines += wrapped(re.sub(CITATION, "", assumption), "  - ")
     return "\n".join(lines)
 
 
@@ -106,7 +108,7 @@ def wrapped(text: str, first: str = "") -> list[str]:
     """Return ``text`` in lines of at most 80 characters; ``first`` heads the first one."""
     indent = " " * (len(first) or 2)
     lines = textwrap.wrap(
-        re.sub(r"(?<=\d) (?=[^\d=+])", HARD_SPACE, text),  # a number and its unit
+        re.sub(UNIT, HARD_SPACE, text),
         WIDTH,
         initial_indent=first,
         subsequent_indent=indent,
@@ -216,7 +218,8 @@ def ranking(found: Found) -> str:
     """List the best plans, and why each one is behind the first."""
     lines = wrapped(
         f"{found.model.name} on {found.gpus:,} x {found.hardware.name}: {found.legal:,} legal "
-        f"plans, {found.fitting:,} of them fit. Schedules: {', '.join(found.schedules)}."
+        f"plans with {' and '.join(found.schedules)}; memory of {found.examined:,} and step of "
+        f"{found.estimated:,} computed"
     )
     if not found.plans:
         return "\n".join([*lines, *wrapped(found.advice)])
@@ -224,12 +227,13 @@ def ranking(found: Found) -> str:
     for place, one in enumerate(found.plans, 1):
         memory = f"{one.memory.total / 1e9:.0f} GB"
         rows.append((str(place), duration(one.step_seconds), percent(one.mfu), memory, ""))
-    lines.append("")
-    body = table(rows, left=0)
-    lines.append(body[0] + "plan, and why it is behind the first")
-    for row, one, reason in zip(body[1:], found.plans, found.reasons, strict=True):
-        text = layout(one.configuration) + (f": {reason}" if reason else "")
-        lines += wrapped(text, row.ljust(len(body[0])) + "  ")
+    head, *body = table(rows, left=0)
+    indent = head.index("plan")
+    lines += ["", f"{head}, and why it is behind the first"]
+    for row, one, reason in zip(body, found.plans, found.reasons, strict=True):
+        lines += wrapped(layout(one.configuration), row.ljust(indent))
+        if reason:
+            lines += wrapped(reason, " " * indent)
     return "\n".join(lines)
 
 

@@ -27,6 +27,16 @@ from course_lib.planner.pipeline import StageSeconds
 MOVED = (1.1, 2.2)
 
 
+# The same for casts to fp8: a product's input and the gradient of its output are read as 2 bytes
+# and written as 1 byte twice, once transposed (Transformer Engine on Hopper). Of 34 sbh saved, a
+# llama layer with f = 3.5 h casts 6.5 sh in forward, norms cast theirs, and 10.5 sh in backward.
+CASTS = (0.65, 1.25)
+
+# Multiprocessors that calls occupy while products run beside them, 20 of 132 of an H800
+# (DeepSeek-V3, arXiv:2412.19437, section 3.2.2): so much of the hidden time is not hidden.
+SHARE_OF_SMS = 20 / 132
+
+
 class Rates(NamedTuple):
     """FLOP/s of matrix products, and of the core of attention and LM head, at their efficiency."""
 
@@ -36,10 +46,14 @@ class Rates(NamedTuple):
 
 @dataclass(frozen=True)
 class Stage:
-    """Seconds of one micro-batch on a virtual stage; ``exposed`` by axis, in forward and in I."""
+    """Seconds of one micro-batch on a virtual stage; ``exposed`` by axis, in forward and in I.
+
+    ``elementwise`` of the seconds of ``compute`` are those of operations bound by memory.
+    """
 
     compute: StageSeconds
     exposed: Mapping[str, tuple[float, float]]
+    elementwise: float
 
     @property
     def total(self) -> StageSeconds:
@@ -90,7 +104,9 @@ def stage_seconds(
         blocks = blocks_flops(model, plan.seq, layers, attention=attention)
         core = tokens * blocks.core / rate.core
         products = tokens * (blocks.projections + blocks.mlp) / rate.products
-        ahead, back = (share * _saved(model, plan, layers, hardware) for share in MOVED)
+        once = _saved(model, plan, layers, hardware)
+        casts = CASTS if plan.dtype.name == "fp8" else (0.0, 0.0)
+        ahead, back = ((moved + cast) * once for moved, cast in zip(MOVED, casts, strict=True))
         again = {"none": 0.0, "selective": core, "full": core + products + ahead}[plan.recompute]
         products += kind.last * tokens * head_flops(model) / rate.core
         compute = StageSeconds(
@@ -100,12 +116,19 @@ def stage_seconds(
         for axis, passes in moves[number].passes.items():
             f, i, late = (seconds(part, spans[axis], hardware) for part in passes)
             i += max(0.0, late - products)
+            if axis == "tp" and plan.overlap_tp:
+                f = max(f / plan.tp, f - products)
+                i = max(i / plan.tp, i - 2 * products)
             if axis == "cp" and not hardware.emulated:  # a turn behind each block but the last
                 hidden = core * (plan.cp - 1) / plan.cp
                 cores = 2 if plan.recompute == "none" else 3
                 f, i = max(0.0, f - hidden), max(0.0, i - cores * hidden)
+            if axis == "ep" and plan.schedule == "dualpipe-v" and plan.pp > 1:
+                left = max(0.0, 1 - compute.total / (f + i)) if f + i else 0.0
+                f, i = left * f, left * i
             exposed[axis] = (f, i)
-        alike[kind] = Stage(compute, exposed)
+        repeated = 2 if plan.recompute == "full" else 1
+        alike[kind] = Stage(compute, exposed, repeated * ahead + back)
     return [alike[kind_of(model, stages, number)] for number in range(len(stages))]
 
 
@@ -127,7 +150,8 @@ def exposed_data(
 
     Sums of gradients are hidden behind the backward of the last micro-batch, or of each one where
     it has its own round (ZeRO-2 and 3); gathers of parameters behind the forward of the first, or
-    with ZeRO-3 behind the forward and the backward of each.
+    with ZeRO-3 behind the forward and the backward of each. Of the hidden time
+    :data:`SHARE_OF_SMS` counts too.
     """
     forward = sum(stage.total.f for stage in stages)
     backward = sum(stage.total.i + stage.total.w for stage in stages)
@@ -146,6 +170,8 @@ def exposed_data(
         waits *= rounds[0]
     else:
         waits = rounds[0] * max(0.0, whole_sums - backward) + max(0.0, whole_gathers - forward)
+    whole = rounds[0] * whole_sums + rounds[1] * whole_gathers
+    waits += SHARE_OF_SMS * (whole - waits)
     whole = whole_sums + whole_gathers
     return {axis: waits * (sums[axis] + gathers[axis]) / whole for axis in sums} if whole else {}
 
@@ -159,10 +185,15 @@ def assumptions(model: Model, plan: Configuration) -> Iterator[str]:
         )
     else:
         yield "Attention is not fused: it computes and saves all scores."
-    if plan.tp > 1:
+    if plan.tp > 1 and plan.overlap_tp:
+        yield (
+            "TP is hidden behind the products, which are cut into tp pieces; one piece of each "
+            "call is exposed (Transformer Engine's userbuffers, --tp-comm-overlap)."
+        )
+    elif plan.tp > 1:
         yield (
             "TP is exposed: the next product needs the whole sum or the gathered rows, and kernels "
-            "that hide it by cutting the product are not assumed."
+            "that hide it by cutting the product are not assumed (overlap_tp)."
         )
     if plan.tp > 1 and plan.sequence_parallel and plan.gather_again:
         yield (
@@ -173,10 +204,15 @@ def assumptions(model: Model, plan: Configuration) -> Iterator[str]:
             "CP is a zig-zag ring: each turn of K and V is hidden behind the attention of the "
             "block before, as far as that takes longer (arXiv:2310.01889)."
         )
-    if plan.ep > 1:
+    if plan.ep > 1 and plan.schedule == "dualpipe-v" and plan.pp > 1:
+        yield (
+            "Routing is even. DualPipe pairs micro-batches: EP of one is hidden behind the compute "
+            "of the other as far as it goes (arXiv:2412.19437, section 3.2.1)."
+        )
+    elif plan.ep > 1:
         yield (
             "EP is exposed, and routing is even: the experts wait for their tokens "
-            "(arXiv:2006.16668); DualPipe's overlap of two micro-batches is not assumed."
+            "(arXiv:2006.16668)."
         )
     if plan.dp * plan.cp > 1:
         yield from _of_data(plan)
@@ -186,8 +222,8 @@ def assumptions(model: Model, plan: Configuration) -> Iterator[str]:
             "bubble, which is simulated with the seconds of each stage."
         )
     yield (
-        "Norms, activations, residuals and dropout move the saved bytes 1.1 times in forward and 2.2 "
-        "times in backward at the bandwidth of the GPU's memory (arXiv:2007.00072)."
+        "Norms, activation functions, residuals and dropout move the saved bytes 1.1 times in "
+        "forward and 2.2 times in backward, at the bandwidth of the GPU's memory."
     )
     yield (
         "The optimizer reads and writes its state once at the bandwidth of the GPU's memory, after "
@@ -197,6 +233,10 @@ def assumptions(model: Model, plan: Configuration) -> Iterator[str]:
 
 def _of_data(plan: Configuration) -> Iterator[str]:
     """Yield what the data axes hide."""
+    yield (
+        f"Hidden calls of the data axes occupy {SHARE_OF_SMS:.0%} of the multiprocessors, which "
+        "slows the products beside them (arXiv:2412.19437, section 3.2.2)."
+    )
     behind = "each micro-batch" if plan.zero > 1 else "the last micro-batch"
     yield (
         f"Sums of gradients are hidden behind the backward of {behind} as far as it goes "

@@ -13,10 +13,11 @@ import sys
 import pytest
 
 from course_lib import cli
-from course_lib.planner import configure, hardware, model, models
+from course_lib.planner import configure, hardware, model, models, published
 from course_lib.planner.calibrate import calibrated, delay, rate
 from course_lib.planner.compare import compare, read_plan, sensitivity
 from course_lib.planner.configuration import Configuration
+from course_lib.planner.emit import emit
 from course_lib.planner.estimate import estimate
 from course_lib.planner.explain import derivation
 from course_lib.planner.result import AxisTraffic, Estimate, Memory
@@ -211,6 +212,7 @@ BAD = {
     f"{PLAN} --compare tp=8 p=4": "did you mean",
     f"{PLAN} --compare tp=8 tp": "tp=8,pp=4",
     f"{PLAN} --compare tp=8 tp=x": "'x'",
+    f"{PLAN} --compare tp=8 overlap_tp=1": "overlap_tp=on",
     f"{PLAN} --calibrate /dev/null/there": "/dev/null/there",
     "plan llama-3-70b --gpus 8 --hardware a100-80 --dtype fp8": "fp8",
     "plan custom --gpus 8 --hardware h100": "--family",
@@ -219,6 +221,8 @@ BAD = {
     f"{CUSTOM} --vocab -1": "vocab",
     f"{PLAN} --serve --batch 0": "batch",
     f"{PLAN} --serve --cp 2": "cp=2",
+    f"{PLAN} --emit megatrn": "megatron",
+    f"{PLAN} --emit fsdp2 --explain": "--emit",
 }
 
 
@@ -263,7 +267,8 @@ def test_calibration_by_command(tmp_path, capfd):
     plain = json.loads(course(line, capfd))
     slow = json.loads(course(f"{line} --calibrate {file}", capfd))
     faster = hardware("h100").efficiency_of("bf16") / 0.25
-    assert slow["parts"]["compute"] == pytest.approx(faster * plain["parts"]["compute"])
+    ratio = slow["parts"]["compute"] / plain["parts"]["compute"]
+    assert 0.8 * faster < ratio <= faster  # what memory bandwidth limits is as fast as before
     assert slow["memory"] == plain["memory"]
 
 
@@ -317,6 +322,7 @@ def test_plans_are_written_as_text():
     assert read_plan(text) == {
         "tp": 8, "pp": 4, "zero": 1, "micro_batch": 2, "schedule": "zb-h1", "hardware": "b200",
     }  # fmt: skip
+    assert read_plan("overlap_tp=on,recipe=16") == {"overlap_tp": True, "recipe": 16}
     assert read_plan("") == {}
 
 
@@ -401,6 +407,28 @@ def test_whiteboard_formulas_are_the_planner(capfd):
     assert float(main.replace(",", "")) == pytest.approx(float(whole.replace(",", "")), rel=0.03)
     bubble, simulated = re.search(r"= ([\d.]+) % of ideal; simulated ([\d.]+)", text).groups()
     assert float(bubble) == pytest.approx(float(simulated), abs=0.3)
+
+
+# --- frameworks and published runs --------------------------------------------------------------
+
+
+@pytest.mark.parametrize("target", ["megatron", "torchtitan", "deepspeed", "fsdp2"])
+def test_emit_prints_the_file(target, capfd):
+    line = f"{PLAN} --tp 8 --emit {target}"
+    one = made("llama-3-70b", 64, tp=8)
+    found = emit(target, one.model, one.hardware, one.configuration)
+    assert course(line, capfd) == found.text
+    data = json.loads(course(f"{line} --json", capfd))
+    assert (data["text"], data["notes"]) == (found.text, list(found.notes))
+
+
+def test_published_runs_by_command(capfd, monkeypatch):
+    few = [one for one in published.rows() if one.quantity == "parameters"][:2]
+    monkeypatch.setattr(published, "rows", lambda: tuple(few))
+    data = json.loads(course("plan --published --json", capfd))
+    assert [one["run"] for one in data] == [one.run for one in few]
+    assert all(one["held"] for one in data)
+    assert few[0].run in course("plan --published", capfd)
 
 
 # --- time ---------------------------------------------------------------------------------------

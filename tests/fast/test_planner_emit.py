@@ -12,30 +12,13 @@ from typing import Any
 import pytest
 
 from course_lib.planner import Configuration, Model, configure, custom_model, hardware, model
-from course_lib.planner.catalog import Experts, LatentAttention
 from course_lib.planner.emit import TARGETS, emit, options
 from course_lib.planner.emit.torchtitan import _ffn_rule
 
 LLAMA = model("llama-3-70b")
 SMALL = custom_model("llama", layers=24, hidden=2048, heads=16, kv_heads=4, ffn=5632, vocab=32_000)
 GPT = custom_model("gpt", layers=96, hidden=12288, heads=96, vocab=51_200)
-MIXTRAL = Model(
-    "mixtral", "llama", 32, 4096, 32, 8, 14336, 32_000, 4096, 128, experts=Experts(8, 2, 14336)
-)
-DEEPSEEK = Model(
-    "deepseek",
-    "llama",
-    61,
-    7168,
-    128,
-    128,
-    18432,
-    129_280,
-    4096,
-    128,
-    experts=Experts(256, 8, 2048, shared=1, dense_layers=3),
-    latent=LatentAttention(1536, 512, 128, 64, 128),
-)
+MIXTRAL, DEEPSEEK = model("mixtral-8x7b"), model("deepseek-v3")
 ENDS = (4, *[5] * 14, 6)  # 80 layers on 16 stages
 PLANS: dict[str, tuple[Model, int, dict[str, Any]]] = {
     "interleaved": (LLAMA, 64, {"tp": 8, "pp": 4, "chunks": 2, "recompute": "full"}),
@@ -49,6 +32,8 @@ PLANS: dict[str, tuple[Model, int, dict[str, Any]]] = {
     "zero bubble": (LLAMA, 64, {"tp": 8, "pp": 8, "schedule": "zb-h1"}),
     "experts": (MIXTRAL, 64, {"ep": 8, "tp": 2}),
     "latent": (DEEPSEEK, 512, {"ep": 32, "global_batch": 1024}),
+    "recipe 16": (SMALL, 8, {"tp": 2, "recipe": 16, "fused_attention": False}),
+    "gpt-j": (model("gpt-j-6b"), 8, {"tp": 2}),
     "gpt": (GPT, 64, {"tp": 8, "pp": 8, "schedule": "gpipe"}),
     "fp32": (SMALL, 12, {"tp": 2, "pp": 3, "dtype": "fp32"}),
     "one GPU": (SMALL, 1, {"dtype": "fp16", "global_batch": 4}),
@@ -250,6 +235,8 @@ def test_notes_are_in_the_text(target, case):
         ("megatron", "zero bubble", "no schedule zb-h1"),
         ("megatron", "v-shaped", "it runs interleaved"),
         ("megatron", "zero-3", "Megatron-FSDP"),
+        ("megatron", "gpt-j", "one norm"),
+        ("megatron", "gpt-j", "only the linears of MLP have biases"),
         ("torchtitan", "zero-1", "no ZeRO-1"),
         ("torchtitan", "zero bubble", "no schedule zb-h1"),
         ("torchtitan", "gpt", "LayerNorm"),

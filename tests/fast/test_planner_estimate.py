@@ -164,6 +164,16 @@ def test_the_slowest_stage_is_the_busiest_rank():
     assert found.of_ideal == pytest.approx(found.of_total / (1 - found.of_total))
 
 
+@pytest.mark.parametrize("name", ["gpipe", "1f1b"])
+def test_the_formula_knows_the_slowest_stage(name):
+    """The rank of the LM head waits for the work of the others, not for as much as its own."""
+    stages = [EQUAL, EQUAL, EQUAL, StageSeconds(1.5, 1.5, 1.5)]
+    simulated = pipeline(name, 4, 16, stages, message=0.0)
+    by_formula = pipeline(name, 4, 16, stages, simulated=False)
+    assert by_formula.seconds == pytest.approx(simulated.seconds, rel=1e-12)
+    assert by_formula.by_formula == pytest.approx(3 / 19)
+
+
 def test_as_many_stages_as_the_schedule_has():
     with pytest.raises(ValueError, match="expected the seconds of 8 stages for interleaved on 4"):
         pipeline("interleaved", 4, 8, [EQUAL] * 4, chunks=2)
@@ -268,9 +278,20 @@ def test_what_data_parallelism_hides(zero):
     plan = configure(llama, 16, zero=zero, global_batch=32)
     fast = replace(H100, node=Link(1e15, 0.0), network=Link(1e15, 0.0))
     slow = replace(H100, network=Link(1e6, 0.0))
-    assert estimate(llama, fast, plan).communication["dp"].exposed_seconds == 0
+    assert estimate(llama, fast, plan).communication["dp"].exposed_seconds < 1e-4
     traffic = estimate(llama, slow, plan).communication["dp"]
     assert traffic.exposed_seconds > 0.9 * traffic.seconds
+
+
+def test_dualpipe_hides_the_tokens_of_experts():
+    mixtral = model("mixtral-8x7b")
+    exposed = {}
+    for schedule in ("interleaved", "dualpipe-v"):
+        plan = configure(mixtral, 64, pp=4, ep=8, chunks=2, schedule=schedule)
+        exposed[schedule] = estimate(mixtral, H100, plan).communication["ep"]
+    assert exposed["interleaved"].exposed_seconds == pytest.approx(exposed["interleaved"].seconds)
+    assert exposed["dualpipe-v"].exposed_seconds == 0
+    assert exposed["dualpipe-v"].wire_bytes == exposed["interleaved"].wire_bytes
 
 
 def test_selective_recomputation_and_full_cost_what_hfu_counts():

@@ -15,12 +15,12 @@ def results() -> list[Result]:
 
 
 def test_every_row_is_within_its_bar(results):
-    outside = [f"{one.row.run}: {one.row.published} {one.ours}" for one in results if not one.held]
-    missed = {one.row.run for one in results if one.held is False}
-    assert missed == KNOWN_MISSES, outside
-
-
-KNOWN_MISSES: set[str] = set()
+    missed = [
+        f"{one.row.run}: {one.row.published}, ours {one.ours}"
+        for one in results
+        if one.held is False
+    ]
+    assert not missed
 
 
 def test_the_median_error_of_runs_that_were_not_used_is_at_most_8_percent(results):
@@ -30,13 +30,23 @@ def test_the_median_error_of_runs_that_were_not_used_is_at_most_8_percent(result
 
 def test_at_most_half_of_the_rows_of_a_generation_are_used():
     for key in {row.efficiency_key for row in rows() if row.efficiency_key}:
-        used = [row.calibration for row in rows() if row.efficiency_key == key]
-        assert 1 <= sum(used) <= len(used) / 2, key
+        held = [row for row in rows() if row.efficiency_key == key and row.bar is not None]
+        used = sum(row.calibration for row in held)
+        assert used <= len(held) / 2, key
+        assert used or hardware(key[0]).efficiency == hardware("h100").efficiency
 
 
 def test_the_efficiencies_are_those_that_the_calibration_rows_give():
     for (name, key), fitted in published.fitted().items():
         assert hardware(name).efficiency[key] == pytest.approx(fitted, abs=0.001)
+
+
+def test_published_runs_fit():
+    """Those of Llama 3 and DeepSeek-V3 need more by our sum: docs/planner.md says why."""
+    for row in rows():
+        apart = row.source.startswith(("Llama 3, arXiv", "DeepSeek-V3"))
+        if row.title == RUNS and row.bar is not None and not apart:
+            assert published.estimate_of(row).fits, row.run
 
 
 def test_every_row_says_where_it_is_from_and_why_it_is_not_held():
@@ -45,10 +55,18 @@ def test_every_row_says_where_it_is_from_and_why_it_is_not_held():
         assert (row.bar is None) == bool(row.why), row.run
 
 
-def test_slower_rows_of_torchtitan_are_slower_here():
-    """Their GPU's peak is not known, so only the order counts."""
-    found = {row.run: compute(row) for row in rows() if "torchtitan" in row.source}
-    assert len(found) == len([row for row in rows() if "torchtitan" in row.source])
+def test_the_order_of_torchtitans_rows():
+    """The peak of their GPU is not known, so only the order of speeds and sizes counts."""
+    found = {
+        (row.quantity, row.run, row.given["gpus"]): compute(row)
+        for row in rows()
+        if "torchtitan" in row.source
+    }
+    speed = {key[1:]: value for key, value in found.items() if key[0] == "tokens_per_gpu_second"}
+    eight, many = speed["Llama 3.1 8B, bf16", 8], speed["Llama 3.1 8B, bf16", 128]
+    assert eight > many > speed["Llama 3.1 70B, fp8", 256]
+    size = {key[1]: value for key, value in found.items() if key[0] == "memory_gib"}
+    assert size["8B, FSDP 8"] > size["8B, FSDP 128"]
 
 
 def test_the_page_has_todays_table(results):

@@ -1,7 +1,7 @@
-"""The planner beside the tour: the same bytes on each axis, states and bubbles for the small model.
+"""The planner beside the tour: equal bytes on each axis and equal bubbles for the small model.
 
 The tour's own test runs every row on ranks and proves its formulas equal to the ledger and the
-meters, so nothing is launched here.
+meters, so nothing is launched here. Memory is compared in test_planner_exact.py.
 """
 
 from __future__ import annotations
@@ -20,18 +20,14 @@ from course_lib.planner.catalog import FP32, FP64, Dtype, Experts
 from course_lib.planner.communication import stage_moves, step_moves
 from course_lib.planner.configuration import stages_of
 from course_lib.planner.estimate import rank_moves
-from course_lib.planner.exact import exact_memory
 from course_lib.planner.pipeline import StageSeconds, pipeline
 from course_lib.schedule import Costs, make, simulate
 from course_lib.tour.technique import JOB
 from course_lib.tour.techniques import TECHNIQUES
 from course_lib.tour.techniques.compose import FIVE, PLAN_5D
-from course_lib.tour.techniques.compose_reference import every_place, load_at
-from course_lib.tour.techniques.ep import EXPERTS, TOP_K, exact, loads
-from course_lib.tour.techniques.zero import BUCKET_BYTES as ZERO_BUCKET
+from course_lib.tour.techniques.ep import EXPERTS, TOP_K, exact
 
 ROWS = {row.name: row for row in TECHNIQUES}
-COMPOSED_BUCKET = compose.Plan().bucket_bytes
 TWO_STEPS = replace(JOB, steps=2)  # the routes of the second step: the reference trains one
 FLOAT32 = replace(Configuration(), dtype=FP32, seq=JOB.seq_len, global_batch=JOB.sequences)
 SP = {"tp": 4, "sequence_parallel": True}
@@ -145,55 +141,6 @@ def test_experts_of_even_routes_send_the_bytes_of_the_formula(name):
     assert {axis: one for axis, one in even.items() if axis != "ep"} == {
         axis: one for axis, one in of_run.items() if axis != "ep"
     }
-
-
-@pytest.mark.parametrize("name", [name for name, row in TOYS.items() if not row.experts])
-def test_the_planner_stores_the_bytes_of_the_tour(name):
-    """States after a step and the peak of saved activations, each of the fullest rank."""
-    row, bucket = TOYS[name], ZERO_BUCKET if name.startswith("zero") else COMPOSED_BUCKET
-    found = [
-        exact_memory(row.model, row.configuration, rank, bucket_bytes=bucket)
-        for rank in range(row.configuration.pp)
-    ]
-    states = max(one.total - one.activations for one in found)
-    assert states == ROWS[name].state_formula(JOB)
-    assert max(one.activations for one in found) == ROWS[name].peak_activation_formula(JOB)
-
-
-@pytest.mark.parametrize("name", ["ep-4", "ep-2"])
-def test_experts_store_the_bytes_of_the_tour(name):
-    """The routes are those of the run; here the fullest rank is that with most pairs."""
-    row, size = TOYS[name], TOYS[name].plan["ep"]
-    found = []
-    for rank in range(4):
-        of_layers = loads(TWO_STEPS, size, rank // size * size)
-        found.append(
-            exact_memory(
-                row.model,
-                row.configuration,
-                load=lambda layer, _, of_layers=of_layers: of_layers[layer],
-                ep_rank=rank % size,
-            )
-        )
-    assert {one.total - one.activations for one in found} == {ROWS[name].state_formula(TWO_STEPS)}
-    assert max(one.activations for one in found) == ROWS[name].peak_activation_formula(TWO_STEPS)
-
-
-def test_five_axes_store_the_bytes_of_the_tour():
-    row = TOYS["5d"]
-    found = [
-        exact_memory(
-            row.model,
-            row.configuration,
-            stage,
-            load=lambda layer, mb, d=d, t=t: load_at(TWO_STEPS, mb, layer, d, t),
-            ep_rank=c,
-        )
-        for stage in range(2)
-        for d, c, t in every_place()
-    ]
-    assert max(one.total - one.activations for one in found) == ROWS["5d"].state_formula(TWO_STEPS)
-    assert max(one.activations for one in found) == ROWS["5d"].peak_activation_formula(TWO_STEPS)
 
 
 @pytest.mark.parametrize("name", [name for name in TOYS if name.startswith("pp-")])

@@ -78,7 +78,7 @@ class Level:
         return Hardware(
             name=f"level {self.number}",
             capacity_bytes=self.limit_bytes,
-            memory_bandwidth=1e12,
+            memory_bandwidth=1e15,
             gpus_per_node=self.per_node,
             peak={"fp64": PEAK},
             node=self.node,

@@ -12,7 +12,7 @@ from course_lib.planner.hardware import Hardware
 
 
 def write(model: Model, hardware: Hardware, configuration: Configuration) -> Emitted:
-    """Return JSON; the model is yours. The order of ranks is ours: tp, cp, dp, pp, tp fastest."""
+    """Return JSON. Ranks are in the order of the planner: tp, cp, dp, pp, tp fastest."""
     pipeline, tensor = configuration.pp > 1, configuration.tp > 1
     zero = min(configuration.zero, 1) if pipeline else configuration.zero
     notes = _notes(model, hardware, configuration)
@@ -49,7 +49,7 @@ def write(model: Model, hardware: Hardware, configuration: Configuration) -> Emi
 def _precision(configuration: Configuration) -> dict[str, Any]:
     name = configuration.dtype.name
     if name in ("bf16", "fp8"):
-        wide = getattr(configuration, "recipe", 18) != 16
+        wide = configuration.recipe != 16
         # Without ZeRO the two formats must be equal.
         accumulation = "fp32" if wide and configuration.zero > 0 else "bf16"
         return {"bf16": {"enabled": True}, "data_types": {"grad_accum_dtype": accumulation}}

@@ -93,26 +93,22 @@ def uneven_stages(model: Model, configuration: Configuration) -> list[int] | Non
 
 
 def departures(model: Model) -> list[str]:
-    """Return in words how the model departs from the two families."""
+    """Return in words how the blocks of the model depart from those of its family."""
     found = []
-    if getattr(model, "block_norms", 2) == 1:
-        found.append("attention and MLP read one norm, in parallel")
-    if getattr(model, "head_bias", False):
-        found.append("the LM head has a bias")
-    biases = getattr(model, "attention_bias", None), getattr(model, "mlp_bias", None)
-    if None not in biases and biases[0] != biases[1]:
-        with_bias, without = ("attention", "MLP") if biases[0] else ("MLP", "attention")
-        found.append(f"{with_bias} has biases and {without} has none")
+    if model.block_norms == 1:
+        found.append("attention and MLP in parallel, after one norm")
+    if model.head_bias:
+        found.append("a bias of the LM head")
     return found
 
 
 def learned_positions(model: Model) -> bool:
     """Return whether the model adds learned positions; else it has RoPE."""
-    given = getattr(model, "positions", None)
-    return model.family == "gpt" if given is None else given
+    return model.family == "gpt" if model.positions is None else model.positions
 
 
-def biased(model: Model) -> bool:
-    """Return whether the linears have biases (those of the MLP, where attention differs)."""
-    given = getattr(model, "mlp_bias", None)
-    return model.family == "gpt" if given is None else given
+def biases(model: Model) -> tuple[bool, bool]:
+    """Return whether the linears of attention, and those of the MLP, have biases."""
+    given = model.attention_bias, model.mlp_bias
+    attention, mlp = (model.family == "gpt" if one is None else one for one in given)
+    return attention, mlp

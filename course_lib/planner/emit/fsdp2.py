@@ -10,7 +10,7 @@ from course_lib.planner.catalog import Model
 from course_lib.planner.configuration import Configuration
 from course_lib.planner.emit.emitted import (
     Emitted,
-    biased,
+    biases,
     departures,
     learned_positions,
     title,
@@ -62,10 +62,10 @@ TIE = "    model.head.weight = model.embedding.token.weight\n"
 
 
 def write(model: Model, hardware: Hardware, configuration: Configuration) -> Emitted:
-    """Return a script. The order of ranks is ours: tp, dp, tp fastest."""
+    """Return a script. Ranks are in the order of the planner: tp, dp, tp fastest."""
     notes = _notes(model, configuration)
     swiglu, learned = model.family == "llama", learned_positions(model)
-    bias = biased(model)
+    attention_bias, mlp_bias = biases(model)
     stored, compute = DTYPES.get(configuration.dtype.name, DTYPES["bf16"])
     ranks = Configuration(tp=configuration.tp, dp=configuration.dp)
     template = Path(__file__).with_name("fsdp2_page.txt").read_text(encoding="utf-8")
@@ -91,9 +91,9 @@ def write(model: Model, hardware: Hardware, configuration: Configuration) -> Emi
         seq=configuration.seq,
         stored=stored,
         compute=compute,
-        bias=bias,
+        bias=attention_bias,
         norm="RMSNorm" if swiglu else "LayerNorm",
-        mlp=(SWIGLU if swiglu else MLP).format(bias=bias),
+        mlp=(SWIGLU if swiglu else MLP).format(bias=mlp_bias),
         columns='"gate", "up"' if swiglu else '"fc_in",',
         row="down" if swiglu else "fc_out",
         rope="" if learned else ROPE,
@@ -120,6 +120,8 @@ def _notes(model: Model, configuration: Configuration) -> list[str]:
         notes.append("This page has an MLP in every layer, no experts.")
     if model.latent is not None:
         notes.append("This page has plain attention, no latent attention.")
+    if model.dropout:
+        notes.append(f"This page has no dropout ({model.dropout:g} in the model).")
     if configuration.tp > 1 and model.kv_heads % configuration.tp:
         notes.append(f"DTensor needs tp to divide the KV heads, {model.kv_heads} here.")
     if configuration.tp > 1 and configuration.seq % configuration.tp:

@@ -7,7 +7,7 @@ from course_lib.planner.configuration import Configuration
 from course_lib.planner.emit.emitted import (
     WIDTH,
     Emitted,
-    biased,
+    biases,
     comment,
     departures,
     learned_positions,
@@ -22,7 +22,7 @@ SHARDING = {2: "optim_grads", 3: "optim_grads_params"}
 
 
 def write(model: Model, hardware: Hardware, configuration: Configuration) -> Emitted:
-    """Return a command line. The order of ranks is ours: tp, cp, dp, pp, tp fastest."""
+    """Return a command line. Ranks are in the order of the planner: tp, cp, dp, pp, tp fastest."""
     groups = [
         _parallelism(model, configuration),
         _data_parallelism(configuration),
@@ -118,7 +118,7 @@ def _model(model: Model, configuration: Configuration) -> list[str]:
         f"--max-position-embeddings {max(model.max_seq_len, configuration.seq)}",
         f"--position-embedding-type {'learned_absolute' if learned else 'rope'}",
         *(["--normalization RMSNorm --swiglu"] if llama else ["--normalization LayerNorm"]),
-        *([] if biased(model) else ["--disable-bias-linear"]),
+        *([] if any(biases(model)) else ["--disable-bias-linear"]),
         *([] if model.tied else ["--untie-embeddings-and-output-weights"]),
         f"--vocab-size {model.vocab}",
         f"--hidden-dropout {model.dropout:g} --attention-dropout {model.dropout:g}",
@@ -144,7 +144,7 @@ def _experts(model: Model, configuration: Configuration) -> list[str]:
     if experts.dense_layers:
         rest = model.layers - experts.dense_layers
         found += [f"--moe-layer-freq '([0]*{experts.dense_layers}+[1]*{rest})'"]
-    if getattr(experts, "router_bias", False):
+    if experts.router_bias:
         found += ["--moe-router-score-function sigmoid --moe-router-enable-expert-bias"]
     return found
 
@@ -170,16 +170,23 @@ def _precision(configuration: Configuration) -> list[str]:
         "fp16": ["--fp16"],
         "fp8": ["--bf16", "--fp8-format hybrid", "--fp8-recipe tensorwise"],
     }.get(configuration.dtype.name, [])
-    if "--bf16" in found and getattr(configuration, "recipe", 18) == 16:
+    if "--bf16" in found and configuration.recipe == 16:
         found = [*found, "--grad-reduce-in-bf16"]
-    if not getattr(configuration, "fused_attention", True):
+    if not configuration.fused_attention:
         found = [*found, "--attention-backend unfused"]
     return found
 
 
 def _notes(model: Model, configuration: Configuration) -> list[str]:
     pp, chunks, name = configuration.pp, configuration.chunks, configuration.schedule
-    notes = [f"Megatron-LM has no option for this: {one}." for one in departures(model)]
+    notes = [f"Megatron-LM has no option for {one}." for one in departures(model)]
+    attention, mlp = biases(model)
+    if attention != mlp:
+        one, other = ("attention", "MLP") if attention else ("MLP", "attention")
+        notes.append(
+            f"In the model only the linears of {one} have biases; with these options those of "
+            f"{other} have them too."
+        )
     planned = "interleaved" if chunks > 1 else "1f1b"
     if pp > 1 and name != planned:
         notes.append(f"Megatron-LM has no schedule {name}; it runs {planned} instead.")
@@ -190,7 +197,7 @@ def _notes(model: Model, configuration: Configuration) -> list[str]:
         )
     if configuration.zero > 1:
         notes.append(
-            f"ZeRO-{configuration.zero} is Megatron-FSDP, which wants CUDA_DEVICE_MAX_CONNECTIONS "
+            f"ZeRO-{configuration.zero} is Megatron-FSDP, which needs CUDA_DEVICE_MAX_CONNECTIONS "
             "unset or above 1; the distributed optimizer alone is ZeRO-1."
         )
         if pp > 1:
@@ -200,7 +207,7 @@ def _notes(model: Model, configuration: Configuration) -> list[str]:
             )
     if configuration.cp > 1 and configuration.seq % (2 * configuration.cp):
         notes.append(
-            f"Megatron-LM wants a sequence length that 2 x cp = {2 * configuration.cp} divides, "
+            f"Megatron-LM needs a sequence length that 2 x cp = {2 * configuration.cp} divides, "
             f"got {configuration.seq}."
         )
     if configuration.dtype.name == "fp64":
@@ -214,7 +221,7 @@ def _notes(model: Model, configuration: Configuration) -> list[str]:
     if model.vocab % multiple:
         padded = -(-model.vocab // multiple) * multiple
         notes.append(
-            f"Megatron-LM pads the vocabulary to {padded:,} (128 x tp); "
-            "--make-vocab-size-divisible-by changes that."
+            f"Megatron-LM pads the vocabulary to {padded:,}, a multiple of 128 x tp; the plan "
+            "pads it to a multiple of tp."
         )
     return notes

@@ -37,7 +37,7 @@ SCHEDULES = {
 
 
 def write(model: Model, hardware: Hardware, configuration: Configuration) -> Emitted:
-    """Return a TOML file. The order of ranks is ours: tp, cp, dp, pp, tp fastest."""
+    """Return a TOML file. Ranks are in the order of the planner: tp, cp, dp, pp, tp fastest."""
     name, flavor, model_notes = _flavor(model)
     notes = [*model_notes, *_notes(model, configuration)]
     config: dict[str, dict[str, Any]] = {
@@ -195,7 +195,7 @@ def _notes(model: Model, configuration: Configuration) -> list[str]:
         )
     if configuration.seq % (tp * 2 * cp if cp > 1 else tp):
         notes.append(
-            f"torchtitan wants a sequence length that tp x 2 cp divides, got {configuration.seq}."
+            f"torchtitan needs a sequence length that tp x 2 cp divides, got {configuration.seq}."
         )
     if tp > 1 and model.kv_heads % tp:
         notes.append(f"tp {tp} does not divide {model.kv_heads} KV heads; torchtitan needs that.")
@@ -209,10 +209,12 @@ def _notes(model: Model, configuration: Configuration) -> list[str]:
         notes.append(
             "Weights, gradients and moments are stored in fp32: 16 bytes per parameter, sharded."
         )
-    if model.experts is not None and configuration.ep > 1 and tp > 1:
+    if model.experts is not None and tp > 1:
         notes.append(
             "torchtitan takes the ranks of ep from tp first, then from cp and dp; each rank has as "
             "many experts as in the plan."
+            if configuration.ep > 1
+            else "Without ep torchtitan divides each expert by tp; the plan has whole experts."
         )
     return notes
 
