@@ -19,6 +19,8 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
+from course_lib.formulas.cp import ulysses_wire_bytes
+from course_lib.formulas.ep import even_wire_bytes
 from course_lib.formulas.moves import Move, entering, leaving, of_data
 from course_lib.formulas.pp import stage_boundaries
 from course_lib.ledger import wire
@@ -411,6 +413,24 @@ def _stage_boundaries(row: Row, _: Efficiency) -> float:
     return stage_boundaries(make(given["schedule"], given["ranks"], 24, given["chunks"]))
 
 
+def _ulysses_elements(row: Row, _: Efficiency) -> float:
+    """Elements that a rank sends in forward, which is half of forward and backward."""
+    m, n = _model(row), row.given["ranks"]
+    sent = ulysses_wire_bytes(m, 1, m.max_seq_len, n) / m.dtype.itemsize / m.layers / 2
+    return float(sent * n / m.max_seq_len / m.hidden)
+
+
+def _expert_elements(row: Row, _: Efficiency) -> float:
+    return float(even_wire_bytes(1, row.given["top_k"], 1, row.given["ranks"]))
+
+
+def _in_flight(row: Row, _: Efficiency) -> float:
+    given = row.given
+    chunks = given.get("chunks", 1)
+    found = in_flight(given["schedule"], given["ranks"], given["micro_batches"], 0, chunks)
+    return found.total / chunks
+
+
 def _bus_factor(row: Row, _: Efficiency) -> float:
     return float(wire(row.given["op"], row.given["ranks"], row.given["ranks"]) / row.given["ranks"])
 
@@ -501,6 +521,9 @@ QUANTITIES: dict[str, Callable[[Row, Efficiency], float]] = {
     "data_elements_per_parameter": _data_elements_per_parameter,
     "tp_elements_in_bsh": _tp_elements_in_bsh,
     "stage_boundaries": _stage_boundaries,
+    "ulysses_elements": _ulysses_elements,
+    "expert_elements": _expert_elements,
+    "in_flight": _in_flight,
     "bus_factor": _bus_factor,
     "bus_gb_per_second": _bus_gb_per_second,
     "mfu_of_time": _mfu_of_time,
