@@ -171,7 +171,8 @@ def exposed_data(
     else:
         waits = rounds[0] * max(0.0, whole_sums - backward) + max(0.0, whole_gathers - forward)
     whole = rounds[0] * whole_sums + rounds[1] * whole_gathers
-    waits += SHARE_OF_SMS * (whole - waits)
+    if not hardware.emulated:
+        waits += SHARE_OF_SMS * (whole - waits)
     whole = whole_sums + whole_gathers
     return {axis: waits * (sums[axis] + gathers[axis]) / whole for axis in sums} if whole else {}
 

@@ -61,9 +61,14 @@ def test_a_rank_over_its_limit_is_out_of_memory():
 
 
 def test_a_wrong_gradient_is_seen(monkeypatch):
-    """One process with another learning rate is another training from the second step on."""
-    level = plans.level(2)
-    job = replace(level.job, sequences=4)
-    monkeypatch.setattr(ranks, "_reference", lambda _: ([5.0] * 3, [1.0] * 3))
-    ran = ranks.trial(job, *level.in_library(level.plan(tp=4)))
+    """The norm of a gradient that is half as large in the reference, in the last step alone."""
+    level, reference = plans.level(2), ranks._reference
+
+    def halved(job):
+        losses, norms = reference(job)
+        return losses, [*norms[:-1], norms[-1] / 2]
+
+    monkeypatch.setattr(ranks, "_reference", halved)
+    ran = ranks.trial(level.job, *level.in_library(level.plan(tp=4)))
+    assert ran.off == pytest.approx(1)
     assert not ran.same

@@ -249,18 +249,18 @@ class Level:
 
 LEVELS = (
     Level(1, "DP does not fit", "the optimizer takes too much memory on four ranks.",
-          toy(), 4, 4, 5_000_000, 8, bars=(2.60931, 2.23180, 1.85428)),
+          toy(), 4, 4, 5_000_000, 8, bars=(2.57141, 2.16651, 1.76161)),
     Level(2, "two sequences", "four ranks share a batch of two.",
-          toy(), 4, 4, 8_000_000, 2, bars=(0.68636, 0.58932, 0.49227)),
+          toy(), 4, 4, 8_000_000, 2, bars=(0.67368, 0.56553, 0.45739)),
     Level(3, "one long sequence", "attention of 512 tokens, and one sequence per step.",
-          toy(max_seq_len=512), 4, 4, 20_000_000, 1, seq=512, bars=(3.87263, 3.37417, 2.87571)),
+          toy(max_seq_len=512), 4, 4, 20_000_000, 1, seq=512, bars=(3.85734, 3.34908, 2.84082)),
     Level(4, "two nodes", "the network is ten times slower than the links of a node.",
-          toy(), 8, 4, 4_000_000, 8, bars=(2.44535, 1.79964, 1.15392)),
+          toy(), 8, 4, 4_000_000, 8, bars=(2.41611, 1.78210, 1.14809)),
     Level(5, "experts", "eight experts per layer, two per token.",
-          toy(experts=Experts(8, 2, 192)), 8, 4, 14_000_000, 8, bars=(4.51483, 3.15134, 1.78786)),
+          toy(experts=Experts(8, 2, 192)), 8, 4, 14_000_000, 8, bars=(4.51221, 3.14681, 1.78141)),
     Level(6, "five axes", "sixteen ranks in four nodes, experts and long sequences.",
           toy(max_seq_len=256, experts=Experts(8, 2, 192)), 16, 4, 12_000_000, 4, seq=256,
-          bars=(7.05831, 5.35417, 3.65003)),
+          bars=(6.70410, 5.09430, 3.48450)),
 )  # fmt: skip
 
 
