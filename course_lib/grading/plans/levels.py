@@ -237,11 +237,13 @@ class Level:
         """Return the description of the level for a learner."""
         nodes, (middle, par, best) = self.ranks // self.per_node, self.bars
         where = f"{nodes} nodes of {self.per_node} ranks" if nodes > 1 else "one node"
+        speed = f"{self.node.bandwidth / 1e6:g} MB/s inside"
+        if nodes > 1:
+            speed = f"{speed} a node, {self.network.bandwidth / 1e6:g} MB/s between nodes"
         return (
             f"Level {self.number}, {self.title}: {self.task}\n"
-            f"  {self.ranks} ranks in {where}; inside {self.node.bandwidth / 1e6:g} MB/s, between "
-            f"{self.network.bandwidth / 1e6:g} MB/s\n"
-            f"  {self.sequences} sequences of {self.seq} tokens per step, at most "
+            f"  {self.ranks} ranks in {where}; {speed}\n"
+            f"  batch of {self.sequences} x {self.seq} tokens per step, at most "
             f"{self.limit_bytes / 1e6:g} MB of state and saved activations per rank\n"
             f"  middle of all plans {middle:.3f} s, par {par:.3f} s, best {best:.3f} s"
         )
