@@ -531,7 +531,7 @@ for label, found in {
 # `course plan llama-3-70b --gpus 64 --hardware h100 --search` ranks all legal plans; `--explain` derives one.
 #
 # ## Your turn, and five questions to leave with
-# [Four exercises](../exercises/14_the_decision.ipynb) take 70 minutes.
+# [Four exercises](../exercises/14_the_decision.ipynb) take 70 minutes. In [14b](14b_plan_arena.ipynb) your plans run.
 
 # %% [markdown] course={"ex": "14-1"}
 # ## 14-1 Repair a chooser
