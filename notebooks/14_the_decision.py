@@ -46,11 +46,10 @@ for gpus in (4, 12, 20, 64):
 
 # %% [markdown]
 # On 4 GPUs it asks for 8 and for no stage at all. On 12 GPUs it places a tensor group across two nodes, and on 20 GPUs it
-# leaves four idle. It never asks for the batch, the sequence or the heads. You repair it in exercise 14-1.
+# leaves four idle. You repair it in exercise 14-1.
 #
 # ## Five questions, in this order
-# Each question removes options, so the next one is easier. Memory comes first because a layout that does not fit has no
-# speed.
+# Memory comes first, because a layout that does not fit has no speed.
 #
 # | question | from | rule |
 # |---|---|---|
@@ -60,8 +59,8 @@ for gpus in (4, 12, 20, 64):
 # | 4. How long is a step? | FLOPs, bytes, bubble | computing + bubble + what communication is not hidden |
 # | 5. What do we measure first? | the largest uncertain part | the part that would change the decision |
 #
-# The 18 bytes are 2 for a weight in bfloat16, 4 for its gradient and 12 for the optimizer. h is the hidden size, p the
-# number of stages, and m the number of micro-batches of a replica in one step.
+# The 18 bytes are 2 for a weight in bfloat16, 4 for its gradient and 12 for the optimizer. h is the hidden size, s the
+# sequence, L the layers, p the stages, and m the micro-batches of a replica in one step.
 #
 # What do you predict?
 
@@ -173,7 +172,7 @@ picture_sliders(
 
 # %% [markdown]
 # ## 180B on 128 H100
-# Claim 2 has two more things to divide by: 128 GPUs, and four stages. We take Falcon 180B and compare ZeRO-2 with ZeRO-1.
+# We take Falcon 180B and compare the ZeRO-2 of claim 2 with ZeRO-1.
 
 # %%
 FALCON = {
@@ -198,7 +197,7 @@ print(
 # than the computing. ZeRO-1 reduces once. It needs 17 GB more, and they are there. PyTorch's FSDP in a pipeline also
 # reduces once, as lesson 12 showed, but then it stores gradients like ZeRO-1.
 #
-# The two-minute answers to both questions are in [the interview plan](../docs/interview.md), as one would speak them.
+# [The interview plan](../docs/interview.md) has a two-minute answer to both questions, as one would speak it.
 #
 # ## 405B on 16,384 H100
 # Llama 3's step has 16 million tokens. At 8,192 tokens per sequence these are 2,048 sequences, and at 131,072 they are 128.
@@ -362,7 +361,7 @@ for name, gpus, batch, degrees in (
 # With 64 requests TP has 2.4 times the throughput of DP: decoding waits for the weights to be read, and each replica
 # reads all of them for its eight requests. With 1,024 requests the two are nearly equal, because reading the cache takes
 # longest, and both shard it alike. Lesson [13b](13b_parallel_serving.ipynb) checks the claim in full. GPT-3 does not fit
-# on one GPU. Of the two plans that fit, tp=8 is better in both columns, because tp=32 sends its all-reduces between nodes.
+# on one GPU, and tp=32 loses to tp=8 because its all-reduces cross nodes.
 #
 # With experts, ask which GPUs store them. We train Mixtral 8x7B on 64 H100:
 
@@ -396,7 +395,7 @@ for layers in ((20, 20, 20, 20), (10, 10, 30, 30)):
 # With 20 layers each, an H100 is done in a third of the time of an A100 and waits for the rest.
 #
 # ## The same in PyTorch
-# A plan is worth something when it runs. `emit` writes it for torchtitan, Megatron-LM, DeepSpeed, or as a page of FSDP2
+# `emit` writes a plan for torchtitan, Megatron-LM, DeepSpeed, or as a page of FSDP2
 # and DTensor:
 
 # %%
