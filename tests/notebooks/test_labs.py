@@ -183,6 +183,19 @@ def reads_13(told: str, head: str) -> Diagnosis:
     return CORRECT if reference == "yes" else ("own noise", None, "all")
 
 
+def reads_14(told: str, head: str) -> Diagnosis:
+    compute, tp, dp = (numbers(told)[at : at + 4] for at in (0, 4, 8))
+    planned = numbers(head)[-3:]
+    late = [rank for rank in range(4) if compute[rank] > 1.5 * planned[0]]
+    if late:
+        return "slow", "compute", late[0]
+    if min(compute) > 1.2 * planned[0]:
+        return "recompute", "compute", "all"
+    if min(tp) > 5 * planned[1]:
+        return "order", "tp", "all"
+    return ("link", "dp", "all") if min(dp) > 2 * planned[2] else CORRECT
+
+
 READERS = {
     "01": reads_01,
     "02": reads_02,
@@ -195,6 +208,7 @@ READERS = {
     "09": reads_09,
     "10": reads_10,
     "13": reads_13,
+    "14": reads_14,
 }
 
 

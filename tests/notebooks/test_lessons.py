@@ -593,6 +593,33 @@ def lesson_12_shows_all_axes(notebook):
     assert len(pictures(notebook)) == 2  # and the slider's, which is a widget
 
 
+def lesson_14_shows_a_decision(notebook):
+    text = outputs(notebook)
+    for line in (
+        "70B on  4 GPUs: {'dp': 1, 'tp': 8, 'pp': 0}, which are 0 GPUs",
+        "70B on 20 GPUs: {'dp': 1, 'tp': 8, 'pp': 2}, which are 16 GPUs",
+        "512 micro-batches per replica",
+        "  pp  4 groups of 4, across nodes",
+        "[0 4 8 12] [1 5 9 13] [2 6 10 14] [3 7 11 15]",
+        "pipeline_parallel_degree = 2",
+        "0 of 5 right",
+        "your votes: 1 None; 2 None",
+    ):
+        assert line in text
+    plans = re.findall(r"^(\S.*\S) +[\d.]+ +[\d.]+ +([\d.]+) +(yes|no) +([\d.]+) ", text, re.M)
+    found = {name: (float(gb), fits, float(step)) for name, gb, fits, step in plans}
+    assert found["tp8 dp8, ZeRO-1"][1] == "no"
+    assert found["tp8 dp8, ZeRO-2"][1] == found["tp8 pp2 dp4, ZeRO-1"][1] == "yes"
+    assert found["tp8 pp4 dp4, ZeRO-2"][2] > 2 * found["tp8 pp4 dp4, ZeRO-1"][2]
+    rules = re.findall(r"^(?:dp|tp|pp), .* ([\d.]+) +([\d.]+) +([\d.]+)$", text, re.M)
+    assert len(rules) == 4
+    for _, formula, measured in rules:
+        assert float(measured) < 1.1 * float(formula), "the run is slower than alpha-beta"
+    even, fitted = (int(n.replace(",", "")) for n in re.findall(r"\): ([\d,]+) units", text))
+    assert fitted < 0.6 * even
+    assert len(pictures(notebook)) == 1  # and the slider's, which is a widget
+
+
 def lesson_10_shows_tokens_that_travel(notebook):
     text = outputs(notebook)
     for line in (
@@ -641,6 +668,7 @@ SHOWS = {  # what a lesson must show
     "notebooks/12_five_axes": lesson_12_shows_all_axes,
     "notebooks/13_inference": lesson_13_shows_serving,
     "notebooks/13b_parallel_serving": lesson_13b_shows_many_ranks,
+    "notebooks/14_the_decision": lesson_14_shows_a_decision,
     "notebooks/14b_plan_arena": lesson_14b_shows_plans,
     "notebooks/10_expert_parallelism": lesson_10_shows_tokens_that_travel,
 }

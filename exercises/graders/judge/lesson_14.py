@@ -166,23 +166,24 @@ MODELS = {
     "GPT-J": _model(6.05e9, 28, 16, 4096, 2048, 480),
     "7B": _model(6.74e9, 32, 32, 4096, 4096, 480),
     "13B": _model(13.0e9, 40, 40, 5120, 4096, 480),
+    "15B": _model(15.5e9, 40, 48, 6144, 8192, 480),
     "33B": _model(32.5e9, 60, 52, 6656, 2048, 960),
     "70B": _model(70.6e9, 80, 64, 8192, 8192, 480),
     "175B": _model(175e9, 96, 96, 12288, 2048, 1536),
     "180B": _model(180e9, 80, 232, 14848, 2048, 1536),
-    "8B, 128k": _model(8.03e9, 32, 32, 4096, 131072, 32),
+    "8B, 128k": _model(8.03e9, 32, 32, 4096, 131_070, 32),
     "70B, 128k": _model(70.6e9, 80, 64, 8192, 131072, 32),
     "8 experts": _model(1.6e9, 32, 32, 4096, 4096, 960, 8, 5.64e9, 2),
     "64 experts": _model(1.3e9, 27, 16, 2048, 4096, 1920, 64, 0.23e9, 1),
 }
 CASES = (  # model, GPUs, GPUs per node, GB per GPU
     ("GPT-2 XL", 4, 8, 16), ("7B", 4, 4, 80), ("13B", 4, 8, 80),
-    ("GPT-2 XL", 12, 4, 16), ("7B", 12, 8, 40), ("13B", 12, 6, 80),
+    ("GPT-2 XL", 12, 4, 16), ("15B", 12, 8, 64), ("13B", 12, 6, 80),
     ("7B", 20, 8, 40), ("13B", 20, 4, 40), ("13B", 20, 10, 16),
     ("GPT-J", 8, 8, 16), ("33B", 64, 8, 40), ("70B", 32, 8, 80), ("70B", 64, 8, 80),
     ("70B", 64, 4, 80), ("175B", 8, 8, 80), ("180B", 128, 8, 80),
     ("8B, 128k", 32, 8, 80), ("70B, 128k", 128, 8, 141),
-    ("8 experts", 32, 8, 80), ("64 experts", 16, 8, 24),
+    ("8 experts", 32, 8, 80), ("64 experts", 24, 6, 16),
 )  # fmt: skip
 
 
@@ -209,9 +210,12 @@ def _other(rng: random.Random, given: Instance) -> Instance:
     model["layers"] = rng.choice((int(model["layers"]), *layers))
     model["heads"] = rng.choice((int(model["heads"]), 20, 24, 36, 48, 60))
     model["batch"] = rng.choice((int(model["batch"]), 2 * int(model["batch"]), 42, 50, 66, 90, 210))
-    if model["seq"] > 2**16:  # odd numbers of pieces
-        model["seq"] = int(model["seq"]) + rng.choice((2, 2, 2, 4))
-    memory = int(given["memory"] * rng.choice((0.5, 1, 1.5, 2, 3)))
+    scales = (0.5, 1, 1.5, 2, 3)
+    if model["seq"] > 2**16:  # an odd number of pairs of tokens: cp=2 has no equal chunks
+        model["seq"], scales = int(model["seq"]) + 2, (1, 1, 1.5)
+    elif rng.random() < 0.3:
+        model["seq"] = int(model["seq"]) - 1
+    memory = int(given["memory"] * rng.choice(scales))
     return {**given, "model": model, "memory": memory}
 
 
