@@ -26,24 +26,24 @@ def pictures() -> dict[str, Picture]:
             across="block c of a rank, tokens",
             up="milliseconds per turn",
             title="When a turn of ring attention hides its transfer",
-            note="Lines: formula. H100 at its peak, 64 query heads of 128. A turn is hidden to the right of the "
-            "point where its line meets compute.",
+            note="Lines: formula. H100 at its peak, 64 query heads of 128. A turn is hidden to the "
+            "right of the point where its line meets compute.",
         ),
         "context": curves(
             context.curves_by_length(),
             across="tokens per sequence, in units of 1,024",
             up="GB per GPU",
             title="Memory without context parallelism",
-            note="Lines: the planner. 70B: TP 8 and ZeRO-3 on 64 H100. 405B: TP 8, PP 16 and ZeRO-1 on 16,384 H100. "
-            "Attention is fused.",
+            note="Lines: the planner. 70B: TP 8 and ZeRO-3 on 64 H100. 405B: TP 8, PP 16 and "
+            "ZeRO-1 on 16,384 H100. Attention is fused.",
         ),
         "volume": curves(
             volume.curves_by_tokens(),
             across="tokens per replica and step, in units of 1,024",
             up="GB per GPU and step",
             title="Bytes that a GPU sends: TP > DP > PP?",
-            note="Lines: the planner. 70B, TP 8 with sequence parallelism, PP 4, DP 8; one sequence of up to 8,192 "
-            "tokens per micro-batch.",
+            note="Lines: the planner. 70B, TP 8 with sequence parallelism, PP 4, DP 8; one "
+            "sequence of up to 8,192 tokens per micro-batch.",
         ),
     }
 

@@ -48,23 +48,29 @@ def share_of_ideal(layout: str, n: int, block: int) -> float:
     return t * (t + 1) / 2 / n / sum(turn_tiles(layout, n, block))
 
 
-def compute_seconds(block: float, *, causal: bool = True) -> float:
-    """Return the seconds of one turn's attention in forward at the peak of an H100."""
+def compute_seconds(block: float, *, causal: bool = True, gpu: str = "h100") -> float:
+    """Return the seconds of one turn's attention in forward at the peak of ``gpu``."""
     flops = 4 * block**2 * HEADS * HEAD_DIM * (0.5 if causal else 1.0)
-    return flops / hardware("h100").peak["bf16"]
+    return flops / hardware(gpu).peak["bf16"]
 
 
-def transfer_seconds(block: float, link: str, kv_heads: int) -> float:
-    """Return the seconds in which K and V of ``block`` tokens cross a ``link`` of an H100."""
-    one = getattr(hardware("h100"), link)
+def transfer_seconds(block: float, link: str, kv_heads: int, gpu: str = "h100") -> float:
+    """Return the seconds in which K and V of ``block`` tokens cross a ``link`` of ``gpu``."""
+    one = getattr(hardware(gpu), link)
     return 2 * 2 * block * kv_heads * HEAD_DIM / (one.bandwidth * one.efficiency)
 
 
 def smallest_block(
-    link: str, kv_heads: int, *, causal: bool = True, backward: bool = False
+    link: str,
+    kv_heads: int,
+    *,
+    causal: bool = True,
+    backward: bool = False,
+    gpu: str = "h100",
 ) -> float:
     """Return the block in tokens from which on a turn hides its transfer, latency left out."""
-    block = transfer_seconds(1, link, kv_heads) / compute_seconds(1, causal=causal)
+    compute = compute_seconds(1, causal=causal, gpu=gpu)
+    block = transfer_seconds(1, link, kv_heads, gpu) / compute
     return block * float(_backward_bytes() / BACKWARD) if backward else block
 
 
@@ -72,6 +78,11 @@ def _backward_bytes() -> Fraction:
     """Return the bytes of a backward turn over those of a forward: K, V and sums in fp32."""
     passes = ring(2, 4, 2)
     return sum((move.wire for move in passes.backward), Fraction(0)) / passes.forward[0].wire
+
+
+def h800_block() -> float:
+    """Return the smallest block of the published runs: Llama 3.1 8B has 8 KV heads for 32."""
+    return smallest_block("node", HEADS * 8 // 32, backward=True, gpu="h800")
 
 
 def curves_by_block() -> dict[str, dict[float, float]]:
@@ -108,3 +119,4 @@ def text() -> Iterator[str]:
                 f"{link:<9}{kv_heads:>9}{full:>9,.0f}{causal:>9,.0f}{backward:>10,.0f}"
                 f"{131072 / backward:>15.1f}"
             )
+    yield f"H800, 8 of 32 heads, causal, by NVLink: {h800_block():,.0f} tokens"

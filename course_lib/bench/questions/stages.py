@@ -7,6 +7,7 @@ equal share of layers at full speed; F = I = W, and messages take no time.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from functools import cache
 from typing import NamedTuple
 
 from course_lib.schedule import Costs, lower_bound, make, placement, searched, simulate, v_shape
@@ -83,13 +84,16 @@ def _costs(ranks: Sequence[int], layers: Sequence[int], speeds: Sequence[float])
     return Costs(per_stage=tuple(factors)).on_ranks(speeds, ranks)
 
 
-def rows() -> Iterator[Row]:
-    """Yield all speeds, places and both ways to divide the layers."""
-    for moved in (False, True):
-        for speed in SPEEDS:
-            for place in PLACES:
-                if speed < 1 or (place == "middle" and not moved):
-                    yield row(speed, place, moved=moved)
+@cache
+def rows() -> tuple[Row, ...]:
+    """Return all speeds, places and both ways to divide the layers."""
+    return tuple(
+        row(speed, place, moved=moved)
+        for moved in (False, True)
+        for speed in SPEEDS
+        for place in PLACES
+        if speed < 1 or (place == "middle" and not moved)
+    )
 
 
 def curves_by_speed() -> dict[str, dict[float, float]]:
