@@ -26,6 +26,7 @@ BENCHES = {
     "ep": "A layer with experts by all-to-all, beside gathering all tokens, and all experts.",
     "inference": "Layouts of eight paced ranks that decode: throughput and latency by requests.",
     "groups": "Buckets of dp that make room for all-reduces of tp on one link, or do not.",
+    "plans": "Steps of the plan arena on padded ranks beside their simulation.",
     "wire": "Bytes that the kernel counted beside the bytes of the formula.",
 }
 

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 EXAMPLE = "course plan llama-3-70b --gpus 64 --hardware h100 --tp 8 --pp 4"
 NEEDED = ("family", "layers", "hidden", "heads", "vocab")  # of a custom model
-
+MOST_STAGES = 10_000  # that --stage-layers writes as one number
 
 Degree = Annotated[int | None, typer.Option(help="GPUs on this axis; default: 1.")]
 Count = Annotated[int | None, typer.Option(help="Of a custom model.")]
@@ -94,7 +94,9 @@ def plan(
     search: Annotated[
         bool, typer.Option("--search", help="Rank all legal plans by step time.")
     ] = False,
-    top: Annotated[int, typer.Option(min=1, help="Plans that --search lists.")] = 10,
+    top: Annotated[
+        int | None, typer.Option(min=1, help="Plans that --search lists; default: 10.")
+    ] = None,
     serve: Annotated[bool, typer.Option("--serve", help="Plan inference.")] = False,
     batch: Annotated[
         int | None, typer.Option(help="With --serve: requests at once per replica; default: 1.")
@@ -120,6 +122,8 @@ def plan(
     from course_lib.planner.hardware import hardware as hardware_of
 
     if published:
+        if model is not None:
+            raise ValueError(f"--published plans runs of its own; leave out {model}")
         return _published(as_json)
     sizes = {
         "family": family,
@@ -182,10 +186,12 @@ def plan(
     requests = {"batch": batch, "prompt": prompt, "generate": generate}
     if not serve and any(size is not None for size in requests.values()):
         raise ValueError("--batch, --prompt and --generate describe inference; add --serve")
+    if top is not None and not search:
+        raise ValueError("--top is the number of plans that --search lists; add --search")
     if compare:
         return _compare(given, machine, gpus, degrees, compare, options, as_json)
     if search:
-        return _search(given, machine, gpus, degrees, top, options, as_json)
+        return _search(given, machine, gpus, degrees, top or 10, options, as_json)
     made = configure(given, gpus, **degrees)
     if emit is not None:
         return _emit(given, machine, made, emit, as_json)
@@ -370,7 +376,7 @@ def _stage_layers(text: str | None) -> tuple[int, ...] | None:
     for piece in text.split(","):
         layers, _, times = piece.partition("x")
         try:
-            found += [int(layers)] * int(times or 1)
+            found += [int(layers)] * min(int(times or 1), MOST_STAGES)
         except ValueError:
             raise ValueError(
                 f"expected layers per stage such as 7,8x14,7, got --stage-layers {text}"

@@ -7,6 +7,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from os import PathLike
+from types import SimpleNamespace
 
 import torch
 from torch import Tensor
@@ -19,6 +20,7 @@ from course_lib.compose.refusals import batch_refusals, discouraged, refusals
 from course_lib.formulas.plan import AxisSizes
 from course_lib.mesh import Mesh
 from course_lib.model import Decoder
+from course_lib.trace.memory import StateBytes, state_bytes
 
 Batch = tuple[Tensor, Tensor, Tensor]  # tokens (b, s), targets (b, s), positions (s)
 
@@ -238,6 +240,16 @@ class Trainer:
     def optimizers(self) -> list[checkpoint.Optimizer]:
         """One for each part of the parameters."""
         return [part.optimizer for part in self.gradients.parts]
+
+    @property
+    def state_bytes(self) -> StateBytes:
+        """Bytes that this rank stores between steps: those of all stages and optimizers."""
+        inner = [o.optimizer if isinstance(o, zero.Sharded) else o for o in self.optimizers]
+        everything = SimpleNamespace(
+            state={parameter: state for o in inner for parameter, state in o.state.items()},
+            param_groups=[group for o in inner for group in o.param_groups],
+        )
+        return state_bytes(self.stages.values(), everything)
 
 
 def parallelize(

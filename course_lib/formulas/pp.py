@@ -34,16 +34,23 @@ def wire_bytes(schedule: Schedule, activation_bytes: int, tied_bytes: int = 0) -
 
 
 def saved_for_wgrad(
-    config: Sizes, sequences: int, seq_len: int, first: int = 0, end: int | None = None
+    config: Sizes,
+    sequences: int,
+    seq_len: int,
+    first: int = 0,
+    end: int | None = None,
+    *,
+    tp: int = 1,
 ) -> int:
     """Return the bytes that blocks ``first`` to ``end - 1`` save between I and W, from shapes.
 
     These are x and dy of every linear; q, k and v share one x, and so do gate and up. The head's
-    dy has the size of all logits.
+    dy has the size of all logits. The ranks of ``tp`` divide dy of column linears, and x of row
+    linears.
     """
     end = config.layers if end is None else end
     kv_features = config.kv_heads * config.head_dim
     inner = 3 if config.family == "llama" else 2  # of size ffn: dy of up (and gate), x of down
-    block = 6 * config.hidden + 2 * kv_features + inner * config.ffn
-    head = config.hidden + config.vocab if end == config.layers else 0
+    block = 4 * config.hidden + (2 * config.hidden + 2 * kv_features + inner * config.ffn) // tp
+    head = config.hidden + config.vocab // tp if end == config.layers else 0
     return sequences * seq_len * ((end - first) * block + head) * config.dtype.itemsize

@@ -133,7 +133,9 @@ class Function(Exercise):
 
     ``normal`` converts a result, after ``plain``, to the form in which it is compared. If this is
     impossible, it raises NotRight with a reason, which is shown after the call in the verdict.
-    Floats may differ by ``relative``. ``refused`` are library functions
+    Floats may differ by ``relative``. Where several results are right, ``fault`` takes the place of
+    the comparison: from the arguments and a result it returns what is wrong in a phrase, or "".
+    ``refused`` are library functions
     ("course_lib.layout:make_layout") that would be the answer: they raise an error while an answer
     is judged.
     """
@@ -143,6 +145,7 @@ class Function(Exercise):
     normal: Callable[[Any], Any] = field(repr=False, default=lambda value: value)
     relative: float = RELATIVE
     refused: tuple[str, ...] = ()
+    fault: Callable[[Instance, Any], str] | None = field(repr=False, default=None)
     mistakes: tuple[Wrong, ...] = field(default=(), repr=False, kw_only=True)
 
     @property
@@ -194,6 +197,9 @@ class Function(Exercise):
         got = self._read(value)
         if isinstance(got, _Unfit):
             return _Call(args, got, f"{call}: {got.reason}")
+        if self.fault is not None:
+            fault = self.fault(args, got)
+            return _Call(args, got, fault and f"    {call}:\n    {fault}", value)
         if alike(got, wanted, self.relative):
             return _Call(args, got, value=value)
         return _Call(args, got, self._said(call, got, wanted))

@@ -33,6 +33,8 @@ NAMES = {
     "12": "Five axes",
     "13": "Inference",
     "13b": "Serving on many ranks",
+    "14": "The decision",
+    "14b": "The plan arena",
 }
 ELECTIVE = {"08", "10"}  # and every deep dive, such as 06b
 MINUTES = re.compile(r"\*(\d+) minutes to read and run(?:, (\d+) to build)?")

@@ -278,10 +278,10 @@ def _stages(model: Model, plan: Configuration) -> Iterator[str]:
     if layers is None:
         return
     if len(layers) != stages or sum(layers) != model.layers or min(layers) < 1:
+        listed = ", ".join(map(str, layers[:32])) + (", ..." if len(layers) > 32 else "")
         yield (
             f"expected stage_layers of pp x chunks = {stages} stages, one layer or more each and "
-            f"{model.layers} in all, got {', '.join(map(str, layers))}: {len(layers)} stages with "
-            f"{sum(layers)} layers"
+            f"{model.layers} in all, got {listed}: {len(layers)} stages with {sum(layers)} layers"
         )
 
 

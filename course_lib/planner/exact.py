@@ -47,9 +47,10 @@ def exact_memory(
 
     The weights have the configuration's dtype, without a copy in another one. Context parallelism
     is ring attention. ``load(layer, micro_batch)`` counts the tokens of each expert, of which this
-    is rank ``ep_rank``; by default routing is even. Raises ValueError for what no formula covers:
-    tied embeddings on two stages, selective recomputation, recomputation in a pipeline, published
-    models that depart from their family.
+    is rank ``ep_rank``; by default routing is even. With cp and a split backward the count can be
+    short by a block's input per micro-batch in flight, since a ring copies its output. Raises
+    ValueError for what no formula covers: tied embeddings on two stages, selective recomputation,
+    recomputation in a pipeline, published models that depart from their family.
     """
     _check(model, configuration)
     plain = replace(model, dtype=configuration.dtype)
@@ -183,8 +184,14 @@ def _activations(
 
     def waiting(number: int) -> int:
         layers = stages[number][1]
+        rows = configuration.seq // configuration.cp
         return saved_for_wgrad(
-            model, configuration.micro_batch, configuration.seq, layers.start, layers.stop
+            model,
+            configuration.micro_batch,
+            rows,
+            layers.start,
+            layers.stop,
+            tp=configuration.tp,
         )
 
     once = {0: saved.batch, last: saved.batch}

@@ -35,6 +35,10 @@ class Hardware:
     whose peak is unknown, is left out. ``node`` is the link inside a node, ``network`` the
     one between nodes. ``efficiency``: share of the peak that the kernels reach, by number format
     and software generation, as in ``{"bf16@2021": 0.6, "bf16@2024": 0.5}``.
+
+    ``emulated``: a cluster of padded ranks with the launcher's emulated links. There a collective
+    that leaves a node takes all its steps on the network, and only the gradients of plain DP and
+    what ZeRO-2 and 3 send hide behind compute.
     """
 
     name: str
@@ -46,6 +50,7 @@ class Hardware:
     network: Link
     efficiency: Mapping[str, float]
     source: str
+    emulated: bool = False
 
     def efficiency_of(self, dtype: str, generation: str | None = None) -> float:
         """Return the share of the peak that kernels of ``dtype`` reach when no rank waits.

@@ -84,6 +84,8 @@ def _call_seconds(move: Move, over: Span, hardware: Hardware) -> float:
     if move.n != over.inside * over.nodes:  # some members of the group
         over = Span(move.n, 1) if over.nodes == 1 else Span(1, move.n)
     payload, inside, nodes = float(move.payload), over.inside, over.nodes
+    if hardware.emulated and nodes > 1:
+        inside, nodes = 1, move.n
     if move.op == "send":  # the slowest of a line of neighbors decides
         return _steps(1, payload, hardware.node if nodes == 1 else hardware.network)
     if move.op == "all_to_all":

@@ -1,10 +1,12 @@
 """Published values (published.toml), what the planner computes for each, and the table of both.
 
-``python -m course_lib.planner.published`` writes the table into docs/planner.md.
+``python -m course_lib.planner.published`` writes the table into docs/planner.md; with ``--fit`` it
+prints the efficiencies that the calibration rows give, for hardware.toml.
 """
 
 from __future__ import annotations
 
+import sys
 import tomllib
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -17,6 +19,8 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
+from course_lib.formulas.cp import ulysses_wire_bytes
+from course_lib.formulas.ep import even_wire_bytes
 from course_lib.formulas.moves import Move, entering, leaving, of_data
 from course_lib.formulas.pp import stage_boundaries
 from course_lib.ledger import wire
@@ -178,6 +182,8 @@ def fitted() -> dict[tuple[str, str], float]:
     found = {}
     for key in sorted({row.efficiency_key for row in rows() if row.efficiency_key}):
         chosen = [row for row in rows() if row.efficiency_key == key and row.calibration]
+        if not chosen:  # another GPU of the same chip
+            continue
         found[key] = round(median(_own_efficiency(row, key) for row in chosen), 3)
     return found
 
@@ -316,8 +322,12 @@ Efficiency = Mapping[tuple[str, str], float]
 
 def _model(row: Row) -> Model:
     name = row.given["model"]
-    sizes = _data()["models"].get(name)
-    return model(name) if sizes is None else custom_model(**sizes, name=name)
+    sizes = dict(_data()["models"].get(name, {}))
+    if not sizes:
+        return model(name)
+    dropout = sizes.pop("dropout", None)
+    found = custom_model(**sizes, name=name)
+    return found if dropout is None else replace(found, dropout=dropout)
 
 
 def _configuration(row: Row) -> Configuration:
@@ -401,6 +411,24 @@ def _tp_elements_in_bsh(row: Row, _: Efficiency) -> float:
 def _stage_boundaries(row: Row, _: Efficiency) -> float:
     given = row.given
     return stage_boundaries(make(given["schedule"], given["ranks"], 24, given["chunks"]))
+
+
+def _ulysses_elements(row: Row, _: Efficiency) -> float:
+    """Elements that a rank sends in forward, which is half of forward and backward."""
+    m, n = _model(row), row.given["ranks"]
+    sent = ulysses_wire_bytes(m, 1, m.max_seq_len, n) / m.dtype.itemsize / m.layers / 2
+    return float(sent * n / m.max_seq_len / m.hidden)
+
+
+def _expert_elements(row: Row, _: Efficiency) -> float:
+    return float(even_wire_bytes(1, row.given["top_k"], 1, row.given["ranks"]))
+
+
+def _in_flight(row: Row, _: Efficiency) -> float:
+    given = row.given
+    chunks = given.get("chunks", 1)
+    found = in_flight(given["schedule"], given["ranks"], given["micro_batches"], 0, chunks)
+    return found.total / chunks
 
 
 def _bus_factor(row: Row, _: Efficiency) -> float:
@@ -493,6 +521,9 @@ QUANTITIES: dict[str, Callable[[Row, Efficiency], float]] = {
     "data_elements_per_parameter": _data_elements_per_parameter,
     "tp_elements_in_bsh": _tp_elements_in_bsh,
     "stage_boundaries": _stage_boundaries,
+    "ulysses_elements": _ulysses_elements,
+    "expert_elements": _expert_elements,
+    "in_flight": _in_flight,
     "bus_factor": _bus_factor,
     "bus_gb_per_second": _bus_gb_per_second,
     "mfu_of_time": _mfu_of_time,
@@ -509,4 +540,8 @@ QUANTITIES: dict[str, Callable[[Row, Efficiency], float]] = {
 
 
 if __name__ == "__main__":
-    write()
+    if "--fit" in sys.argv[1:]:
+        for (gpu, key), value in fitted().items():
+            print(f"{gpu} {key} {value}")
+    else:
+        write()

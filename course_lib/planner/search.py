@@ -100,6 +100,7 @@ def search(
     """
     space = list(candidates(model, gpus, **fixed))
     if not space:
+        configure(model, gpus, **fixed)  # says what is wrong with the fixed arguments
         raise ValueError(
             f"no configuration of {model.name} on {gpus} GPUs is legal with what is fixed; fix less"
         )

@@ -119,7 +119,7 @@ def stage_seconds(
             if axis == "tp" and plan.overlap_tp:
                 f = max(f / plan.tp, f - products)
                 i = max(i / plan.tp, i - 2 * products)
-            if axis == "cp":  # a turn behind each block of attention but the last
+            if axis == "cp" and not hardware.emulated:  # a turn behind each block but the last
                 hidden = core * (plan.cp - 1) / plan.cp
                 cores = 2 if plan.recompute == "none" else 3
                 f, i = max(0.0, f - hidden), max(0.0, i - cores * hidden)
@@ -162,14 +162,17 @@ def exposed_data(
         gathers[axis] = seconds(data.gathers, over, hardware)
         rounds = data.sum_rounds, data.gather_rounds
     whole_sums, whole_gathers = sum(sums.values()), sum(gathers.values())
-    if plan.zero == 3:
+    if hardware.emulated and plan.zero == 1:
+        waits = whole_sums + whole_gathers
+    elif plan.zero == 3:
         half = whole_gathers / 2
         waits = max(0.0, half - forward) + max(0.0, half + whole_sums - backward)
         waits *= rounds[0]
     else:
         waits = rounds[0] * max(0.0, whole_sums - backward) + max(0.0, whole_gathers - forward)
     whole = rounds[0] * whole_sums + rounds[1] * whole_gathers
-    waits += SHARE_OF_SMS * (whole - waits)
+    if not hardware.emulated:
+        waits += SHARE_OF_SMS * (whole - waits)
     whole = whole_sums + whole_gathers
     return {axis: waits * (sums[axis] + gathers[axis]) / whole for axis in sums} if whole else {}
 

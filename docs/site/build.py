@@ -86,11 +86,11 @@ def _api_page(name: str) -> Iterator[str]:
     heading = f"``course_lib.{name}``"
     yield from (heading, "=" * len(heading), "")
     module = import_module(f"course_lib.{name}")
+    places = (f"{module.__name__}.", "course_lib.formulas.")
     own = [
         public
         for public, value in vars(module).items()
-        if not public.startswith("_")
-        and f"{getattr(value, '__module__', '')}.".startswith(f"{module.__name__}.")
+        if not public.startswith("_") and f"{getattr(value, '__module__', '')}.".startswith(places)
     ]
     yield from (f".. automodule:: {module.__name__}", f"   :members: {', '.join(own)}", "")
 

@@ -222,6 +222,13 @@ BAD = {
     f"{PLAN} --serve --batch 0": "batch",
     f"{PLAN} --serve --cp 2": "cp=2",
     f"{PLAN} --emit megatrn": "megatron",
+    f"{PLAN} --top 3": "--search",
+    f"{PLAN} --search --top 0": "--top",
+    f"{PLAN} --search --tp 3": "3",
+    f"{PLAN} --search --dtype bf61": "bf16",
+    "plan llama-3-70b --gpus 16777216 --hardware h100 --search": "gpus=16777216",
+    "plan llama-3-70b --published": "llama-3-70b",
+    f"{PLAN} --pp 2 --stage-layers 7,8x99999999999": "stage_layers",
     f"{PLAN} --emit fsdp2 --explain": "--emit",
 }
 

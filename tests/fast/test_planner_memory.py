@@ -491,7 +491,7 @@ def toy(experts: Experts | None = None) -> Model:
 
 
 def test_the_toy_model_to_the_byte_is_another_mode():
-    """Its rows are held to the tour's in tests/fast/test_planner_exact.py."""
+    """Its rows are held to the tour's in tests/fast/test_planner_toy.py."""
     plan = Configuration(global_batch=8, micro_batch=8, seq=64, dtype=DTYPES["fp32"])
     held = memory(toy(), plan, exact=True)
     assert held.weights == held.gradients == 4 * parameters(toy())

@@ -391,6 +391,21 @@ def lesson_08b_shows_reasons(notebook):
     assert len(pictures(notebook)) == 3
 
 
+def lesson_14b_shows_plans(notebook):
+    text = outputs(notebook)
+    for words in (
+        "MB more than the limit; the largest part is optimizer",
+        "expected tp",
+        "loss and gradients equal one process",
+        "bytes on each axis as predicted",
+        "the next star is for",
+        "[best of the search]",
+    ):
+        assert words in text
+    assert text.count("loss and gradients equal one process") == 2
+    assert len(pictures(notebook)) == 2
+
+
 def lesson_09_shows_rings(notebook):
     text = outputs(notebook)
     for line in (
@@ -626,6 +641,7 @@ SHOWS = {  # what a lesson must show
     "notebooks/12_five_axes": lesson_12_shows_all_axes,
     "notebooks/13_inference": lesson_13_shows_serving,
     "notebooks/13b_parallel_serving": lesson_13b_shows_many_ranks,
+    "notebooks/14b_plan_arena": lesson_14b_shows_plans,
     "notebooks/10_expert_parallelism": lesson_10_shows_tokens_that_travel,
 }
 

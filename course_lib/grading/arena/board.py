@@ -2,27 +2,24 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
+from course_lib.grading import attempts
 from course_lib.grading.answers import shown
 from course_lib.grading.arena.judge import HEAD, Attempt, checked, line, read
 from course_lib.grading.arena.levels import LEVELS, Level, level
-from course_lib.grading.progress import in_work
 from course_lib.schedule import Schedule, Simulation, simulate, write_csv
 from course_lib.view import Picture
 from course_lib.view.trade import trade_plot
 
-ROOT = Path(__file__).resolve().parents[3]
 SHOWN = 5  # attempts per name and level
 KINDS = {"level": int, "name": str, "rows": str}  # the fields of an entry
 
 
 def own() -> Path | None:
     """Return the board's path for a notebook in work/; None for other notebooks."""
-    here = Path.cwd() / "notebook"
-    return ROOT / "work" / ".course" / "arena.json" if in_work(here, ROOT) else None
+    return attempts.own("arena")
 
 
 def note(attempt: Attempt, board: Path | None) -> None:
@@ -34,12 +31,7 @@ def note(attempt: Attempt, board: Path | None) -> None:
         "name": attempt.name,
         "rows": write_csv(attempt.simulation.schedule),
     }
-    entries = _entries(board)
-    if entry not in entries:
-        board.parent.mkdir(parents=True, exist_ok=True)
-        fresh = board.with_suffix(".tmp")
-        fresh.write_text(json.dumps({"attempts": [*entries, entry]}, indent=1), encoding="utf-8")
-        fresh.replace(board)
+    attempts.add(entry, board)
 
 
 def leaderboard(number: int, board: Path | None = None) -> str:
@@ -85,20 +77,6 @@ def stars(board: Path | None = None) -> dict[int, int]:
     }
 
 
-def _entries(board: Path) -> list[Any]:
-    """Return the saved attempts, valid or not; a file that cannot be read is renamed."""
-    if not board.exists():
-        return []
-    try:
-        found = json.loads(board.read_text(encoding="utf-8"))["attempts"]
-        if not isinstance(found, list):
-            raise TypeError("the attempts are no list")
-        return found
-    except (ValueError, KeyError, TypeError, RecursionError):
-        board.replace(board.with_suffix(".unreadable.json"))
-        return []
-
-
 def _fault(entry: Any) -> str:
     """Return why an entry of the file cannot be shown, "" if it can."""
     fields = ", ".join(f"{name} ({kind.__name__})" for name, kind in KINDS.items())
@@ -118,7 +96,7 @@ def _fault(entry: Any) -> str:
 def _left_out(board: Path | None) -> list[str]:
     """Return one sentence about the entries that are not shown; none if all are."""
     board = own() if board is None else board
-    faults = [_fault(entry) for entry in (_entries(board) if board else [])]
+    faults = [_fault(entry) for entry in attempts.entries(board)]
     bad = [(place, fault) for place, fault in enumerate(faults, 1) if fault]
     if not bad or board is None:
         return []
@@ -133,7 +111,7 @@ def _attempts(which: Level, board: Path | None) -> list[tuple[str, Simulation]]:
     Each is simulated again, so that an edit of the file cannot change its result.
     """
     board = own() if board is None else board
-    entries = [entry for entry in (_entries(board) if board else []) if not _fault(entry)]
+    entries = [entry for entry in attempts.entries(board) if not _fault(entry)]
     found: dict[str, list[tuple[str, Simulation]]] = {}
     for entry in entries:
         if entry["level"] != which.number:

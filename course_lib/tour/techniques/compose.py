@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 from fractions import Fraction
-from types import SimpleNamespace
 from typing import Any
 
-from course_lib import compose, ep, sp, zero
+from course_lib import compose, ep, sp
 from course_lib.compose import Experts, Plan
 from course_lib.formulas.held import (
     COUNT_BYTES,
@@ -31,7 +30,7 @@ from course_lib.tour.techniques.compose_reference import (
 from course_lib.tour.techniques.ep import COEFFICIENT, EXPERTS, TOP_K, exact, experts_model
 from course_lib.tour.techniques.pp import slices
 from course_lib.tp import formulas
-from course_lib.trace.memory import SavedActivations, StateBytes, state_bytes
+from course_lib.trace.memory import SavedActivations
 
 Sizes = dict[str, Any]  # size by axis
 THREE = {"tp": 2, "dp": 2, "pp": 2}
@@ -57,17 +56,7 @@ def train_composed(job: Job, sizes: Sizes, plan: Plan) -> Report:
         mesh.count_from_here()
         with SavedActivations(*trainer.stages.values()) as saved:
             losses.append(float(trainer.step(tokens, targets).loss))
-    return Report(losses, state_of(trainer), saved.peak)
-
-
-def state_of(trainer: compose.Trainer) -> StateBytes:
-    """Return the state bytes of all optimizers together."""
-    inner = [o.optimizer if isinstance(o, zero.Sharded) else o for o in trainer.optimizers]
-    everything = SimpleNamespace(
-        state={parameter: state for o in inner for parameter, state in o.state.items()},
-        param_groups=[group for o in inner for group in o.param_groups],
-    )
-    return state_bytes(trainer.stages.values(), everything)
+    return Report(losses, trainer.state_bytes, saved.peak)
 
 
 # --- formulas ------------------------------------------------------------------------------------
