@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 from course_lib.planner.compare import Comparison
 from course_lib.planner.configuration import Configuration
 from course_lib.planner.result import Estimate
+from course_lib.schedule.named import V_SHAPED
 
 if TYPE_CHECKING:
     from course_lib.planner.search import Found
@@ -26,7 +27,7 @@ def report(estimate: Estimate, changes: Mapping[str, float] | None = None) -> st
     lines = [*_title(estimate), "", *_memory(estimate), "", *_communication(estimate)]
     lines += ["", *_step(estimate)]
     if changes:
-        lines += wrapped(f"Bandwidth: {bandwidth(changes)}.")
+        lines += wrapped(bandwidth(changes))
     if estimate.assumptions:
         lines += ["", "Assumptions"]
         for assumption in estimate.assumptions:
@@ -41,7 +42,8 @@ def layout(plan: Configuration) -> str:
     if plan.zero:
         words.append(f"ZeRO-{plan.zero}")
     if plan.pp > 1:
-        words.append(plan.schedule + (f" x {plan.chunks}" if plan.chunks > 1 else ""))
+        looped = plan.chunks > 1 and plan.schedule not in V_SHAPED
+        words.append(plan.schedule + (f" x {plan.chunks}" if looped else ""))
     words.append(f"micro-batch {plan.micro_batch}")
     if plan.recompute != "none":
         words.append(f"{plan.recompute} recompute")
@@ -81,14 +83,16 @@ def percent(share: float) -> str:
 
 
 def bandwidth(changes: Mapping[str, float]) -> str:
-    """Say by how much the step changes with the bandwidth of each link."""
+    """Say by how much the step time changes with the bandwidth of each link."""
     found = []
-    for link in dict.fromkeys(name.rsplit(" ", 1)[0] for name in changes):
-        more, less = (f"{100 * changes[f'{link} {sign}20%']:+.1f} %" for sign in "+-")
-        found.append(
-            f"{link} {more} and {less}".replace("-0.0 %", "0.0 %").replace("+0.0 %", "0.0 %")
-        )
-    return f"the step changes with 20 % more and 20 % less of it: {'; '.join(found)}"
+    for sign, word in (("+", "more"), ("-", "less")):
+        links = [
+            f"{name.split()[0]} {100 * change:+.1f} %".replace("-0.0", "0.0").replace("+0.0", "0.0")
+            for name, change in changes.items()
+            if f" {sign}" in name
+        ]
+        found.append(f"20 % {word} bandwidth: {', '.join(links)}")
+    return f"Step time with {'; '.join(found)}"
 
 
 def table(rows: Sequence[Sequence[str]], left: int = 1) -> list[str]:
@@ -218,8 +222,8 @@ def ranking(found: Found) -> str:
     """List the best plans, and why each one is behind the first."""
     lines = wrapped(
         f"{found.model.name} on {found.gpus:,} x {found.hardware.name}: {found.legal:,} legal "
-        f"plans with {' and '.join(found.schedules)}; memory of {found.examined:,} and step of "
-        f"{found.estimated:,} computed"
+        f"plans; memory of {found.examined:,} and step of {found.estimated:,} computed; schedules "
+        f"{', '.join(found.schedules)}"
     )
     if not found.plans:
         return "\n".join([*lines, *wrapped(found.advice)])
