@@ -64,13 +64,13 @@ def best(case: str, *, overlap_tp: bool, **fixed: Any) -> Estimate:
 
 
 def degrees(plan: Estimate) -> str:
-    """Return the degrees above 1, ZeRO, chunks and micro-batch of ``plan`` in words."""
+    """Return the degrees above 1, ZeRO, schedule, micro-batch and recomputation in words."""
     one = plan.configuration
-    sizes = [f"{axis} {getattr(one, axis)}" for axis in ("tp", "pp", "cp", "dp")]
-    words = [size.upper() for size in sizes if not size.endswith(" 1")]
-    words += (
-        [f"ZeRO-{one.zero}", f"{one.chunks} chunks"] if one.chunks > 1 else [f"ZeRO-{one.zero}"]
-    )
+    sizes = {axis: getattr(one, axis) for axis in ("tp", "pp", "cp", "dp")}
+    words = [f"{axis.upper()} {size}" for axis, size in sizes.items() if size > 1]
+    words.append(f"ZeRO-{one.zero}")
+    if one.pp > 1:
+        words.append(f"{one.schedule} with {one.chunks} chunks")
     return ", ".join([*words, f"micro-batch {one.micro_batch}", f"recompute {one.recompute}"])
 
 
