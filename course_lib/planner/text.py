@@ -198,7 +198,7 @@ def _step(estimate: Estimate) -> list[str]:
 def _terms(estimate: Estimate) -> Iterable[str]:
     """Yield the meaning of each term of the report that needs one."""
     axes = {
-        "dp_cp": "dp_cp, the ranks of dp and cp together",
+        "dp_cp": "dp_cp, the ranks of dp and cp",
         "edp": "edp, the ranks that store the same experts",
         "tp_kv": "tp_kv, the ranks that share a KV head",
     }
@@ -206,7 +206,7 @@ def _terms(estimate: Estimate) -> Iterable[str]:
     if estimate.communication:
         yield "exposed, communication that no computation hides"
     if "elementwise" in estimate.parts:
-        yield "elementwise, operations between matrix products, bound by memory"
+        yield "elementwise, operations between products, bound by memory"
     yield "MFU and HFU, FLOP/s over the peak without and with recomputation"
 
 
