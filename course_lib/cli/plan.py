@@ -33,9 +33,9 @@ def plan(
     tp: Degree = None,
     pp: Degree = None,
     cp: Degree = None,
-    dp: Annotated[int | None, typer.Option(help="Default: what is left.")] = None,
+    dp: Annotated[int | None, typer.Option(help="Default: GPUs / (tp x cp x pp).")] = None,
     ep: Annotated[int | None, typer.Option(help="Expert parallel, a divisor of dp x cp.")] = None,
-    zero: Annotated[int | None, typer.Option(help="0 to 3; default: 1 if dp > 1.")] = None,
+    zero: Annotated[int | None, typer.Option(help="0 to 3; default: 1 if dp x cp > 1.")] = None,
     schedule: Annotated[
         str | None, typer.Option(help="Default: interleaved if --chunks > 1, else 1f1b.")
     ] = None,

@@ -106,8 +106,8 @@ def _zero(sizes: AxisSizes, plan: Plan) -> Iterator[str]:
             3: "gathers a stage's parameters twice for every micro-batch, and frees them between",
         }.get(plan.zero, "")
         yield (
-            f"zero={plan.zero} with pp={p}: a pipeline needs many micro-batches, and this stage "
-            f"{what}; take zero=1, pp divides gradients and parameters already"
+            f"zero={plan.zero} with pp={p}: a pipeline needs many micro-batches, and "
+            f"ZeRO-{plan.zero} {what}; use zero=1, as pp already divides gradients and parameters"
         )
     if plan.zero == 3 and plan.experts:
         yield (

@@ -1,4 +1,4 @@
-"""A configuration: how a model is split over GPUs, and the batch of a step."""
+"""A configuration: the degrees by which a model is split over GPUs, and the batch of a step."""
 
 from __future__ import annotations
 
@@ -98,10 +98,10 @@ def configure(
     fused_attention: bool = True,
     overlap_tp: bool = False,
 ) -> Configuration:
-    """Return a configuration with what was left out filled in; ValueError if it is impossible.
+    """Return a configuration, with defaults for missing arguments; ValueError if it is impossible.
 
-    dp is what is left of ``gpus``; zero 1 if dp x cp > 1; interleaved if chunks > 1, else 1f1b;
-    two chunks for a schedule that needs them; about 4 Mi tokens per step.
+    Defaults: dp = ``gpus`` / (tp x cp x pp); zero 1 if dp x cp > 1; interleaved if chunks > 1, else
+    1f1b; two chunks for a schedule that needs them; about 4 Mi tokens per step.
     """
     counts = {
         "gpus": gpus,
@@ -176,7 +176,7 @@ def stages_of(model: Model, configuration: Configuration) -> list[tuple[int, ran
 
 
 def outer_ranks(model: Model, configuration: Configuration) -> list[int]:
-    """Return the pipeline ranks among which is the one with most to store, and most to send.
+    """Return pipeline ranks, one of which stores most and one of which sends most.
 
     Where all layers are alike and spread evenly, the ranks between the second and the last two
     have as many layers as the second, or fewer, and no more in flight.
@@ -197,7 +197,7 @@ def suggestion(name: str, known: Iterable[str]) -> str:
 
 
 def impossible(model: Model, plan: Configuration) -> Iterator[str]:
-    """Yield why ``model`` cannot be trained by ``plan``; nothing if it can. Memory is not asked."""
+    """Yield why ``plan`` cannot train ``model``, if it cannot. Memory is not checked."""
     yield from _splits(model, plan)
     yield from _stages(model, plan)
     if plan.zero not in range(4):
@@ -209,6 +209,8 @@ def impossible(model: Model, plan: Configuration) -> Iterator[str]:
         yield (
             f"expected dp x micro_batch = {plan.dp} x {plan.micro_batch} = {rows} to divide the "
             f"global batch, got global_batch={plan.global_batch}; choose a multiple of {rows}"
+            + (", lower micro_batch" if plan.micro_batch > 1 else "")
+            + (", or raise tp, cp or pp, which lowers dp" if plan.dp > 1 else "")
         )
 
 

@@ -1,4 +1,4 @@
-"""The estimate of a step: memory, traffic, bubble and seconds of a configuration, put together."""
+"""The estimate of a step: combine memory, traffic, bubble and seconds of a configuration."""
 
 from __future__ import annotations
 
@@ -41,9 +41,9 @@ def estimate(
     """Return the estimate of an optimizer step of ``model`` on ``hardware``.
 
     ``reserve`` is the share of the capacity that must stay free. ``generation`` is the year of the
-    software, which selects the efficiency. ``simulated=False`` takes the bubble by formula where
-    there is one, for a search over many plans. Raises ValueError when the GPU does not have the
-    number format.
+    software, which selects the efficiency. ``simulated=False`` uses the formula of the bubble where
+    there is one, for a search over many plans. Raises ValueError when the GPU lacks the number
+    format.
     """
     plan = configuration
     rate = rates(hardware, plan, generation)
@@ -183,7 +183,7 @@ def rank_moves(
 
 
 def _reasons(held: Memory, hardware: Hardware, reserve: float) -> Iterator[str]:
-    """Yield why the plan does not fit: how much is missing, and what takes the most."""
+    """Yield why the plan does not fit: the missing bytes, and the largest part."""
     free = (1 - reserve) * hardware.capacity_bytes
     if held.total <= free:
         return
@@ -193,15 +193,18 @@ def _reasons(held: Memory, hardware: Hardware, reserve: float) -> Iterator[str]:
     yield (
         f"The plan needs {held.total / 1e9:.1f} GB on a GPU ({listed}), "
         f"{(held.total - free) / 1e9:.1f} GB more than the {free / 1e9:.1f} GB that "
-        f"{hardware.name} leaves after a reserve of {reserve:.0%}."
+        f"{hardware.name} leaves after a reserve of {100 * reserve:.0f} %."
     )
     yield f"The largest part is {largest}: {REMEDY[largest]}."
 
 
 def _efficiency(hardware: Hardware, plan: Configuration, rate: float) -> Iterator[str]:
-    """Yield where the speed of the products comes from."""
+    """Yield the speed of the products, and whether published runs gave it."""
     name = plan.dtype.name
+    format_ = "bf16" if name == "fp16" else name
+    calibrated = any(key.partition("@")[0] == format_ for key in hardware.efficiency)
     yield (
-        f"Kernels reach {rate / hardware.peak[name]:.0%} of {hardware.name}'s dense {name} peak of "
-        f"{hardware.peak[name] / 1e12:.0f} TFLOP/s where nothing waits."
+        f"Matrix products reach {100 * rate / hardware.peak[name]:.0f} % of the dense {name} peak "
+        f"of {hardware.name}, {hardware.peak[name] / 1e12:,.0f} TFLOP/s"
+        + ("." if calibrated else ": a guess, because no published run was used for it.")
     )

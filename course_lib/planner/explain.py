@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from course_lib.planner.communication import Shape
 from course_lib.planner.flops import blocks_flops, head_flops, step_flops
 from course_lib.planner.in_flight import in_flight
 from course_lib.planner.memory import (
@@ -49,13 +50,18 @@ def derivation(estimate: Estimate, generation: str | None = None) -> list[str]:
 
 
 class _Board:
-    """The symbols of an estimate, and the lines made of them."""
+    """The symbols of an estimate, and the lines that use them."""
 
     def __init__(self, estimate: Estimate, generation: str | None) -> None:
         self.estimate, self.generation = estimate, generation
         self.model, self.plan = estimate.model, estimate.configuration
         self.stage = max(range(self.plan.pp), key=self._bytes)
         self.layers = layers_of_rank(self.model, self.plan, self.stage)
+
+    @property
+    def width(self) -> int:
+        """Bytes of an activation."""
+        return max(self.plan.dtype.itemsize, 2)
 
     def _bytes(self, stage: int) -> float:
         states = stage_states(self.model, self.plan, stage)
@@ -67,14 +73,19 @@ class _Board:
             f"{model.name} on {plan.world:,} x {self.estimate.hardware.name}: {layout(plan)}"
         )
         experts = model.experts
-        sizes = f"L={model.layers} h={model.hidden} H={model.heads} G={model.kv_heads} "
-        sizes += f"K={model.head_dim} f={model.ffn} V={model.vocab}"
+        sizes = f"layers L={model.layers}, hidden h={model.hidden}, heads H={model.heads}, "
+        sizes += f"KV heads G={model.kv_heads}, features per head K={model.head_dim}, "
+        sizes += f"inner features f={model.ffn}, vocabulary V={model.vocab}"
         if experts:
-            sizes += f" E={experts.number} k={experts.top_k} fe={experts.ffn}"
-        yield from wrapped(f"model  {sizes}", "")
+            sizes += f", experts E={experts.number}, top_k k={experts.top_k}, "
+            sizes += f"inner features of an expert fe={experts.ffn}"
+        yield from wrapped(sizes, "model  ")
         yield from wrapped(
-            f"plan   t={plan.tp} c={plan.cp} p={plan.pp} v={plan.chunks} d={plan.dp} e={plan.ep}; "
-            f"s={plan.seq} b={plan.micro_batch} m={plan.micro_batches} B={plan.global_batch}"
+            f"tp t={plan.tp}, cp c={plan.cp}, pp p={plan.pp}, chunks v={plan.chunks}, dp "
+            f"d={plan.dp}, ep e={plan.ep}, GPUs N={plan.world}; tokens per sequence s={plan.seq}; "
+            f"sequences per micro-batch b={plan.micro_batch}, per step B={plan.global_batch}; "
+            f"micro-batches per replica m={plan.micro_batches}",
+            "plan   ",
         )
 
     def parameters(self) -> Iterator[tuple[str, str]]:
@@ -153,17 +164,22 @@ class _Board:
         yield from self._activations()
         capacity = self.estimate.hardware.capacity_bytes
         sizes = " + ".join(number(getattr(found, part) / 1e9) for part in (*parts, "activations"))
+        free = found.total + self.estimate.headroom_bytes
         fits = "fits" if self.estimate.fits else "too much"
-        yield "total", f"{sizes} = {_gb(found.total)} of {_gb(capacity)}: {fits}"
+        yield (
+            "total",
+            f"{sizes} = {_gb(found.total)} of {_gb(capacity)}, of which {_gb(free)} are free after "
+            f"the reserve: {fits}",
+        )
 
     def _activations(self) -> Iterator[tuple[str, str]]:
         plan, model = self.plan, self.model
         one = layer_activations(model, plan, self.layers[-1])
         saved = one.saved(plan.recompute)
         tokens = plan.seq * plan.micro_batch // plan.cp
-        w = max(plan.dtype.itemsize, 2)
+        w = self.width
         plain = model.latent is None and not is_expert_layer(model, self.layers[-1])
-        each = f"{tokens} tokens x the table of planner.memory"
+        each = f"{tokens} tokens x the rows of layer_activations in planner/memory.py"
         if plan.recompute == "full":
             each = f"{w} h s b / (c t) = {w} x {model.hidden} x {tokens} / {plan.tp}"
         elif (
@@ -187,7 +203,7 @@ class _Board:
         units = (
             f"{sum(flying.whole)} in flight"
             if chunks == 1
-            else (f"{sum(flying.whole)} of {chunks} chunks in flight")
+            else f"{sum(flying.whole)} in flight over {chunks} chunks"
         )
         yield (
             "activations",
@@ -221,14 +237,15 @@ class _Board:
     def _tp(self) -> str:
         """Gathers and reduce-scatters of attention and MLP; an all-reduce is both."""
         plan, model = self.plan, self.model
-        x = plan.seq * plan.micro_batch // plan.cp * model.hidden * max(plan.dtype.itemsize, 2)
+        x = plan.seq * plan.micro_batch // plan.cp * model.hidden * self.width
         passes = 4 + (plan.sequence_parallel and plan.gather_again) + 2 * (plan.recompute == "full")
         routed = sum(is_expert_layer(model, layer) for layer in self.layers)
         regions = 2 * len(self.layers) - (routed if plan.sequence_parallel else 0)
         t = plan.tp
         size = passes * (t - 1) / t * x * regions * plan.micro_batches
         return (
-            f"{passes} calls x (t-1)/t s b h x regions x m = {passes} x {t - 1}/{t} x "
+            f"{passes} calls x (t-1)/t {self.width} s b h{' / c' * (plan.cp > 1)} x regions x m = "
+            f"{passes} x {t - 1}/{t} x "
             f"{number(x / 1e6)} MB x {regions} x {plan.micro_batches} = {_gb(size)}; "
         )
 
@@ -236,14 +253,26 @@ class _Board:
         """One tensor per stage boundary, direction and micro-batch."""
         plan, model = self.plan, self.model
         rows = plan.seq * plan.micro_batch // plan.cp // (plan.tp if plan.sequence_parallel else 1)
-        size = rows * model.hidden * max(plan.dtype.itemsize, 2)
-        return f"s b h / (c t) = {number(size / 1e6)} MB per micro-batch; "
+        size = rows * model.hidden * self.width
+        return f"{self.width} s b h / (c t) = {number(size / 1e6)} MB per micro-batch; "
 
     def _data(self) -> str:
-        """Gradients and weights of the rank's dense parameters."""
-        n = self.plan.dp * self.plan.cp
-        held = parameters_per_rank(self.model, self.plan, self.stage).dense
-        return f"(n-1)/n x {count(held)} gradients and weights, n = {n}; "
+        """Gradients, and with ZeRO weights, of the rank's dense parameters."""
+        plan, shape = self.plan, Shape(self.model, self.plan)
+        n, m = shape.data, plan.micro_batches
+        share = parameters_per_rank(self.model, plan, self.stage).dense
+        g, w = shape.gradient_itemsize, shape.itemsize
+        bytes_each, text = {
+            0: (2 * g, f"2 x {g} B"),
+            1: (g + w, f"({g} + {w}) B"),
+            2: (g * m + w, f"({g} m + {w}) B"),
+            3: (g * m + 2 * w * m, f"({g} m + {2 * w} m) B"),
+        }[plan.zero]
+        size = (n - 1) / n * bytes_each * share
+        return (
+            f"(n-1)/n x {text} x share, n = {n}: {n - 1}/{n} x {bytes_each} B x {count(share)} = "
+            f"{_gb(size)}; "
+        )
 
     def time(self) -> Iterator[tuple[str, str]]:
         plan, model, found = self.plan, self.model, self.estimate

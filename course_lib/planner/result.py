@@ -1,4 +1,4 @@
-"""What an estimate holds: the numbers, and nothing that computes them."""
+"""The numbers of an estimate, without the code that computes them."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class Memory:
 
 @dataclass(frozen=True)
 class AxisTraffic:
-    """What the busiest GPU does over one axis in a step.
+    """The traffic of the busiest GPU over one axis in a step.
 
     ``payload_bytes`` are handed to the calls, ``wire_bytes`` leave the GPU. ``link`` is "node",
     "network" or "node+network". ``exposed_seconds`` are those in which nothing is computed.
@@ -47,11 +47,11 @@ class Estimate:
     """The estimate of a step of a configuration. Times in seconds, sizes in bytes, shares 0 to 1.
 
     ``reasons`` says in sentences why the plan does not fit (empty if it fits), ``assumptions``
-    what the estimate takes for granted. ``parts`` splits ``step_seconds`` and adds up to it:
-    compute (matrix products), elementwise (what is between them, bound by memory), bubble, exposed
-    communication by axis, optimizer. The bubble is simulated with the seconds of each stage;
-    ``bubble_by_formula`` is the textbook's share of total time, for equal
-    stages and without communication, None where there is no formula.
+    lists the assumptions. ``parts`` splits ``step_seconds`` and adds up to it: compute (matrix
+    products), elementwise (operations between them, bound by memory), bubble, exposed
+    communication by axis, optimizer. The bubble is simulated with the seconds of each stage.
+    ``bubble_by_formula`` is the textbook's share of total time for equal stages without
+    communication, or None where there is no formula.
     """
 
     model: Model

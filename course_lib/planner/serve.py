@@ -30,8 +30,9 @@ ASSUMPTIONS = (
     "All requests of a batch start together and have the same lengths.",
     "Decoding reads weights and KV cache at the full {bandwidth:.2f} TB/s of the datasheet.",
     "Prefill reaches {efficiency:.0f} % of the peak.",
-    "An all-reduce over tp takes the fastest of ring, tree and, inside a node, one message to each "
-    "rank; no communication is hidden.",
+    "Throughput counts decoding only, without the time of the prompts.",
+    "An all-reduce over tp uses the fastest of ring, tree and, inside a node, one message to each "
+    "rank. No communication is hidden.",
 )
 
 
@@ -88,7 +89,7 @@ def serve(
     reserve: float = RESERVE,
     generation: str | None = None,
 ) -> Serving:
-    """Plan inference of ``batch`` requests per replica, which ends ``generate`` tokens later.
+    """Plan inference: ``batch`` requests per replica, each of ``prompt`` + ``generate`` tokens.
 
     Raises ValueError for counts below 1 and for context parallelism.
     """

@@ -1,4 +1,4 @@
-"""An estimate as plain text for any terminal: at most 80 columns, about 30 lines."""
+"""An estimate as plain text for any terminal: at most 80 columns, about 50 lines."""
 
 from __future__ import annotations
 
@@ -28,6 +28,7 @@ def report(estimate: Estimate, changes: Mapping[str, float] | None = None) -> st
     lines += ["", *_step(estimate)]
     if changes:
         lines += wrapped(bandwidth(changes))
+    lines += ["", *wrapped(f"Terms: {'; '.join(_terms(estimate))}.")]
     if estimate.assumptions:
         lines += ["", "Assumptions"]
         for assumption in estimate.assumptions:
@@ -36,7 +37,7 @@ def report(estimate: Estimate, changes: Mapping[str, float] | None = None) -> st
 
 
 def layout(plan: Configuration) -> str:
-    """Return the degrees and what goes with them: tp 8, pp 4, dp 2, ZeRO-1, 1f1b."""
+    """Return the degrees and the main choices: tp 8, pp 4, dp 2, ZeRO-1, 1f1b, micro-batch 1."""
     degrees = {"tp": plan.tp, "cp": plan.cp, "pp": plan.pp, "dp": plan.dp, "ep": plan.ep}
     words = [f"{axis} {n}" for axis, n in degrees.items() if n > 1] or ["one GPU"]
     if plan.zero:
@@ -62,7 +63,7 @@ def number(value: float, digits: int = 3) -> str:
 
 
 def duration(seconds: float) -> str:
-    """Return seconds with a unit that suits: 1.23 s, 45.6 ms, 7.89 us."""
+    """Return seconds with a suitable unit: 1.23 s, 45.6 ms, 7.89 us."""
     for unit, size in (("s", 1.0), ("ms", 1e-3)):
         if seconds >= size or seconds == 0:
             return f"{number(seconds / size)} {unit}"
@@ -109,7 +110,7 @@ def table(rows: Sequence[Sequence[str]], left: int = 1) -> list[str]:
 
 
 def wrapped(text: str, first: str = "") -> list[str]:
-    """Return ``text`` in lines of at most 80 characters; ``first`` heads the first one."""
+    """Return ``text`` in lines of at most 80 characters; the first one begins with ``first``."""
     indent = " " * (len(first) or 2)
     lines = textwrap.wrap(
         re.sub(UNIT, HARD_SPACE, text),
@@ -196,6 +197,21 @@ def _step(estimate: Estimate) -> list[str]:
     ]
 
 
+def _terms(estimate: Estimate) -> Iterable[str]:
+    """Yield the meaning of each term of the report that needs one."""
+    axes = {
+        "dp_cp": "dp_cp, the ranks of dp and cp",
+        "edp": "edp, the ranks that store the same experts",
+        "tp_kv": "tp_kv, the ranks that share a KV head",
+    }
+    yield from (text for axis, text in axes.items() if axis in estimate.communication)
+    if estimate.communication:
+        yield "exposed, communication that no computation hides"
+    if "elementwise" in estimate.parts:
+        yield "elementwise, operations between products, bound by memory"
+    yield "MFU and HFU, FLOP/s over the peak without and with recomputation"
+
+
 def _largest_first(parts: Mapping[str, float]) -> Iterable[tuple[str, float]]:
     return sorted(((k, v) for k, v in parts.items() if v > 0), key=lambda one: -one[1])
 
@@ -207,9 +223,11 @@ def comparison(a: Estimate, b: Estimate, result: Comparison) -> str:
         gpus = f"{one.configuration.world:,} x {one.hardware.name}"
         lines += wrapped(f"{name}: {gpus}, {layout(one.configuration)}")
     rows = [("", "", "A", "B", "difference", "better")]
+    axes = {*a.communication, *b.communication}
     for row in result.differences:
         change = f"{row.b - row.a:+,.2f}" if abs(row.b - row.a) >= 0.005 else "0"
-        rows.append((row.name, row.unit, number(row.a), number(row.b), change, row.better))
+        name = f"{row.name} exposed" if row.name in axes else row.name
+        rows.append((name, row.unit, number(row.a), number(row.b), change, row.better))
     lines += ["", *table(rows, left=2)]
     for name, one in (("A", a), ("B", b)):
         if not one.fits:
@@ -270,7 +288,8 @@ def serving(plan: Serving) -> str:
         ),
         *wrapped(fits if plan.fits else f"Does not fit. {' '.join(plan.reasons)}"),
         *wrapped(
-            f"Requests that fit: {plan.requests_in_flight:,} in flight, {per_replica:,} per replica"
+            f"The KV cache has room for {plan.requests_in_flight:,} requests of this length, "
+            f"{per_replica:,} per replica"
         ),
         "",
         f"Time to first token  {duration(plan.ttft_seconds)}",

@@ -1,6 +1,6 @@
 """Seconds of one micro-batch on each stage: compute at the efficiency, and exposed communication.
 
-What is hidden behind what is an assumption; :func:`assumptions` says each in a sentence.
+Which calls are hidden behind which computation is an assumption; :func:`assumptions` lists them.
 """
 
 from __future__ import annotations
@@ -92,7 +92,7 @@ def stage_seconds(
     rate: Rates,
 ) -> list[Stage]:
     """Return the seconds of one micro-batch on each virtual stage."""
-    tokens = plan.micro_batch * plan.seq / plan.cp / plan.tp  # whose FLOPs a GPU does
+    tokens = plan.micro_batch * plan.seq / plan.cp / plan.tp  # a GPU does the FLOPs of so many
     attention = "causal" if plan.fused_attention else "full"
     stages = stages_of(model, plan)
     spans = {axis: axis_span(axis, plan, hardware.gpus_per_node) for axis in ("tp", "cp", "ep")}
@@ -133,7 +133,7 @@ def stage_seconds(
 
 
 def _saved(model: Model, plan: Configuration, layers: Iterable[int], hardware: Hardware) -> float:
-    """Return the seconds in which the GPU's memory moves once what ``layers`` save, all of it."""
+    """Return the seconds to read or write once all bytes that ``layers`` save."""
     kinds = Counter(is_expert_layer(model, layer) for layer in layers)
     dense = model.experts.dense_layers if model.experts else 0
     saved = sum(
@@ -178,7 +178,7 @@ def exposed_data(
 
 
 def assumptions(model: Model, plan: Configuration) -> Iterator[str]:
-    """Yield what the seconds of ``plan`` take for granted, a sentence each."""
+    """Yield the assumptions behind the seconds of ``plan``, one or two sentences each."""
     if plan.fused_attention:
         yield (
             "Attention is fused (FlashAttention): it saves no scores and computes those below the "
@@ -193,22 +193,20 @@ def assumptions(model: Model, plan: Configuration) -> Iterator[str]:
         )
     elif plan.tp > 1:
         yield (
-            "TP is exposed: the next product needs the whole sum or the gathered rows, and kernels "
-            "that hide it by cutting the product are not assumed (overlap_tp)."
+            "TP is exposed: the next product needs the whole sum or the gathered rows. Only "
+            "overlap_tp assumes kernels that split the product and hide it."
         )
     if plan.tp > 1 and plan.sequence_parallel and plan.gather_again:
-        yield (
-            "SP gathers its inputs again in backward, behind the input gradient, as Megatron-LM."
-        )
+        yield ("SP gathers inputs again in backward, beside the input gradient (Megatron-LM).")
     if plan.cp > 1:
         yield (
-            "CP is a zig-zag ring: each turn of K and V is hidden behind the attention of the "
-            "block before, as far as that takes longer (arXiv:2310.01889)."
+            "CP is a zig-zag ring: each transfer of K and V is hidden behind the attention of the "
+            "previous block, up to its duration (arXiv:2310.01889)."
         )
     if plan.ep > 1 and plan.schedule == "dualpipe-v" and plan.pp > 1:
         yield (
-            "Routing is even. DualPipe pairs micro-batches: EP of one is hidden behind the compute "
-            "of the other as far as it goes (arXiv:2412.19437, section 3.2.1)."
+            "Routing is even. DualPipe pairs micro-batches: the compute of one hides EP of the "
+            "other, up to its duration (arXiv:2412.19437, section 3.2.1)."
         )
     elif plan.ep > 1:
         yield (
@@ -219,35 +217,35 @@ def assumptions(model: Model, plan: Configuration) -> Iterator[str]:
         yield from _of_data(plan)
     if plan.pp > 1:
         yield (
-            "Messages of PP delay the next stage and block no rank; their time is part of the "
-            "bubble, which is simulated with the seconds of each stage."
+            "A message of PP delays the next stage but does not block the sender; its time is part "
+            "of the bubble, which is simulated with the seconds of each stage."
         )
     yield (
-        "Norms, activation functions, residuals and dropout move the saved bytes 1.1 times in "
-        "forward and 2.2 times in backward, at the bandwidth of the GPU's memory."
+        "Elementwise operations read and write 1.1 times the saved bytes in forward and 2.2 times "
+        "in backward, at the GPU's memory bandwidth."
     )
     yield (
-        "The optimizer reads and writes its state once at the bandwidth of the GPU's memory, after "
-        "all gradients are summed."
+        "The optimizer starts after all gradients are summed. It reads and writes its state once, "
+        "at the GPU's memory bandwidth."
     )
 
 
 def _of_data(plan: Configuration) -> Iterator[str]:
-    """Yield what the data axes hide."""
+    """Yield which calls of the data axes are hidden."""
     yield (
-        f"Hidden calls of the data axes occupy {SHARE_OF_SMS:.0%} of the multiprocessors, which "
-        "slows the products beside them (arXiv:2412.19437, section 3.2.2)."
+        f"Hidden calls of the data axes use {100 * SHARE_OF_SMS:.0f} % of the multiprocessors, so "
+        "this share of their time counts as exposed (arXiv:2412.19437, section 3.2.2)."
     )
     behind = "each micro-batch" if plan.zero > 1 else "the last micro-batch"
     yield (
-        f"Sums of gradients are hidden behind the backward of {behind} as far as it goes "
-        "(bucket by bucket, as DDP, arXiv:2006.15704), on the rank of the first stage, whose "
-        "backward ends last."
+        f"The backward of {behind} hides the sums of gradients, up to its duration (bucket by "
+        "bucket, as DDP, arXiv:2006.15704). The rank of the first stage counts: its backward "
+        "ends last."
     )
     if plan.zero == 3:
-        yield "ZeRO-3 gathers each block while the one before computes, as FSDP (arXiv:2304.11277)."
+        yield "ZeRO-3 gathers a block while the previous one computes, as FSDP (arXiv:2304.11277)."
     elif plan.zero:
         yield (
-            "Updated weights are gathered behind the forward of the first micro-batch, as "
+            "The forward of the first micro-batch hides the gathering of updated weights, as in "
             "Megatron-LM with --overlap-param-gather."
         )

@@ -131,6 +131,10 @@ def test_text_has_80_columns_and_every_part(line, capfd):
     assert len(lines) <= 55
     for word in ("weights", "optimizer", "total", "Step time", "MFU", "Bubble", "Assumptions"):
         assert word in text
+    terms = " ".join(text[text.index("Terms:") : text.index("Assumptions")].split())
+    assert "MFU and HFU, FLOP/s over the peak" in terms
+    assert ("exposed, communication" in terms) == ("exposed ms" in text)
+    assert all(f"{axis}, the ranks" in terms for axis in ("dp_cp", "edp", "tp_kv") if axis in text)
     assert "link" in text or "none on this plan" in text
     assert not re.search(r"\bnan\b|\binf\b|-0\.0 ", text)
 
@@ -395,7 +399,11 @@ def test_the_derivation_ends_in_the_estimate(name, gpus, degrees):
     found = made(name, gpus, **degrees)
     lines = derivation(found)
     text = " ".join(" ".join(lines).split())
-    assert 25 <= len(lines) <= 40
+    start = lines.index("Parameters")
+    symbols = set(re.findall(r"\b([A-Za-z]e?)=\d", " ".join(lines[:start])))
+    assert {*"LhHGKfVtcpvdesbmBN"} <= symbols
+    assert start <= 10
+    assert 20 <= len(lines) - start <= 40
     assert max(map(len, lines)) <= 80
     assert f"= {duration(found.step_seconds)}" in text
     assert f"= {100 * found.mfu:.1f} %" in text
@@ -412,8 +420,10 @@ def test_whiteboard_formulas_are_the_planner(capfd):
     main, whole = re.search(r"layers x 281 MB = ([\d.]+) GB; all ([\d.]+) GB", text).groups()
     assert float(main) == pytest.approx(float(whole), rel=0.05)
     assert float(whole) == pytest.approx(found.memory.activations / 1e9, rel=0.01)
-    main, whole = re.search(r"= ([\d,]+) GB; ([\d,]+) GB in", text).groups()
-    assert float(main.replace(",", "")) == pytest.approx(float(whole.replace(",", "")), rel=0.03)
+    for axis in ("tp", "dp"):
+        main, whole = re.search(rf" {axis} .*?= ([\d,.]+) GB; ([\d,.]+) GB in", text).groups()
+        main, whole = (float(one.replace(",", "")) for one in (main, whole))
+        assert main == pytest.approx(whole, rel=0.03)
     bubble, simulated = re.search(r"= ([\d.]+) % of ideal; simulated ([\d.]+)", text).groups()
     assert float(bubble) == pytest.approx(float(simulated), abs=0.3)
 

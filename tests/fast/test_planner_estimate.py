@@ -314,7 +314,7 @@ def test_an_unknown_number_format_is_refused():
 def test_a_plan_that_does_not_fit_says_what_is_largest():
     found = estimate(LLAMA, H100, configure(LLAMA, 8, tp=8, zero=0, global_batch=8))
     assert not found.fits
-    assert "GB more than the 78.1 GB that h100 leaves after a reserve of 8%." in found.reasons[0]
+    assert "GB more than the 78.1 GB that h100 leaves after a reserve of 8 %." in found.reasons[0]
     assert found.reasons[1].startswith("The largest part is optimizer: raise")
 
 

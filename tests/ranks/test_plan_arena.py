@@ -53,6 +53,14 @@ def test_padding_and_links_take_the_time_that_is_simulated():
     assert len(attempt.picture().axes) >= 1
 
 
+def test_a_split_backward_is_padded_too():
+    """I and W apart: without the padding of W the step would be a tenth shorter than simulated."""
+    level = plans.level(1)
+    plan = level.plan(pp=2, cp=2, schedule="zb-h1", zero=1)
+    ran = ranks.run_plan(level, plan)
+    assert ran.seconds > 0.98 * level.predict(plan).step_seconds
+
+
 def test_a_rank_over_its_limit_is_out_of_memory():
     level = replace(plans.level(1), limit_bytes=4_000_000)
     with pytest.raises(RankError, match="OutOfMemory") as caught:

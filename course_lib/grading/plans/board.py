@@ -1,4 +1,4 @@
-"""The board of the plan arena: valid plans from work/.course/plans.json, and the bars."""
+"""The board of the plan arena: valid plans from work/.course/plans.json, and the three bars."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def leaderboard(number: int, board: Path | None = None) -> str:
 
 
 def stars(board: Path | None = None) -> dict[int, int]:
-    """Return the most stars of all names on the board, by level."""
+    """Return by level the most stars that any name on the board has."""
     return {
         one.number: max((one.stars(step) for *_, step in _saved(one.number, board)), default=0)
         for one in LEVELS

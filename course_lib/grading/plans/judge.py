@@ -1,9 +1,9 @@
-"""Judge a plan: is it possible, does it fit, how long is a step, and does it run as predicted?"""
+"""Judge a plan: whether it is possible, fits and runs as predicted, and how long a step takes."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -17,13 +17,13 @@ if TYPE_CHECKING:
     from course_lib.grading.plans.ranks import Ran
     from course_lib.view import Picture
 
-# Relative: routing is uneven, and under ZeRO the shards of gradients that tp sums are.
+# Relative difference of bytes: routing is uneven, and so are the shards of ZeRO that tp sums.
 SPREAD = {"ep": 1 - 1 / UNEVEN, "tp": 0.01}
 
 
 @dataclass(frozen=True)
 class Attempt:
-    """What came of a plan. ``reasons`` is empty if it is possible and fits."""
+    """The result of a plan. ``reasons`` is empty if it is possible and fits."""
 
     level: Level
     name: str
@@ -35,7 +35,7 @@ class Attempt:
 
     @property
     def bytes_off(self) -> dict[str, tuple[float, float]]:
-        """Bytes of the busiest rank by axis, (counted, predicted), where the two differ."""
+        """(counted, predicted) bytes of the busiest rank, for each axis on which the two differ."""
         if self.estimate is None or self.ran is None:
             return {}
         said = {axis: one.wire_bytes for axis, one in self.estimate.communication.items()}
@@ -68,7 +68,7 @@ class Attempt:
         return timeline(self.ran.traces, title=f"Level {self.level.number}: {said}")
 
     def __str__(self) -> str:
-        """Return the reasons, or prediction beside run, and the stars."""
+        """Return the prediction, then the reasons or the measurements, and the stars."""
         lines = [f"Level {self.level.number}, {self.level.title}"]
         if self.estimate is not None:
             lines += self._predicted(self.estimate)
@@ -83,20 +83,25 @@ class Attempt:
     def _predicted(self, found: Estimate) -> list[str]:
         parts = sorted(found.parts.items(), key=lambda part: -part[1])
         spent = ", ".join(f"{name} {part:.3f}" for name, part in parts if part > 5e-4)
-        uneven = f", for {UNEVEN} times the activations of even routing"
-        return [
-            f"  memory  {found.memory.total / 1e6:8.3f} MB of {self.level.limit_bytes / 1e6:g} MB"
-            + uneven * (self.level.model.experts is not None),
+        held = sorted(asdict(found.memory).items(), key=lambda part: -part[1])
+        stored = ", ".join(f"{name} {size / 1e6:.3f}" for name, size in held)
+        lines = [
+            f"  memory  {found.memory.total / 1e6:8.3f} MB of {self.level.limit_bytes / 1e6:g} MB: "
+            f"{stored}",
             f"  step    {found.step_seconds:8.3f} s simulated: {spent}",
         ]
+        if self.level.model.experts is not None:
+            uneven = f"activations are those of even routing times {UNEVEN}, as routing is uneven"
+            lines.insert(1, f"{'':10}{uneven}")
+        return lines
 
     def _measured(self, ran: Ran) -> list[str]:
         same = "equal one process" if ran.same else "are WRONG"
         off = self.bytes_off
         carried = (
-            "as predicted"
+            "are as predicted"
             if not off
-            else "not as predicted: "
+            else "differ from the prediction: "
             + "; ".join(
                 f"{axis} {sent:,.0f} counted, {said:,.0f} predicted"
                 for axis, (sent, said) in sorted(off.items())
@@ -106,21 +111,23 @@ class Attempt:
             f"run on {self.level.ranks} ranks:",
             f"  loss and gradients {same} (off by {ran.off:.0e})",
             f"  bytes on each axis {carried}",
-            f"  memory  {ran.most_bytes / 1e6:8.3f} MB measured on the fullest rank",
+            f"  memory  {ran.most_bytes / 1e6:8.3f} MB measured on the rank that needs most",
             f"  step    {ran.seconds:8.3f} s measured",
         ]
 
     def _verdict(self) -> str:
         which = self.level
         if not self.ok or self.estimate is None:
-            return "no star: " + ("not run on ranks" if self.ran is None else "wrong gradients")
+            if self.ran is None:
+                return "no star yet: the plan fits; leave out on_ranks=False to run it"
+            return "no star: the gradients are wrong"
         took, bars = self.estimate.step_seconds, which.bars
-        names = ("the middle of all plans that fit", "par", "the best plan of the search")
+        names = ("the middle plan", "par", "the best plan of the search")
         said = "*" * self.stars
         for name, bar in zip(names, bars, strict=True):
             if took > bar + CLOSE:
-                return f"{said}  the next star is for {name}, {bar:.3f} s"
-        return f"{said}  no plan that fits has a shorter step"
+                return f"{said}  the next star needs a step of {bar:.3f} s ({name})"
+        return f"{said}  no plan of the search has a shorter step"
 
 
 def play(
@@ -133,10 +140,11 @@ def play(
 ) -> Attempt:
     """Judge a plan in a level; ``name`` is the learner's on the board.
 
-    ``choices`` are those of :func:`course_lib.planner.configure`: tp, cp, pp, ep, zero, schedule,
-    chunks, micro_batch, recompute. dp is what is left. A valid plan is saved to ``board``. The
-    default is the learner's board for a notebook in work/; for other notebooks, nothing is saved.
-    Raises ValueError for a wrong level or name, and TypeError for a choice that does not exist.
+    ``choices`` are arguments of :func:`course_lib.planner.configure`: tp, cp, pp, ep, zero,
+    schedule, chunks, micro_batch, recompute. dp is the number of ranks over tp x cp x pp.
+    ``on_ranks=False`` only predicts. A plan that ran correctly is saved to ``board``, by default
+    the learner's board for a notebook in work/; other notebooks save nothing. Raises ValueError
+    for a wrong level or name, and TypeError for an argument that is not a choice.
     """
     which, name = level(number), checked(name)
     try:
@@ -156,7 +164,7 @@ def play(
 
 
 def run_on_ranks(attempt: Attempt, plan: Configuration) -> Attempt:
-    """Return ``attempt`` with what the ranks have shown."""
+    """Run ``plan`` on ranks; return ``attempt`` with the measurements, or why a rank failed."""
     from course_lib.grading.plans import ranks  # torch, last
     from course_lib.launch.faults import RankError
 

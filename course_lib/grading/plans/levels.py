@@ -19,9 +19,10 @@ if TYPE_CHECKING:
     from course_lib.grading.plans.ranks import Job
     from course_lib.mesh import Links
 
-UNEVEN = 2  # with experts, saved activations of the fullest rank over those of even routing
+UNEVEN = 2  # saved activations with experts, over those of even routing
 SIMULATED = 30  # plans of a search
-CLOSE = 1e-5  # difference of steps that is ignored as rounding
+CHOICES = "tp cp pp dp ep zero schedule chunks micro_batch recompute".split()
+CLOSE = 1e-5  # seconds: smaller differences of steps count as rounding
 PEAK = 1e8  # FLOP/s of a rank: a block's forward of one sequence is padded to about 60 ms
 SCHEDULES = (("1f1b", 1), ("zb-h1", 1), ("interleaved", 2))
 SPLIT = ("zb-h1", "zb-h2", "zb-v", "dualpipe-v")  # I and W are padded apart
@@ -89,18 +90,28 @@ class Level:
         )
 
     def plan(self, **choices: Any) -> Configuration:
-        """Return the configuration of a learner's choices; ValueError if it is impossible."""
+        """Return the configuration of a learner's choices.
+
+        Raises ValueError if it is impossible or sets what the level fixes, and TypeError for other
+        arguments of the planner, such as ``overlap_tp``, which the ranks do not implement.
+        """
         fixed: dict[str, Any] = {"global_batch": self.sequences, "seq": self.seq, "dtype": "fp64"}
         taken = sorted(fixed.keys() & choices.keys())
         if taken:
             raise ValueError(
                 f"expected a plan without {taken[0]}, which the level fixes; leave it out"
             )
+        for name in choices:
+            if name not in CHOICES:
+                raise TypeError(
+                    f"{name} is not a choice of the plan arena; choose from {', '.join(CHOICES)}"
+                )
         plan = configure(self.model, self.ranks, **fixed, **choices)
         if plan.recompute == "selective" or (plan.pp > 1 and plan.recompute == "full"):
             raise ValueError(
                 f"expected recompute=none, or full with pp=1, got recompute={plan.recompute} and "
-                f"pp={plan.pp}: the levels count memory to the byte, and only there it is exact"
+                f"pp={plan.pp}: the levels count memory to the byte, which other values do not "
+                "allow"
             )
         return replace(plan, gather_again=False)
 
@@ -138,7 +149,10 @@ class Level:
         return Pace((block, times * block), (head, (1 if split else 2) * head), weights)
 
     def legal(self) -> Iterator[Configuration]:
-        """Yield every configuration that the planner and the library accept."""
+        """Yield the configurations of the search: those that the planner and the library accept.
+
+        Schedules are 1F1B, ZB-H1 and interleaved with two chunks, micro-batches 1, 2, 4 and 8.
+        """
         degrees = [d for d in range(1, self.ranks + 1) if self.ranks % d == 0]
         experts = degrees if self.model.experts else [1]
         for tp, cp, pp, ep in product(degrees, degrees, degrees, experts):
@@ -161,9 +175,9 @@ class Level:
                     yield plan
 
     def search(self) -> tuple[list[Estimate], tuple[float, float, float]]:
-        """Return the plans that fit, the shortest step first, and the bars.
+        """Return the plans of :meth:`legal` that fit, the shortest step first, and the bars.
 
-        All plans are ranked by formula; the first ones and the middle one are simulated.
+        All plans are ranked by formula; the first 30 and the middle one are simulated.
         """
         found = [self.predict(plan, simulated=False) for plan in self.legal()]
         found = sorted((one for one in found if one.fits), key=lambda one: one.step_seconds)
@@ -174,7 +188,7 @@ class Level:
         return first + found[SIMULATED:], (middle, (middle + best) / 2, best)
 
     def stars(self, step: float) -> int:
-        """Return 1 for a plan that runs, 2 for the middle, 3 for par, 4 for the best."""
+        """Return 1 star for a plan that runs, and one more for each bar that its step reaches."""
         return 1 + sum(step <= bar + CLOSE for bar in self.bars)
 
     def refusals(self, plan: Configuration) -> list[str]:
@@ -187,7 +201,7 @@ class Level:
 
     @property
     def job(self) -> Job:
-        """What the ranks train."""
+        """The training job of the ranks."""
         import torch
 
         from course_lib import compose
@@ -237,22 +251,22 @@ class Level:
         """Return the description of the level for a learner."""
         nodes, (middle, par, best) = self.ranks // self.per_node, self.bars
         where = f"{nodes} nodes of {self.per_node} ranks" if nodes > 1 else "one node"
-        speed = f"{self.node.bandwidth / 1e6:g} MB/s inside"
+        speed = f"{self.node.bandwidth / 1e6:g} MB/s between ranks"
         if nodes > 1:
-            speed = f"{speed} a node, {self.network.bandwidth / 1e6:g} MB/s between nodes"
+            speed = f"{speed} of a node, {self.network.bandwidth / 1e6:g} MB/s between nodes"
         return (
             f"Level {self.number}, {self.title}: {self.task}\n"
             f"  {self.ranks} ranks in {where}; {speed}\n"
             f"  batch of {self.sequences} x {self.seq} tokens per step, at most "
             f"{self.limit_bytes / 1e6:g} MB of state and saved activations per rank\n"
-            f"  middle of all plans {middle:.3f} s, par {par:.3f} s, best {best:.3f} s"
+            f"  middle plan {middle:.3f} s, par {par:.3f} s, best of the search {best:.3f} s"
         )
 
 
 LEVELS = (
-    Level(1, "DP does not fit", "the optimizer takes too much memory on four ranks.",
+    Level(1, "DP does not fit", "the training state of the model exceeds the memory of a rank.",
           toy(), 4, 4, 5_000_000, 8, bars=(2.57141, 2.16651, 1.76161)),
-    Level(2, "two sequences", "four ranks share a batch of two.",
+    Level(2, "two sequences", "four ranks share a batch of two sequences.",
           toy(), 4, 4, 8_000_000, 2, bars=(0.67368, 0.56553, 0.45739)),
     Level(3, "one long sequence", "attention of 512 tokens, and one sequence per step.",
           toy(max_seq_len=512), 4, 4, 20_000_000, 1, seq=512, bars=(3.85734, 3.34908, 2.84082)),

@@ -1,4 +1,4 @@
-"""Run a plan on real ranks: is it the same training, and what did it send, store and take?
+"""Run a plan on real ranks: compare it with one process, and measure bytes, memory and time.
 
 Compute is padded by sleep before the forward and the backward of each block, and the links are
 emulated; groups, messages and waiting are real.
@@ -35,7 +35,7 @@ TOLERANCE = 1e-9  # relative, in float64: sums in another order, and nothing els
 
 @dataclass(frozen=True)
 class Job:
-    """What a level trains, however it is split: ``sequences`` of ``seq_len`` tokens per step."""
+    """The training job of a level: ``sequences`` of ``seq_len`` tokens per step."""
 
     config: ModelConfig
     sequences: int
@@ -45,12 +45,12 @@ class Job:
 
 @dataclass(frozen=True)
 class Ran:
-    """What a run of a plan has shown.
+    """The measurements of a run.
 
-    ``off``: the largest relative difference of a loss or of a norm of the whole gradient from one
-    process. ``sent``: bytes of the busiest rank in the last step, by axis. ``state_bytes`` and
-    ``saved_bytes``: by rank, what is stored between steps and the most that was saved for
-    backward. ``seconds``: of the last step.
+    ``off``: the largest relative difference between a loss, or the norm of the whole gradient, and
+    the value of one process. ``sent``: bytes that the busiest rank sent in the last step, by axis.
+    ``state_bytes``: bytes per rank between steps. ``saved_bytes``: peak bytes per rank that were
+    saved for backward. ``seconds``: duration of the last step.
     """
 
     off: float
@@ -62,17 +62,17 @@ class Ran:
 
     @property
     def same(self) -> bool:
-        """Whether losses and gradients are those of one process."""
+        """Whether losses and gradient norms equal those of one process."""
         return self.off < TOLERANCE
 
     @property
     def most_bytes(self) -> int:
-        """Bytes of state and saved activations on the rank that has most."""
+        """Bytes of state and saved activations on the rank that needs most."""
         return max(sum(two) for two in zip(self.state_bytes, self.saved_bytes, strict=True))
 
 
 class OutOfMemory(MemoryError):
-    """A rank wanted to save more for backward than its limit leaves."""
+    """A rank exceeded its memory limit while it saved activations for backward."""
 
 
 class _Limited(SavedActivations):
@@ -86,8 +86,8 @@ class _Limited(SavedActivations):
         saved = super()._pack(tensor)
         if self.now > self.room:
             raise OutOfMemory(
-                f"{self.now:,} bytes of saved activations, and the limit leaves room for "
-                f"{max(self.room, 0):,.0f} beside the state"
+                f"it saved {self.now:,} bytes of activations, but the limit leaves "
+                f"{max(self.room, 0):,.0f} bytes beside the state"
             )
         return saved
 
@@ -124,17 +124,18 @@ def trial(
     links: Links | None = None,
     timeout: float = 120,
 ) -> Ran:
-    """Train some steps on as many ranks as ``sizes`` say, and compare with one process.
+    """Train two steps on tp x cp x dp x pp ranks, and compare with one process.
 
-    ``pace`` pads compute in the last step. Raises RankError with :class:`OutOfMemory` where state
-    and saved activations
-    of a rank exceed ``limit`` bytes.
+    ``pace`` pads forward and backward in the last step, and each W of a split backward in all
+    steps. Raises RankError with :class:`OutOfMemory` if state and saved activations of a rank
+    exceed ``limit`` bytes.
     """
     pace = pace or Pace((0.0, 0.0), (0.0, 0.0), {})
     n = sizes["tp"] * sizes["cp"] * sizes["dp"] * sizes["pp"]
     results = run(
-        _train, job, dict(sizes), plan, limit, pace or {}, n=n, links=links, timeout=timeout
-    )
+        _train, job, dict(sizes), plan, limit, pace,
+        n=n, pace=dict(pace.weights), links=links, timeout=timeout,
+    )  # fmt: skip
     losses, norms = _reference(job)
     pairs = [
         (got, right)
@@ -197,7 +198,7 @@ def _pad(
     mesh: Mesh,
     pace: Pace,
 ) -> None:
-    """Let every block, and the LM head, sleep before its forward and before its backward."""
+    """Make each block and the LM head sleep before its forward and before its backward."""
     for stage in stages:
         padded = [(block, *pace.block) for block in stage.blocks]
         padded += [(stage.head, *pace.head)] if stage.head is not None else []
@@ -215,7 +216,7 @@ def _sleeps(mesh: Mesh, seconds: float) -> Callable[..., None]:
 
 
 def _reference(job: Job) -> tuple[list[float], list[float]]:
-    """Return losses and gradient norms of one process that sees the whole batch."""
+    """Return losses and gradient norms of one process that trains on the whole batch."""
     model, losses, norms = _model(job), [], []
     optimizer = _optimizer(model.parameters())
     for step in range(STEPS):
