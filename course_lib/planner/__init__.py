@@ -4,5 +4,9 @@ Nothing here imports torch. The closed forms of each technique are in :mod:`cour
 """
 
 from course_lib.planner.catalog import Dtype, Model, custom_model, model, models
+from course_lib.planner.compare import compare, sensitivity
 from course_lib.planner.configuration import Configuration, configure
+from course_lib.planner.estimate import estimate
 from course_lib.planner.hardware import Hardware, Link, hardware, hardware_names
+from course_lib.planner.search import search
+from course_lib.planner.serve import serve

@@ -7,6 +7,7 @@ from typing import Any
 
 from course_lib.planner.catalog import Model
 from course_lib.planner.configuration import Configuration, suggestion
+from course_lib.planner.estimate import estimate
 from course_lib.planner.hardware import Hardware
 from course_lib.planner.result import Estimate
 
@@ -169,19 +170,22 @@ def sensitivity(
     :func:`estimate`. The bubble is that of the formula where there is one; zb-v, which takes
     long to simulate, counts as interleaved.
     """
-    from course_lib.planner.estimate import estimate
-
     options["simulated"] = False
     if configuration.schedule == "zb-v":
         configuration = replace(configuration, schedule="interleaved")
-    base = estimate(model, hardware, configuration, **options).step_seconds
+    base = estimate(model, hardware, configuration, **options)
+    used = {name for one in base.communication.values() for name in one.link.split("+")}
     found = {}
     for name in ("node", "network"):
         link = getattr(hardware, name)
         for sign, factor in (("+", 1 + SHIFT), ("-", 1 - SHIFT)):
+            key = f"{name} {sign}{SHIFT:.0%}"
+            if name not in used:
+                found[key] = 0.0
+                continue
             changed = replace(link, bandwidth=link.bandwidth * factor)
             shifted = estimate(
                 model, replace(hardware, **{name: changed}), configuration, **options
             )
-            found[f"{name} {sign}{SHIFT:.0%}"] = shifted.step_seconds / base - 1
+            found[key] = shifted.step_seconds / base.step_seconds - 1
     return found

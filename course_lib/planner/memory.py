@@ -338,6 +338,12 @@ def memory(model: Model, configuration: Configuration, *, exact: bool = False) -
     return max((stage_memory(model, configuration, rank) for rank in ranks), key=_total)
 
 
+def exceeds(model: Model, configuration: Configuration, limit: float) -> bool:
+    """Return whether a pipeline rank needs more than ``limit`` bytes; it stops at the first."""
+    ranks = outer_ranks(model, configuration)
+    return any(stage_memory(model, configuration, rank).total > limit for rank in ranks)
+
+
 def _total(held: Memory | States) -> float:
     return held.total
 

@@ -22,7 +22,7 @@ from course_lib.planner.compare import behind
 from course_lib.planner.configuration import RECOMPUTE, STEP_TOKENS, Configuration, configure
 from course_lib.planner.estimate import RESERVE, estimate
 from course_lib.planner.hardware import Hardware
-from course_lib.planner.memory import memory
+from course_lib.planner.memory import exceeds, memory
 from course_lib.planner.result import Estimate
 from course_lib.planner.timing import rates, stage_seconds
 
@@ -108,7 +108,7 @@ def search(
     waiting = [(bounds.of(one), index, 0) for index, one in enumerate(space)]
     heapify(waiting)
     limit = hardware.capacity_bytes * (1 - reserve)
-    needs: dict[int, float] = {}
+    examined = 0
     exact: dict[int, Estimate] = {}
     plans: list[Estimate] = []
     while waiting and len(plans) < top:
@@ -120,8 +120,8 @@ def search(
             exact[index] = estimate(model, hardware, plan, reserve=reserve, generation=generation)
             heappush(waiting, (exact[index].step_seconds, index, 2))
         else:
-            needs[index] = memory(model, plan).total
-            if needs[index] <= limit:
+            examined += 1
+            if not exceeds(model, plan, limit):
                 close = estimate(model, hardware, plan, generation=generation, simulated=False)
                 heappush(waiting, (max(seconds, SAFETY * close.step_seconds), index, 1))
     reasons = tuple(behind(one, plans[0]) if one is not plans[0] else "" for one in plans)
@@ -130,16 +130,20 @@ def search(
         hardware=hardware,
         gpus=gpus,
         legal=len(space),
-        examined=len(needs),
+        examined=examined,
         estimated=len(exact),
         schedules=(fixed["schedule"],) if fixed.get("schedule") else SCHEDULES,
         plans=tuple(plans),
         reasons=reasons,
-        advice="" if plans else _advice(hardware, min(needs.values()), limit),
+        advice="" if plans else _advice(model, hardware, space, limit),
     )
 
 
-def _advice(hardware: Hardware, least: float, limit: float) -> str:
+def _advice(model: Model, hardware: Hardware, space: list[Candidate], limit: float) -> str:
+    """Say what the smallest plan needs: one with ZeRO-3, or without data ranks."""
+    size, most = min(one.micro_batch for one in space), max(one.zero for one in space)
+    small = [one for one in space if one.micro_batch == size and one.zero in (0, most)]
+    least = min(memory(model, one.plan).total for one in small or space)
     return (
         f"No plan fits: the smallest needs {least / 1e9:.1f} GB per GPU, and {limit / 1e9:.1f} GB "
         f"of {hardware.name} are free. Take more GPUs, a shorter sequence or a smaller batch."

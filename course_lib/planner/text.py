@@ -26,7 +26,7 @@ def report(estimate: Estimate, changes: Mapping[str, float] | None = None) -> st
     lines = [*_title(estimate), "", *_memory(estimate), "", *_communication(estimate)]
     lines += ["", *_step(estimate)]
     if changes:
-        lines += wrapped(f"Bandwidth: {bandwidth(changes)}.")
+        lines += wrapped(bandwidth(changes))
     if estimate.assumptions:
         lines += ["", "Assumptions"]
         for assumption in estimate.assumptions:
@@ -81,14 +81,16 @@ def percent(share: float) -> str:
 
 
 def bandwidth(changes: Mapping[str, float]) -> str:
-    """Say by how much the step changes with the bandwidth of each link."""
+    """Say by how much the step time changes with the bandwidth of each link."""
     found = []
-    for link in dict.fromkeys(name.rsplit(" ", 1)[0] for name in changes):
-        more, less = (f"{100 * changes[f'{link} {sign}20%']:+.1f} %" for sign in "+-")
-        found.append(
-            f"{link} {more} and {less}".replace("-0.0 %", "0.0 %").replace("+0.0 %", "0.0 %")
-        )
-    return f"the step changes with 20 % more and 20 % less of it: {'; '.join(found)}"
+    for sign, word in (("+", "more"), ("-", "less")):
+        links = [
+            f"{name.split()[0]} {100 * change:+.1f} %".replace("-0.0", "0.0").replace("+0.0", "0.0")
+            for name, change in changes.items()
+            if f" {sign}" in name
+        ]
+        found.append(f"20 % {word} bandwidth: {', '.join(links)}")
+    return f"Step time with {'; '.join(found)}"
 
 
 def table(rows: Sequence[Sequence[str]], left: int = 1) -> list[str]:

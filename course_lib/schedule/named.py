@@ -7,6 +7,7 @@ p is the number of ranks, m of micro-batches; with ``chunks`` > 1 each rank hold
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import lru_cache
 from itertools import pairwise
 
 from course_lib.schedule.data import Action, Schedule, as_rows, check_sizes, looped, v_shape
@@ -133,6 +134,7 @@ def make(
     return SCHEDULES[name](ranks, microbatches, chunks, costs)
 
 
+@lru_cache(maxsize=4096, typed=True)
 def placement(name: str, ranks: int, chunks: int | None = None) -> tuple[int, ...]:
     """Return the rank of each stage of the schedule ``name``."""
     chunks = _chunks(name, chunks)

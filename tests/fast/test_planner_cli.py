@@ -143,7 +143,9 @@ def test_report_prints_these_numbers():
     assert "Step time: 2.00 s = compute 90.0 % + tp 10.0 %" in text
     assert "500 tokens/s per GPU, 400 TFLOP/s, MFU 40.0 % (causal attention)" in text
     assert "10.0 % of total, 11.1 % of ideal" in text
-    assert "node -1.5 % and +2.2 %; network 0.0 % and 0.0 %" in text
+    assert (
+        "20 % more bandwidth: node -1.5 %, network 0.0 %; 20 % less bandwidth: node +2.2 %" in text
+    )
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,7 @@ from course_lib import cli
 from course_lib.planner import configure, custom_model, hardware, model
 from course_lib.planner.configuration import RECOMPUTE
 from course_lib.planner.estimate import estimate
-from course_lib.planner.memory import memory
+from course_lib.planner.memory import exceeds, memory
 from course_lib.planner.search import MICRO_BATCHES, candidates, common_batch, search
 from course_lib.planner.text import ranking
 
@@ -114,11 +114,23 @@ def test_selective_recomputation_saves_nothing_with_fused_attention():
     assert memory(of, plans[0]) == memory(of, plans[1])
 
 
+@pytest.mark.parametrize(("of", "on", "gpus", "fixed"), WORLDS[:3])
+def test_what_exceeds_a_limit(of, on, gpus, fixed):
+    for one in list(candidates(of, gpus, **fixed))[::5]:
+        need = memory(of, one.plan).total
+        assert exceeds(of, one.plan, 0.999 * need)
+        assert not exceeds(of, one.plan, need)
+
+
 def test_nothing_fits():
     result = search(model("llama-3-405b"), hardware("v100-16"), 8, dtype="fp16")
     assert (result.plans, result.estimated) == ((), 0)
     assert result.examined == result.legal > 0
     assert "more GPUs" in ranking(result)
+    least = min(
+        memory(result.model, one.plan).total for one in candidates(result.model, 8, dtype="fp16")
+    )
+    assert f"{least / 1e9:.1f} GB per GPU" in " ".join(ranking(result).split())
 
 
 @pytest.mark.parametrize(
@@ -136,7 +148,7 @@ def test_search_by_command(capfd):
     assert data["plans"][0]["behind"] == ""
     assert {plan["configuration"]["pp"] for plan in data["plans"]} == {1}
     assert cli.main(shlex.split("plan gpt2-xl --gpus 7 --hardware h100 --search --tp 2")) == 2
-    assert "legal" in capfd.readouterr().err
+    assert "tp x pp x cp to divide 7 GPUs" in capfd.readouterr().err
 
 
 @pytest.mark.alone
