@@ -130,17 +130,17 @@ class _Board:
         plan, model, found = self.plan, self.model, self.estimate.memory
         held = parameters_per_rank(model, plan, self.stage)
         data = plan.dp * plan.cp
-        layers = len(self.layers)
-        text = f"{layers} layers and vocabulary by t = {plan.tp}: {count(held.dense)}"
+        text = f"stage {self.stage}: {len(self.layers)} layers and vocabulary by t = {plan.tp}: "
+        text += count(held.dense)
         if held.experts:
             text += f"; experts by e = {plan.ep}: {count(held.experts)}"
-        yield f"stage {self.stage}", text
+        yield "shard", text
         recipe = WIDE.get(plan.dtype.name, RECIPES[plan.recipe])
         parts = ("weights", "gradients", "optimizer")
         for name, width, zero in zip(parts, recipe, (3, 2, 1), strict=True):
             size = getattr(found, name)
             shards = data if plan.zero >= zero else 1
-            formula, numbers = f"{width} B x share", f"{width} x {count(held.dense)}"
+            formula, numbers = f"{width} B x shard", f"{width} x {count(held.dense)}"
             if shards > 1:
                 formula, numbers = f"{formula} / (d c)", f"{numbers} / {shards}"
             if held.experts:

@@ -25,10 +25,13 @@ from course_lib.planner.hardware import Hardware
 from course_lib.planner.memory import exceeds, memory
 from course_lib.planner.result import Estimate
 from course_lib.planner.timing import rates, stage_seconds
+from course_lib.schedule.named import CHUNKS, V_SHAPED
 
-SCHEDULES = ("1f1b", "interleaved")
+SCHEDULES = ("1f1b", "zb-h1", "zb-v", "dualpipe-v", "interleaved")
 MOST_CHUNKS = 8
 MICRO_BATCHES = (1, 2, 4, 8, 16)
+WHOLE_BACKWARD = ("naive", "gpipe", "1f1b", "interleaved")  # their bubble has a lower bound
+PAIRED = ("dualpipe-v",)  # hides the tokens of experts
 SAFETY = 0.97  # of bounds: stages are never quite equal, and the simulation is rounded
 
 
@@ -122,8 +125,7 @@ def search(
         else:
             examined += 1
             if not exceeds(model, plan, limit):
-                close = estimate(model, hardware, plan, generation=generation, simulated=False)
-                heappush(waiting, (max(seconds, SAFETY * close.step_seconds), index, 1))
+                heappush(waiting, (max(seconds, SAFETY * bounds.closer(plan)), index, 1))
     reasons = tuple(behind(one, plans[0]) if one is not plans[0] else "" for one in plans)
     return Found(
         model=model,
@@ -153,9 +155,10 @@ def _advice(model: Model, hardware: Hardware, space: list[Candidate], limit: flo
 def candidates(model: Model, gpus: int, **fixed: Any) -> Iterator[Candidate]:
     """Yield every legal plan, simple ones first: all degrees, ZeRO stages, chunks, micro-batches.
 
-    Limits: 1F1B and interleaved (or the fixed schedule) with up to 8 chunks; micro-batches of 1, 2,
-    4, 8 and 16 sequences; no selective recomputation with fused attention, which has nothing to
-    recompute. All plans have one global batch, by default about 4 Mi tokens.
+    Limits: the schedules above (naive, gpipe and zb-h2 only if they are fixed), interleaved with up
+    to 8 chunks; micro-batches of 1, 2, 4, 8 and 16 sequences; no selective recomputation with fused
+    attention, which has nothing to recompute. All plans have one global batch, by default about
+    4 Mi tokens.
     """
     fixed = {name: value for name, value in fixed.items() if value is not None}
     seq = fixed.setdefault("seq", model.max_seq_len)
@@ -194,9 +197,11 @@ def _schedules(
 ) -> Iterator[tuple[str | None, int | None]]:
     """Yield schedules and their chunks."""
     if pp == 1 or "schedule" in fixed or "chunks" in fixed:
-        yield fixed.get("schedule"), fixed.get("chunks")
+        yield (fixed.get("schedule") if pp > 1 else "1f1b"), fixed.get("chunks")
         return
-    yield "1f1b", 1
+    for name in SCHEDULES:
+        if name != "interleaved" and CHUNKS.get(name, 1) * pp <= layers:
+            yield name, CHUNKS.get(name, 1)
     for chunks in range(2, min(MOST_CHUNKS, layers // pp) + 1):
         yield "interleaved", chunks
 
@@ -224,18 +229,34 @@ class _Bounds:
         return {}
 
     def of(self, one: Candidate) -> float:
-        """Return the bound: the mean stage, m + (p-1)/v times."""
+        """Return the bound: the mean stage m times, and (p-1)/v times more where W is not split."""
         base = one.base
-        key = (base.tp, base.cp, base.ep, one.micro_batch, one.recompute)
+        key = (base.tp, base.cp, base.ep, one.micro_batch, one.recompute, base.schedule in PAIRED)
         if key not in self.known:
             self.known[key] = self._micro_batch(one.plan)
-        rounds = base.global_batch // base.dp // one.micro_batch + (base.pp - 1) / base.chunks
+        rounds: float = base.global_batch // base.dp // one.micro_batch
+        if base.schedule in WHOLE_BACKWARD:
+            rounds += (base.pp - 1) / base.chunks
         return SAFETY * rounds * self.known[key] / base.pp
+
+    def closer(self, plan: Configuration) -> float:
+        """Return the seconds of a step with the bubble by formula, or with none for a V shape."""
+        looped = replace(plan, schedule="interleaved") if plan.schedule in V_SHAPED else plan
+        found = estimate(
+            self.model, self.hardware, looped, generation=self.generation, simulated=False
+        )
+        if looped is plan:
+            return found.step_seconds
+        paired = found.parts.get("ep", 0.0) if plan.schedule in PAIRED else 0.0
+        return found.step_seconds - found.parts["bubble"] - paired
 
     def _micro_batch(self, plan: Configuration) -> float:
         """Return the seconds of a micro-batch on all stages: the model as one stage."""
-        whole = replace(plan, pp=1, chunks=1, dp=plan.dp * plan.pp, stage_layers=None)
+        whole = replace(
+            plan, schedule="1f1b", pp=1, chunks=1, dp=plan.dp * plan.pp, stage_layers=None
+        )
         rate = rates(self.hardware, whole, self.generation)
         moves = stage_moves(self.model, whole)
         (stage,) = stage_seconds(self.model, self.hardware, whole, moves, rate)
-        return stage.total.total
+        hidden = stage.exposed.get("ep", (0.0,)) if plan.schedule in PAIRED else ()
+        return stage.total.total - sum(hidden)

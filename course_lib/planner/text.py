@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 from course_lib.planner.compare import Comparison
 from course_lib.planner.configuration import Configuration
 from course_lib.planner.result import Estimate
+from course_lib.schedule.named import V_SHAPED
 
 if TYPE_CHECKING:
     from course_lib.planner.search import Found
@@ -41,7 +42,8 @@ def layout(plan: Configuration) -> str:
     if plan.zero:
         words.append(f"ZeRO-{plan.zero}")
     if plan.pp > 1:
-        words.append(plan.schedule + (f" x {plan.chunks}" if plan.chunks > 1 else ""))
+        looped = plan.chunks > 1 and plan.schedule not in V_SHAPED
+        words.append(plan.schedule + (f" x {plan.chunks}" if looped else ""))
     words.append(f"micro-batch {plan.micro_batch}")
     if plan.recompute != "none":
         words.append(f"{plan.recompute} recompute")
@@ -220,8 +222,8 @@ def ranking(found: Found) -> str:
     """List the best plans, and why each one is behind the first."""
     lines = wrapped(
         f"{found.model.name} on {found.gpus:,} x {found.hardware.name}: {found.legal:,} legal "
-        f"plans with {' and '.join(found.schedules)}; memory of {found.examined:,} and step of "
-        f"{found.estimated:,} computed"
+        f"plans; memory of {found.examined:,} and step of {found.estimated:,} computed; schedules "
+        f"{', '.join(found.schedules)}"
     )
     if not found.plans:
         return "\n".join([*lines, *wrapped(found.advice)])

@@ -12,8 +12,9 @@ from course_lib.planner import configure, custom_model, hardware, model
 from course_lib.planner.configuration import RECOMPUTE
 from course_lib.planner.estimate import estimate
 from course_lib.planner.memory import exceeds, memory
-from course_lib.planner.search import MICRO_BATCHES, candidates, common_batch, search
+from course_lib.planner.search import MICRO_BATCHES, SCHEDULES, candidates, common_batch, search
 from course_lib.planner.text import ranking
+from course_lib.schedule.named import V_SHAPED
 
 SMALL = custom_model("llama", layers=8, hidden=2048, heads=16, kv_heads=4, vocab=32000)
 MOE = custom_model("llama", layers=8, hidden=1024, heads=8, vocab=32000, experts=8)
@@ -24,6 +25,7 @@ WORLDS = [
     (MOE, "h100", 4, {"global_batch": 16}),
     (model("llama-3-8b"), "a100-40", 16, {"tp": 4, "global_batch": 32}),
     (SMALL, "h100", 12, {"zero": 1}),
+    (SMALL, "a100-40", 4, {"schedule": "zb-h2", "global_batch": 16}),
 ]
 
 
@@ -47,23 +49,26 @@ def test_the_candidates_are_what_configure_accepts(of, on, gpus, fixed):
     """Brute force over all arguments, the illegal ones included."""
     batch = fixed.get("global_batch") or common_batch(gpus, of.max_seq_len)
     divisors = [n for n in range(1, gpus + 1) if gpus % n == 0]
+    ways = [(name, 2 if name in V_SHAPED else 1) for name in SCHEDULES if name != "interleaved"]
+    ways += [("interleaved", chunks) for chunks in range(2, 9)]
     legal = set()
     for tp in divisors:
         for pp in divisors:
             for cp in divisors:
                 dp = gpus // (tp * pp * cp)
                 for ep in divisors:
-                    for chunks in range(1, 9 if pp > 1 else 2):
+                    for schedule, chunks in ways if pp > 1 else ways[:1]:
                         for micro_batch in MICRO_BATCHES:
                             arguments = {
                                 **fixed, "tp": tp, "pp": pp, "cp": cp, "ep": ep, "chunks": chunks,
-                                "micro_batch": micro_batch, "global_batch": batch,
+                                "schedule": schedule, "micro_batch": micro_batch,
+                                "global_batch": batch,
                             }  # fmt: skip
                             try:
-                                made = configure(of, gpus, **arguments)
+                                configure(of, gpus, **arguments)
                             except ValueError:
                                 continue
-                            legal.add((tp, pp, cp, dp, ep, made.schedule, chunks, micro_batch))
+                            legal.add((tp, pp, cp, dp, ep, schedule, chunks, micro_batch))
     found = {
         (p.tp, p.pp, p.cp, p.dp, p.ep, p.schedule, p.chunks, p.micro_batch)
         for p in (one.plan for one in candidates(of, gpus, **fixed))
