@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from re import fullmatch
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -17,6 +18,11 @@ if TYPE_CHECKING:
 
 EXAMPLE = "course plan llama-3-70b --gpus 64 --hardware h100 --tp 8 --pp 4"
 NEEDED = ("family", "layers", "hidden", "heads", "vocab")  # of a custom model
+MOST_PLANS = 1000  # that --search lists in a minute or two
+TRAINING = (
+    "zero", "schedule", "chunks", "micro_batch", "global_batch", "seq", "recompute", "recipe",
+    "fused_attention", "overlap_tp",
+)  # fmt: skip
 MOST_STAGES = 10_000  # that --stage-layers writes as one number
 
 Degree = Annotated[int | None, typer.Option(help="GPUs on this axis; default: 1.")]
@@ -95,7 +101,8 @@ def plan(
         bool, typer.Option("--search", help="Rank all legal plans by step time.")
     ] = False,
     top: Annotated[
-        int | None, typer.Option(min=1, help="Plans that --search lists; default: 10.")
+        int | None,
+        typer.Option(min=1, max=MOST_PLANS, help="Plans that --search lists; default: 10."),
     ] = None,
     serve: Annotated[bool, typer.Option("--serve", help="Plan inference.")] = False,
     batch: Annotated[
@@ -122,8 +129,9 @@ def plan(
     from course_lib.planner.hardware import hardware as hardware_of
 
     if published:
-        if model is not None:
-            raise ValueError(f"--published plans runs of its own; leave out {model}")
+        others = [model, None if gpus is None else "--gpus", hardware and "--hardware"]
+        if found := [one for one in others if one is not None]:
+            raise ValueError(f"--published plans runs of its own; leave out {', '.join(found)}")
         return _published(as_json)
     sizes = {
         "family": family,
@@ -186,6 +194,9 @@ def plan(
     requests = {"batch": batch, "prompt": prompt, "generate": generate}
     if not serve and any(size is not None for size in requests.values()):
         raise ValueError("--batch, --prompt and --generate describe inference; add --serve")
+    training = [f"--{name.replace('_', '-')}" for name in TRAINING if name in degrees]
+    if serve and training:
+        raise ValueError(f"--serve plans inference; leave out {', '.join(training)}, of training")
     if top is not None and not search:
         raise ValueError("--top is the number of plans that --search lists; add --search")
     if compare:
@@ -362,6 +373,8 @@ def _model(name: str | None, sizes: dict[str, Any]) -> Model:
         if sizes:
             raise ValueError(f"{name} has sizes of its own; leave out {options}, or plan custom")
         return found
+    if "top_k" in sizes and not sizes.get("experts"):
+        raise ValueError("--top-k counts the experts per token; add --experts, or leave it out")
     missing = [f"--{size}" for size in NEEDED if size not in sizes]
     if missing:
         raise ValueError(f"a custom model needs {', '.join(missing)} too")
@@ -374,11 +387,10 @@ def _stage_layers(text: str | None) -> tuple[int, ...] | None:
         return None
     found: list[int] = []
     for piece in text.split(","):
-        layers, _, times = piece.partition("x")
-        try:
-            found += [int(layers)] * min(int(times or 1), MOST_STAGES)
-        except ValueError:
+        part = fullmatch(r"\s*(\d{1,9})(?:x([1-9]\d{0,99}))?\s*", piece)
+        if part is None:
             raise ValueError(
-                f"expected layers per stage such as 7,8x14,7, got --stage-layers {text}"
-            ) from None
+                f"expected layers per stage such as 7,8x14,7, got --stage-layers {text!r}"
+            )
+        found += [int(part[1])] * min(int(part[2] or 1), MOST_STAGES)
     return tuple(found)

@@ -28,6 +28,7 @@ RATES = {f"{prefix}B/s": size for prefix, size in PREFIXES.items()}
 RATES |= {f"{prefix}b/s": size / 8 for prefix, size in PREFIXES.items()}
 TIMES = {"s": 1.0, "ms": 1e-3, "us": 1e-6, "µs": 1e-6, "ns": 1e-9}
 FASTEST, SLOWEST = 1e14, 1e6  # bytes per second that are believed
+LEAST = 0.01  # of a peak that is believed
 LONGEST = 1.0  # seconds of latency that are believed
 LINKS = ("node", "network")
 
@@ -113,9 +114,9 @@ def _shares(given: Mapping[str, object], hardware: Hardware) -> dict[str, float]
 
 
 def _share(name: str, given: object) -> float:
-    if isinstance(given, bool) or not isinstance(given, int | float) or not 0 < given <= 1:
+    if isinstance(given, bool) or not isinstance(given, int | float) or not LEAST <= given <= 1:
         raise ValueError(
-            f"expected efficiency.{name} above 0 and at most 1, such as 0.55, got {given!r}"
+            f"expected efficiency.{name} from {LEAST} to 1, such as 0.55, got {given!r}"
         )
     return float(given)
 

@@ -39,6 +39,8 @@ def read_plan(text: str) -> dict[str, Any]:
             raise ValueError(
                 f"the plan {text!r} has the unknown key {key}; {suggestion(key, known)}"
             )
+        if key in found:
+            raise ValueError(f"the plan {text!r} sets {key} twice; leave one of them out")
         if key in SWITCHES and value not in ("on", "off"):
             raise ValueError(f"expected {key}=on or {key}=off, got {value!r}")
         try:

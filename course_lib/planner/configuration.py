@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from difflib import get_close_matches
 from itertools import accumulate, pairwise
 from math import lcm
+from typing import Any
 
 from course_lib.formulas.pp import partition
 from course_lib.planner.catalog import DTYPES, Dtype, Model
@@ -17,6 +18,8 @@ RECOMPUTE = ("none", "selective", "full")
 ONE_STAGE = ("1f1b", "zb-h1", "zb-h2")  # schedules in which a rank has one stage
 # Above these a number is a mistake, and a plan would take minutes.
 MOST_GPUS, MOST = 2**20, 2**30
+COUNTS = dict.fromkeys(("gpus", "tp", "pp", "cp", "dp", "ep", "chunks"), MOST_GPUS)
+COUNTS |= dict.fromkeys(("micro_batch", "global_batch", "seq"), MOST)
 RECIPES = (16, 18, 20)  # bytes per parameter
 STEP_TOKENS = 2**22  # of the default batch: 4 Mi tokens, as Llama 3's first phase
 
@@ -115,12 +118,7 @@ def configure(
         "global_batch": global_batch,
         "seq": seq,
     }
-    for name, count in counts.items():
-        most = MOST if name in ("micro_batch", "global_batch", "seq") else MOST_GPUS
-        if count is not None and (type(count) is not int or not 1 <= count <= most):
-            raise ValueError(
-                f"expected a whole number from 1 to {most:,} as {name}, got {name}={count!r}"
-            )
+    check_counts(counts)
     for kind, asked, known in (
         ("schedule", schedule, SCHEDULES),
         ("recompute", recompute, RECOMPUTE),
@@ -165,6 +163,19 @@ def configure(
     for problem in impossible(model, made):
         raise ValueError(problem)
     return made
+
+
+def check_counts(arguments: Mapping[str, Any]) -> None:
+    """Raise ValueError for a count or a degree that is no whole number from 1 to what is sensible.
+
+    Arguments of other kinds and those that are None are skipped.
+    """
+    for name, most in COUNTS.items():
+        count = arguments.get(name)
+        if count is not None and (type(count) is not int or not 1 <= count <= most):
+            raise ValueError(
+                f"expected a whole number from 1 to {most:,} as {name}, got {name}={count!r}"
+            )
 
 
 def stages_of(model: Model, configuration: Configuration) -> list[tuple[int, range]]:

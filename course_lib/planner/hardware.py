@@ -9,7 +9,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from course_lib.planner.catalog import look_up
+from course_lib.planner.catalog import DTYPES, look_up
 
 NOT_CALIBRATED = 0.5  # the efficiency where no published run has been used; a guess
 
@@ -52,6 +52,15 @@ class Hardware:
     source: str
     emulated: bool = False
 
+    def peak_of(self, dtype: str) -> float:
+        """Return the peak of ``dtype`` in FLOP/s; ValueError if the GPU does not have it."""
+        if dtype not in self.peak:
+            raise ValueError(
+                f"{self.name} has no {dtype} peak in the catalog; choose dtype "
+                f"{' or '.join(name for name in self.peak if name in DTYPES)}"
+            )
+        return self.peak[dtype]
+
     def efficiency_of(self, dtype: str, generation: str | None = None) -> float:
         """Return the share of the peak that kernels of ``dtype`` reach when no rank waits.
 
@@ -63,10 +72,15 @@ class Hardware:
         known = {key.partition("@")[2]: key for key in self.efficiency if key.startswith(name)}
         if generation is None:
             return self.efficiency[known[max(known)]] if known else NOT_CALIBRATED
+        if not known or "" in known:  # a guess, or measured by the reader
+            raise ValueError(
+                f"the {name} efficiency of {self.name} belongs to no software generation; leave "
+                f"out generation={generation!r}"
+            )
         if generation not in known:
             raise ValueError(
                 f"expected the software generation of {name} on {self.name} to be one of "
-                f"{', '.join(sorted(known)) or '(none)'}, got {generation!r}"
+                f"{', '.join(sorted(known))}, got {generation!r}"
             )
         return self.efficiency[known[generation]]
 

@@ -72,6 +72,8 @@ def _interleaved(p: int, m: int, r: int, v: int) -> tuple[int, ...]:
     left = (v - 1) * (least + (more > 0)) + (1 + (v > 1)) * (p - 1 - r) + 1
     counts = [0] * v
     for number in range(rounds):
+        if not left:
+            break
         for chunk in range(v):
             taken = min(left, least + (number < more))
             counts[chunk] += taken

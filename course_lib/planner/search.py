@@ -19,7 +19,13 @@ from typing import Any, NamedTuple
 from course_lib.planner.catalog import Model
 from course_lib.planner.communication import stage_moves
 from course_lib.planner.compare import behind
-from course_lib.planner.configuration import RECOMPUTE, STEP_TOKENS, Configuration, configure
+from course_lib.planner.configuration import (
+    RECOMPUTE,
+    STEP_TOKENS,
+    Configuration,
+    check_counts,
+    configure,
+)
 from course_lib.planner.estimate import RESERVE, estimate
 from course_lib.planner.hardware import Hardware
 from course_lib.planner.memory import exceeds, memory
@@ -161,6 +167,7 @@ def candidates(model: Model, gpus: int, **fixed: Any) -> Iterator[Candidate]:
     4 Mi tokens.
     """
     fixed = {name: value for name, value in fixed.items() if value is not None}
+    check_counts({"gpus": gpus, **fixed})
     seq = fixed.setdefault("seq", model.max_seq_len)
     batch = fixed.setdefault("global_batch", common_batch(gpus, seq))
     divisors = [n for n in range(1, gpus + 1) if gpus % n == 0]

@@ -98,11 +98,7 @@ def serve(
             raise ValueError(f"expected {name} from 1 to {MOST:,}, got {name}={size}")
     if configuration.cp > 1:
         raise ValueError(f"expected cp=1 with --serve, got cp={configuration.cp}; take tp or pp")
-    if configuration.dtype.name not in hardware.peak:
-        raise ValueError(
-            f"{hardware.name} has no peak for {configuration.dtype.name}; choose "
-            f"{' or '.join(hardware.peak)}"
-        )
+    hardware.peak_of(configuration.dtype.name)
     efficiency = hardware.efficiency_of(configuration.dtype.name, generation)
     plan = _Plan(model, hardware, configuration, batch, prompt, generate, efficiency)
     weights, request = plan.weights(), plan.cache(1, prompt + generate)

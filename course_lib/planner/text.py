@@ -140,7 +140,8 @@ def _title(estimate: Estimate) -> list[str]:
         *wrapped(f"{model.name}, {size}, on {gpus}: {layout(plan)}"),
         *wrapped(
             f"Step: {plan.global_batch:,} sequences of {plan.seq:,} = {count(plan.tokens)} tokens, "
-            f"{plan.micro_batches:,} micro-batches per replica, {plan.dtype.name}"
+            f"{plan.micro_batches:,} micro-batch{'es' * (plan.micro_batches != 1)} per replica, "
+            f"{plan.dtype.name}"
         ),
     ]
 

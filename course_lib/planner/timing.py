@@ -70,15 +70,10 @@ def rates(hardware: Hardware, plan: Configuration, generation: str | None = None
     Raises ValueError when the GPU does not have the number format.
     """
     name = plan.dtype.name
-    if name not in hardware.peak:
-        raise ValueError(
-            f"{hardware.name} has no {name} peak in the catalog; choose dtype "
-            f"{' or '.join(hardware.peak)}"
-        )
     core = "bf16" if name == "fp8" else name
     return Rates(
         *(
-            hardware.peak[one] * hardware.efficiency_of(one, generation if one == name else None)
+            hardware.peak_of(one) * hardware.efficiency_of(one, generation if one == name else None)
             for one in (name, core)
         )
     )

@@ -236,6 +236,20 @@ BAD = {
     "plan llama-3-70b --published": "llama-3-70b",
     f"{PLAN} --pp 2 --stage-layers 7,8x99999999999": "stage_layers",
     f"{PLAN} --emit fsdp2 --explain": "--emit",
+    f"{PLAN} --search --micro-batch 0": "micro_batch=0",
+    f"{PLAN} --search --micro-batch -1": "micro_batch=-1",
+    f"{PLAN} --search --seq 0": "seq=0",
+    f"{PLAN} --search --top 99999999": "--top",
+    f"{PLAN} --serve --zero 3 --micro-batch 4": "--zero, --micro-batch",
+    f"{PLAN} --serve --global-batch 32": "--global-batch",
+    f"{PLAN} --pp 2 --stage-layers 80x0": "7,8x14,7",
+    f"{PLAN} --pp 2 --stage-layers -1,81": "7,8x14,7",
+    f"{PLAN} --compare tp=8,tp=4 tp=8": "twice",
+    f"{PLAN} --dtype fp32 --generation 2024": "leave out generation",
+    f"{CUSTOM} --vocab 1000 --top-k 2": "--experts",
+    "plan llama-3-70b --gpus 64 --hardware v100-32 --emit megatron": "fp16",
+    "plan llama-3-70b --gpus 64 --hardware v100-32 --serve": "fp16",
+    "plan --published --gpus 8": "--gpus",
 }
 
 
@@ -247,6 +261,13 @@ def test_bad_input_is_a_sentence_that_says_what_to_change(line, capfd):
     assert re.fullmatch(r"[^\n]{10,700}[.?]\n", printed.err), printed.err
     assert BAD[line] in printed.err
     assert "Traceback" not in printed.err
+
+
+def test_a_batch_of_a_billion_sequences_takes_no_longer(capfd):
+    line = f"{PLAN} --pp 8 --schedule zb-v --global-batch 1073741824"
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_utime
+    course(line, capfd)
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_utime - before < 5
 
 
 def test_all_names_are_listed_where_none_is_given(capfd):
@@ -313,6 +334,7 @@ def test_latencies(text, value):
         ('nodes.bandwidth = "370 GB/s"', "node"),
         ('node = "370 GB/s"', "node.bandwidth"),
         ("efficiency.bf16 = 55", "0.55"),
+        ("efficiency.bf16 = 1e-300", "0.01"),
         ("efficiency.bf61 = 0.5", "bf16"),
         ("efficiency = 0.5", "efficiency.bf16"),
         ("node.bandwidth: 5", "TOML"),

@@ -22,8 +22,9 @@ TARGETS = tuple(_WRITERS)
 def emit(target: str, model: Model, hardware: Hardware, configuration: Configuration) -> Emitted:
     """Return the plan for ``target``, and in notes what the target cannot express.
 
-    Raises ValueError if ``target`` is not in TARGETS.
+    Raises ValueError if ``target`` is not in TARGETS, or the GPU lacks the number format.
     """
     if target not in _WRITERS:
         raise ValueError(f"expected --emit to be one of {', '.join(TARGETS)}, got {target!r}")
+    hardware.peak_of(configuration.dtype.name)
     return _WRITERS[target](model, hardware, configuration)
