@@ -32,6 +32,7 @@ ORDER = """
     view
     planner
     grading
+    interview
     bench tour doctor
     cli
 """
