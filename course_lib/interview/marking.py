@@ -10,7 +10,7 @@ from course_lib.interview.units import UnitMissing, Unreadable, read
 RECOGNIZED = 0.01  # how near an answer is to the value of a mistake
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Verdict:
     """What an answer is.
 
@@ -33,7 +33,7 @@ class Verdict:
         """Whether the answer is right."""
         return self.kind == "right"
 
-    def __str__(self) -> str:
+    def __repr__(self) -> str:
         return self.message
 
 

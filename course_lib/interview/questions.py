@@ -65,9 +65,13 @@ class Template:
         return self.id.partition("-")[0]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Question:
-    """A question with its numbers. ``mistakes`` are values that differ from ``value``."""
+    """A question with its numbers; a notebook shows the text alone.
+
+    ``value`` is the answer in the base unit ``unit``. ``mistakes`` are values of classic mistakes,
+    by the id of their message.
+    """
 
     id: str
     topic: str
@@ -80,6 +84,9 @@ class Question:
     steps: tuple[str, ...]
     mistakes: Mapping[str, float]
     given: Mapping[str, str]
+
+    def __repr__(self) -> str:
+        return self.text
 
     @property
     def answer(self) -> str:
@@ -167,6 +174,7 @@ def _of_unit(value: float, unit: str) -> dict[str, float]:
         return {}
     found = {"factor-2": 2 * value, "half": value / 2}
     if unit in ("byte", "byte/s"):
-        found |= {"gib-as-gb": value * 1e9 / 2**30, "gb-as-gib": value * 2**30 / 1e9}
+        power = sum(value >= 1000**n for n in (1, 2, 3, 4))  # the prefix in which it is shown
+        found |= {"gib-as-gb": value / 1.024**power, "gb-as-gib": value * 1.024**power}
         found |= {"bits": 8 * value, "bytes-as-bits": value / 8}
     return found | {"prefix-large": 1000 * value, "prefix-small": value / 1000}

@@ -11,14 +11,14 @@ from functools import cache
 from math import isfinite
 from typing import Any
 
-# The base unit of a question, and what pint calls it. A count has no unit.
+# The base unit of a question, and what pint calls it. Shares and counts need no pint.
 UNITS = {
-    "byte": "byte",
-    "byte/s": "byte/second",
+    "byte": "databyte",
+    "byte/s": "databyte/second",
     "s": "second",
     "flop": "flop",
     "token/s": "token/second",
-    "share": "dimensionless",
+    "share": "",
     "count": "",
 }
 EXAMPLES = {
@@ -39,7 +39,15 @@ NUMBER = re.compile(
     r"(?:\s*/\s*(?P<over>\d{1,9}(?:\.\d+)?))?"
 )
 GROUPED = re.compile(r"[+-]?\d{1,3}(?:[,_]\d{3})+(?:\.\d*)?(?:[eE].*)?")
-BYTES = re.compile(r"(?:([kmgtpe])(i?))?(b|bytes?|bits?)", re.IGNORECASE)
+NOUNS = set(
+    "gpu rank micro-batch microbatch stage request parameter token group copy copie layer node "
+    "sequence replica param shard".split()
+)
+BYTES = re.compile(
+    r"(?:(kilo|mega|giga|tera|peta|exa|[kmgtpe])|(kibi|mebi|gibi|tebi|pebi|exbi|[kmgtpe]i))?"
+    r"(b|bytes?|bits?)",
+    re.IGNORECASE,
+)
 FLOPS = re.compile(r"([kmgtpezy]?)(?:flops?|operations?)", re.IGNORECASE)
 
 
@@ -66,12 +74,8 @@ def read(text: str, unit: str) -> float:
     rest = words[found.end() :].strip().rstrip(".")
     if unit == "count":
         return value * _multiple(rest, example)
-    if unit == "share" and rest.lower() in ("", "%", "percent", "per cent"):
-        if rest:
-            return value / 100
-        if abs(value) > 1:
-            raise UnitMissing(f"expected a share with its unit, got {words!r}; {example}")
-        return value
+    if unit == "share":
+        return _share(value, rest, words, example)
     if not rest:
         raise UnitMissing(f"expected a number with its unit, got {words!r}; {example}")
     return _converted(value, rest, unit, example)
@@ -94,17 +98,24 @@ def _number(found: re.Match[str], example: str) -> float:
 
 def _multiple(rest: str, example: str) -> float:
     """Return the factor of "70 B" or "64 GPUs"; a noun counts 1."""
-    head = rest.partition(" ")[0].lower()
-    if head in MULTIPLES:
-        return MULTIPLES[head]
-    if not re.fullmatch(r"[^\W\d_][\w -]*|", rest) or (rest and _is_unit(rest)):
-        raise Unreadable(f"expected a count, got {rest!r} after the number; {example}")
-    return 1.0
+    head, _, rest = (
+        rest.partition(" ") if rest.split(" ")[0].lower() in MULTIPLES else ("", "", rest)
+    )
+    factor = MULTIPLES.get(head.lower(), 1.0)
+    if rest and rest.lower().removesuffix("s") not in NOUNS:
+        raise Unreadable(f"expected a count, got {rest[:40]!r} after the number; {example}")
+    return factor
 
 
-def _is_unit(word: str) -> bool:
-    """Return whether ``word`` is a unit of bytes or FLOPs, which is no noun to count."""
-    return bool(BYTES.fullmatch(word) or FLOPS.fullmatch(word))
+def _share(value: float, rest: str, words: str, example: str) -> float:
+    """Return the share of 1; a number above 1 needs its percent sign."""
+    if rest.lower() in ("%", "percent", "per cent"):
+        return value / 100
+    if rest:
+        raise Unreadable(f"expected a share of 1 or in percent, got {words!r}; {example}")
+    if abs(value) > 1:
+        raise UnitMissing(f"expected a share with its unit, got {words!r}; {example}")
+    return value
 
 
 def _converted(value: float, rest: str, unit: str, example: str) -> float:
@@ -131,10 +142,11 @@ def _converted(value: float, rest: str, unit: str, example: str) -> float:
 def _spelled(word: str, unit: str) -> str:
     """Return the name that pint has for a unit as people write it: gb, Gbit, TFLOPS, tok."""
     if match := BYTES.fullmatch(word):
-        prefix, binary, name = match[1] or "", match[2] or "", match[3]
-        bits = name.lower().startswith("bit") or (name == "b" and prefix.isupper() and not binary)
-        prefix = prefix.upper() if prefix.lower() != "k" or binary else "k"
-        return prefix + ("i" if binary else "") + ("bit" if bits else "B")
+        decimal, binary, name = match[1] or "", match[2] or "", match[3]
+        bits = name.lower().startswith("bit") or (name == "b" and len(decimal) == 1 < len(word))
+        bits = bits and not (name == "b" and decimal.islower())  # gb is taken as GB
+        prefix = f"{binary[0].upper()}i" if binary else decimal[:1].upper()
+        return ("k" if prefix == "K" else prefix) + ("databit" if bits else "databyte")
     if match := FLOPS.fullmatch(word):
         prefix = match[1].upper()
         return ("k" if prefix == "K" else prefix) + "flop"
@@ -143,10 +155,15 @@ def _spelled(word: str, unit: str) -> str:
 
 @cache
 def _registry() -> Any:
-    """Return pint's units, with FLOPs and tokens. pint takes long to import, so it is late."""
+    """Return pint's units, with FLOPs and tokens, and with bytes that are not dimensionless.
+
+    pint takes long to import, so it is imported here.
+    """
     from pint import UnitRegistry
 
     registry: Any = UnitRegistry()
+    registry.define("databit = [data]")
+    registry.define("databyte = 8 databit")
     registry.define("flop = [operation]")
     registry.define("token = [token]")
     return registry
