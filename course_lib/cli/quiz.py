@@ -76,7 +76,7 @@ def _play(asked: list[Question], seed: int) -> int:
     from course_lib.interview import quiz as ours
 
     score = ours.Score()
-    print(f"Seed {seed}. Answer with a unit, such as 12.5 GB or 35 %; Ctrl-D ends.")
+    print(ours.texts()["loop"]["start"].format(seed=seed))
     try:
         ours.play(asked, score)
         code = 0

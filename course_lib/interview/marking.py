@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from course_lib.interview.questions import Question, texts
-from course_lib.interview.units import UnitMissing, Unreadable, read
+from course_lib.interview.units import EXAMPLES, UnitMissing, Unreadable, read
 
 RECOGNIZED = 0.01  # how near an answer is to the value of a mistake
 
@@ -43,10 +43,10 @@ def mark(question: Question, answer: str, language: str = "en") -> Verdict:
     marks = written["marks"]
     try:
         value = read(answer, question.unit)
-    except UnitMissing as error:
-        return Verdict("unit", marks["unit"].format(why=error))
     except Unreadable as error:
-        return Verdict("unreadable", marks["unreadable"].format(why=error))
+        kind = "unit" if isinstance(error, UnitMissing) else "unreadable"
+        why = written["reading"][error.key].format(got=error.got, example=EXAMPLES[question.unit])
+        return Verdict(kind, marks[kind].format(why=why))
     if near(value, question.value, question.tolerance):
         return Verdict("right", marks["right"].format(answer=question.answer), value=value)
     name = recognized(question, value)

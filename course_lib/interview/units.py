@@ -51,74 +51,80 @@ BYTES = re.compile(
 FLOPS = re.compile(r"([kmgtpezy]?)(?:flops?|operations?)", re.IGNORECASE)
 
 
-class UnitMissing(ValueError):
-    """An answer that is a number without its unit."""
-
-
 class Unreadable(ValueError):
-    """An answer that is no number, or has a unit of another quantity."""
+    """An answer that is no number, or has a unit of another quantity.
+
+    ``key`` is the id of its sentence in the texts, ``got`` what was written.
+    """
+
+    def __init__(self, key: str, got: str) -> None:
+        super().__init__(f"{key}: {got!r}")
+        self.key, self.got = key, got[:40]
+
+
+class UnitMissing(Unreadable):
+    """An answer that is a number without its unit."""
 
 
 def read(text: str, unit: str) -> float:
     """Return the value of an answer, in the base unit ``unit``.
 
     Raises UnitMissing if a unit is needed and there is none, Unreadable for anything else that is
-    no value of this quantity; the message says what to write.
+    no value of this quantity.
     """
     words = re.sub(r"^(?:about|approx\.?|approximately|roughly|[~≈=])\s*", "", text.strip())
-    example = f"write an answer such as {EXAMPLES[unit]}"
     found = NUMBER.match(words) if len(words) <= LONGEST else None
     if found is None:
-        raise Unreadable(f"expected a number with its unit, got {text.strip()[:40]!r}; {example}")
-    value = _number(found, example)
+        raise Unreadable("number", text.strip())
+    value = _number(found)
     rest = words[found.end() :].strip().rstrip(".")
     if unit == "count":
-        return value * _multiple(rest, example)
+        return value * _multiple(rest)
     if unit == "share":
-        return _share(value, rest, words, example)
+        return _share(value, rest, words)
     if not rest:
-        raise UnitMissing(f"expected a number with its unit, got {words!r}; {example}")
-    return _converted(value, rest, unit, example)
+        raise UnitMissing("number", words)
+    return _converted(value, rest, unit)
 
 
-def _number(found: re.Match[str], example: str) -> float:
+def _number(found: re.Match[str]) -> float:
     """Return the number that was matched; a comma only separates thousands."""
     digits = found["digits"]
     if re.search("[,_]", digits) and not GROUPED.fullmatch(digits):
-        raise Unreadable(f"expected a decimal point, got {digits!r}; {example}")
+        raise Unreadable("decimal-point", digits)
     value = float(re.sub("[,_]", "", digits)) * 10.0 ** int(found["power"] or 0)
     if found["over"]:
         if not float(found["over"]):
-            raise Unreadable(f"expected a number, got a division by 0; {example}")
+            raise Unreadable("finite", found[0])
         value /= float(found["over"])
     if not isfinite(value):
-        raise Unreadable(f"expected a finite number, got {found[0]!r}; {example}")
+        raise Unreadable("finite", found[0])
     return value
 
 
-def _multiple(rest: str, example: str) -> float:
+def _multiple(rest: str) -> float:
     """Return the factor of "70 B" or "64 GPUs"; a noun counts 1."""
     head, _, rest = (
         rest.partition(" ") if rest.split(" ")[0].lower() in MULTIPLES else ("", "", rest)
     )
     factor = MULTIPLES.get(head.lower(), 1.0)
     if rest and rest.lower().removesuffix("s") not in NOUNS:
-        raise Unreadable(f"expected a count, got {rest[:40]!r} after the number; {example}")
+        raise Unreadable("count", rest)
     return factor
 
 
-def _share(value: float, rest: str, words: str, example: str) -> float:
+def _share(value: float, rest: str, words: str) -> float:
     """Return the share of 1; a number above 1 needs its percent sign."""
     if rest.lower() in ("%", "percent", "per cent"):
         return value / 100
     if rest:
-        raise Unreadable(f"expected a share of 1 or in percent, got {words!r}; {example}")
+        raise Unreadable("share", words)
     if abs(value) > 1:
-        raise UnitMissing(f"expected a share with its unit, got {words!r}; {example}")
+        raise UnitMissing("share", words)
     return value
 
 
-def _converted(value: float, rest: str, unit: str, example: str) -> float:
+def _converted(value: float, rest: str, unit: str) -> float:
     """Return ``value`` of the written unit ``rest`` in the base unit."""
     from pint import DimensionalityError, UndefinedUnitError
 
@@ -133,10 +139,10 @@ def _converted(value: float, rest: str, unit: str, example: str) -> float:
             found = found / _registry().parse_units(part)
         return float(found.to(UNITS[unit]).magnitude)
     except DimensionalityError:
-        message = f"expected a unit of another quantity, got {rest!r}; {example}"
+        key = "quantity"
     except (UndefinedUnitError, ValueError, AttributeError, TypeError):
-        message = f"expected a known unit, got {rest!r}; {example}"
-    raise Unreadable(message)
+        key = "unknown-unit"
+    raise Unreadable(key, rest)
 
 
 def _spelled(word: str, unit: str) -> str:

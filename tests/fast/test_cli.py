@@ -196,7 +196,6 @@ BAD = [
     "groups --per-node 0",
     "groups --dp 4 --ep 3",
     "doctor --frobnicate",
-    "quiz --topic memry",
     "quiz --topic memory --count 0",
     "quiz --seed -1",
     "quiz --diagnose --count 3",
