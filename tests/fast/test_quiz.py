@@ -6,6 +6,7 @@ import json
 import re
 import subprocess
 import sys
+from math import ceil
 from string import Formatter
 
 import prose
@@ -142,6 +143,43 @@ def test_the_arithmetic_is_checked_in_most_templates():
         if (q := make(template, 0)) and computed(q.steps[-1], q.answer) is not None
     ]
     assert len(checked) >= 35, sorted(set(IDS) - set(checked))
+
+
+BY_HAND = {  # what the steps say in words, from the numbers of the text
+    "bubble-fewest": lambda g: ceil((g["stages"] - 1) * (100 - g["percent"]) / g["percent"] - 1e-9),
+    "days-run": lambda g: run_seconds(g) / g["gpus"],
+    "days-gpu-hours": lambda g: run_seconds(g),
+    "days-gpus": lambda g: ceil(run_seconds(g) / g["days"] / 86400),
+    "days-throughput": lambda g: g["gpus"] * reached(g) / (6 * g["billions"] * 1e9),
+    "flops-mfu": lambda g: 6e9 * g["billions"] * g["rate"] / (g["teraflops"] * 1e12),
+    "kv-token": lambda g: 4 * g["layers"] * g["kv_heads"] * g["head_dim"],
+    "layouts-stage": lambda g: g["rank"] // (g["tp"] * g["cp"] * g["dp"]),
+    "layouts-stride-dp": lambda g: g["tp"] * g["cp"],
+    "layouts-stride-pp": lambda g: g["tp"] * g["cp"] * g["dp"],
+    "memory-in-flight": lambda g: min(g["stages"] - g["rank"], g["microbatches"]),
+    "memory-logits": lambda g: 4 * g["batch"] * g["seq"] * g["vocab"],
+    "volume-dp": lambda g: 4e9 * g["billions"] * (1 - 1 / g["ranks"]),
+    "volume-ring": lambda g: (
+        4 * g["seq"] * g["kv_heads"] * g["head_dim"] * (g["ranks"] - 1) / g["ranks"]
+    ),
+    "volume-sp": lambda g: 8 * g["batch"] * g["seq"] * g["hidden"] * (1 - 1 / g["ranks"]),
+}
+
+
+def reached(g: dict[str, float]) -> float:
+    return g["teraflops"] * 1e12 * g["percent"] / 100
+
+
+def run_seconds(g: dict[str, float]) -> float:
+    return 6 * g["billions"] * 1e9 * g["trillions"] * 1e12 / reached(g)
+
+
+@pytest.mark.parametrize("name", BY_HAND)
+def test_the_answer_by_hand(name):
+    for seed in SEEDS:
+        question = quiz.question(name, seed)
+        numbers = {key: float(text.replace(",", "")) for key, text in question.given.items()}
+        assert BY_HAND[name](numbers) == pytest.approx(question.value, rel=4e-3), question.text
 
 
 def test_every_message_is_used_and_has_its_fields():
