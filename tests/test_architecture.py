@@ -32,6 +32,7 @@ ORDER = """
     view
     planner
     grading
+    interview
     bench tour doctor
     cli
 """
@@ -39,7 +40,8 @@ LINES = [line.split() for line in ORDER.split("\n") if line.strip()]
 ROOMS = [room for line in LINES for room in line]
 TECHNIQUES = set(LINES[5])
 NEVER_TORCH = {"aliases", "schedule", "ledger", "layout", "formulas", "planner"}
-NO_TORCH = NEVER_TORCH | {"cli", "doctor"}  # at import time
+LATE_TORCH = {"cli", "doctor", "interview"}
+NO_TORCH = NEVER_TORCH | LATE_TORCH  # at import time
 # Of grading, what the command line imports before it knows that it must grade: json is enough.
 LIGHT = {
     f"grading/{name}.py"
@@ -139,10 +141,9 @@ def test_matplotlib_stays_in_view(room):
 
 @pytest.mark.parametrize("room", sorted(NO_TORCH))
 def test_no_torch_at_import(room):
-    """These answer at once; doctor and cli import torch when they need it, the others never."""
+    """These answer at once; LATE_TORCH import torch when they need it, the others never."""
     for path in files_of(room):
-        late = {"cli", "doctor"}
-        names = imports(path, import_time_nodes(path) if room in late else None)
+        names = imports(path, import_time_nodes(path) if room in LATE_TORCH else None)
         heavy = {name for name in names if name.split(".")[0] in {"torch", "numpy", "matplotlib"}}
         assert not heavy, f"{path.relative_to(ROOT)} imports {sorted(heavy)}"
         ours = {name.split(".")[1] for name in names if name.startswith("course_lib.")}

@@ -56,7 +56,8 @@ def test_help_lists_the_verbs():
 
 
 VERBS = (
-    "doctor tour lab groups schedule plan map list start check hint solution grade bench".split()
+    "doctor tour lab groups schedule plan map list start check hint solution grade quiz "
+    "bench".split()
 )
 FAST = [
     "--help",
@@ -76,6 +77,8 @@ FAST = [
     "plan llama-3-8b --gpus 8 --hardware h100 --serve",
     "map",
     "map --json",
+    "quiz --list",
+    "quiz --diagnose --seed 1 --json",
 ]
 HEAVY = "torch numpy matplotlib nbformat IPython jupyterlab course_lib.grading.graders".split()
 IMPORTED = """
@@ -193,6 +196,10 @@ BAD = [
     "groups --per-node 0",
     "groups --dp 4 --ep 3",
     "doctor --frobnicate",
+    "quiz --topic memory --count 0",
+    "quiz --seed -1",
+    "quiz --diagnose --count 3",
+    "quiz memory",
     "doctor now",
     "tour --frobnicate",
     "tour --out",

@@ -1,0 +1,1 @@
+"""Interview preparation: numeric questions, claims and answers, checked by the library."""
