@@ -101,7 +101,7 @@ class _Step:
     layers: Sequence[int] | None = None
 
     def over_tp(self) -> dict[str, Fraction]:
-        """Activations and loss, then the sums of gradients that each rank of tp has a part of."""
+        """Activations and loss, then the sums of gradients whose terms are spread over tp."""
         config, plan, t = self.config, self.plan, self.sizes.tp
         batch = self.sequences, self.seq_len // self.sizes.cp
         forwards = plan.block_forwards
@@ -160,7 +160,7 @@ class _Step:
         return Fraction(sent)
 
     def over_ep(self, leaving: int | Fraction | None) -> Fraction:
-        """Rows of pairs with an expert on another rank, there and back, forward and backward."""
+        """Rows sent to experts on other ranks and back, in forward and in backward."""
         config, plan, e = self.config, self.plan, self.sizes.ep
         if plan.experts is None:
             return Fraction(0)

@@ -35,7 +35,7 @@ def sharded_state_bytes(stage: int, elements: Sequence[int], n: int, dtype: Dtyp
 
 
 def buckets(sizes: Iterable[int], limit: int) -> list[int]:
-    """Return the elements of buckets of about ``limit`` elements; the one that reaches it closes.
+    """Return the elements of buckets; a bucket is closed when it reaches ``limit`` elements.
 
     ``sizes`` are those of the tensors, in the order in which backward computes their gradients.
     """

@@ -41,11 +41,11 @@ class Request(Protocol):
 
 
 class Sampling(Protocol):
-    """What :class:`course_lib.inference.Sampling` makes the ranks exchange."""
+    """The settings of :class:`course_lib.inference.Sampling` that decide what the ranks send."""
 
     @property
     def cuts(self) -> bool:
-        """Whether top-k or top-p leaves tokens out."""
+        """Whether top-k or top-p excludes tokens."""
 
     @property
     def top_k(self) -> int | None:
@@ -62,7 +62,7 @@ class Chunked(Protocol):
 
 @dataclass(frozen=True)
 class Chunks:
-    """A layout, as far as lengths go."""
+    """The lengths of a layout."""
 
     per_rank: int
 

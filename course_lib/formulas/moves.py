@@ -32,7 +32,7 @@ class Move(NamedTuple):
         return self._replace(calls=self.calls * factor)
 
     def cut(self, pieces: int) -> Move:
-        """Return the calls with each in ``pieces`` equal ones."""
+        """Return the calls, each split into ``pieces`` equal calls."""
         return self._replace(payload=Fraction(self.payload, pieces), calls=self.calls * pieces)
 
 
@@ -69,7 +69,7 @@ def entering(x_bytes: int, n: int, *, rows: bool = False, again: bool = False) -
 
 
 def leaving(x_bytes: int, n: int, *, rows: bool = False) -> Passes:
-    """Return the calls where x_BSD leaves a region: forward sums it, with ``rows`` each its own."""
+    """Return the calls at the end of a region: forward sums x_BSD, with ``rows`` to its shards."""
     if not rows:
         return Passes(forward=(Move("all_reduce", x_bytes, n),))
     forward = (Move("reduce_scatter", x_bytes, n),)
@@ -97,7 +97,7 @@ def dispatch(pair_bytes: Bytes, n: int) -> Passes:
 
 
 class DataMoves(NamedTuple):
-    """What data parallelism does in a step: sums of gradients, and gathers of parameters.
+    """The calls of data parallelism in a step: sums of gradients, and gathers of parameters.
 
     ``rounds`` is how often per step: 1, or the number of micro-batches.
     """

@@ -1,4 +1,4 @@
-"""The sizes that a formula reads of a model, and the parameters that they make."""
+"""The sizes of a model that the formulas use, and the parameter counts that follow from them."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any, ClassVar, Protocol
 
 
 class Dtype(Protocol):
-    """A number format, as far as sizes go; ``torch.dtype`` is one."""
+    """The size of a number format, such as that of a ``torch.dtype``."""
 
     @property
     def itemsize(self) -> int:

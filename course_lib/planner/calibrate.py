@@ -27,14 +27,14 @@ PREFIXES |= {"Ki": 2.0**10, "Mi": 2.0**20, "Gi": 2.0**30}
 RATES = {f"{prefix}B/s": size for prefix, size in PREFIXES.items()}
 RATES |= {f"{prefix}b/s": size / 8 for prefix, size in PREFIXES.items()}
 TIMES = {"s": 1.0, "ms": 1e-3, "us": 1e-6, "µs": 1e-6, "ns": 1e-9}
-FASTEST, SLOWEST = 1e14, 1e6  # bytes per second that are believed
-LEAST = 0.01  # of a peak that is believed
-LONGEST = 1.0  # seconds of latency that are believed
+FASTEST, SLOWEST = 1e14, 1e6  # accepted bytes per second
+LEAST = 0.01  # accepted share of a peak
+LONGEST = 1.0  # accepted seconds of latency
 LINKS = ("node", "network")
 
 
 def calibrated(hardware: Hardware, path: Path) -> Hardware:
-    """Return ``hardware`` with what the file at ``path`` says.
+    """Return ``hardware`` with the values of the file at ``path``.
 
     Raises ValueError for a file that cannot be read, an unknown key, a number without a unit or
     one that no machine has.
@@ -99,7 +99,7 @@ def _link(name: str, row: Mapping[str, object], link: Link) -> Link:
     readers = {"bandwidth": rate, "latency": delay}
     given = {key: readers[key](f"{name}.{key}", row[key]) for key in row}
     if "bandwidth" in given:
-        given["efficiency"] = 1.0  # it was measured, so nothing of it is lost
+        given["efficiency"] = 1.0  # a measured bandwidth is reached in full
     return replace(link, **given)
 
 

@@ -28,7 +28,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Dtype:
-    """A number format, as far as sizes go; stands in for ``torch.dtype`` in the formulas."""
+    """The name and size of a number format; replaces ``torch.dtype`` in the formulas."""
 
     name: str
     itemsize: int
@@ -70,7 +70,7 @@ class LatentAttention:
 
 @dataclass(frozen=True)
 class Model:
-    """The sizes of a decoder. It has the attributes that the formulas read of a model's config.
+    """The sizes of a decoder, under the names that the formulas use.
 
     ``family``: "gpt" has LayerNorm, GELU, biases and learned positions, "llama" RMSNorm, SwiGLU
     and RoPE. ``max_seq_len`` is the sequence length of training unless a plan says otherwise.

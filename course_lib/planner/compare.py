@@ -72,7 +72,7 @@ class Difference:
 
 @dataclass(frozen=True)
 class Comparison:
-    """What two estimates say, quantity by quantity, which plan wins ("" if neither) and why."""
+    """The values of two estimates, which plan wins ("" if neither), and why."""
 
     differences: tuple[Difference, ...]
     winner: str

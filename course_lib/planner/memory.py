@@ -322,7 +322,7 @@ def _head_waiting(model: Model, configuration: Configuration) -> float:
     return _entering(model, configuration) + tokens * logits
 
 
-# --- all of it -----------------------------------------------------------------------------------
+# --- total ---------------------------------------------------------------------------------------
 
 
 def memory(model: Model, configuration: Configuration, *, exact: bool = False) -> Memory:

@@ -1,9 +1,9 @@
 """The bubble of a pipeline: by formula where the papers give one, and by simulation.
 
-The simulation takes the seconds of F, I and W of every stage, so that an uneven split, the LM head
-on the last stage and the time of a message count. It is bounded. After the first micro-batches
-every further p of them add the same time, so a long step is simulated in short
-(:func:`shortened`). The bubble grows as p - 1, so more ranks than a limit are simulated as fewer.
+The simulation uses the seconds of F, I and W of every stage, so it accounts for an uneven split,
+the LM head on the last stage and the time of a message. Its cost is bounded. After the first
+micro-batches, every further p of them add the same time, so fewer are simulated
+(:func:`shortened`). The bubble grows as p - 1, so a pipeline of many ranks is simulated with fewer.
 """
 
 from __future__ import annotations
@@ -38,10 +38,10 @@ class StageSeconds(NamedTuple):
 class Pipeline:
     """The pipeline of one step.
 
-    ``work`` are the seconds in which the busiest rank (``rank``) works, ``bubble`` those in which
-    it waits. ``by_formula`` is the textbook bubble as a share of total time, for equal stages and
-    no communication; None where there is no formula. ``simulated`` counts the micro-batches that
-    were simulated.
+    ``work`` is the time in seconds in which the busiest rank (``rank``) works, ``bubble`` the time
+    in which it waits. ``by_formula`` is the textbook bubble as a share of total time, for equal
+    stages and no communication; None where there is no formula. ``simulated`` counts the
+    micro-batches that were simulated.
     """
 
     rank: int

@@ -175,10 +175,7 @@ def exposed_data(
 def assumptions(model: Model, plan: Configuration) -> Iterator[str]:
     """Yield the assumptions behind the seconds of ``plan``, one or two sentences each."""
     if plan.fused_attention:
-        yield (
-            "Attention is fused (FlashAttention): it saves no scores and computes those below the "
-            "diagonal only."
-        )
+        yield ("FlashAttention saves no scores and computes only those below the diagonal.")
     else:
         yield "Attention is not fused: it computes and saves all scores."
     if plan.tp > 1 and plan.overlap_tp:
