@@ -20,7 +20,8 @@ ONE_STAGE = ("1f1b", "zb-h1", "zb-h2")  # schedules in which a rank has one stag
 MOST_GPUS, MOST = 2**20, 2**30
 COUNTS = dict.fromkeys(("gpus", "tp", "pp", "cp", "dp", "ep", "chunks"), MOST_GPUS)
 COUNTS |= dict.fromkeys(("micro_batch", "global_batch", "seq"), MOST)
-RECIPES = (16, 18, 20)  # bytes per parameter
+# Bytes per parameter of weights, gradients and optimizer state, in training with 16-bit weights.
+RECIPES = {16: (2, 2, 12), 18: (2, 4, 12), 20: (2, 2, 16)}
 STEP_TOKENS = 2**22  # of the default batch: 4 Mi tokens, as Llama 3's first phase
 
 

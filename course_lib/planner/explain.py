@@ -9,10 +9,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from course_lib.planner.communication import Shape
+from course_lib.planner.configuration import RECIPES
 from course_lib.planner.flops import blocks_flops, head_flops, step_flops
 from course_lib.planner.in_flight import in_flight
 from course_lib.planner.memory import (
-    RECIPES,
     WIDE,
     activation_bytes,
     layer_activations,

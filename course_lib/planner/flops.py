@@ -12,8 +12,10 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 
+from course_lib.formulas.parameters import mlp_parameters
 from course_lib.planner.catalog import Model
 from course_lib.planner.configuration import Configuration
+from course_lib.planner.parameters import attention_matrices, is_expert_layer
 
 SHARE_OF_SCORES = {"full": 1.0, "causal": 0.5}
 
@@ -45,32 +47,19 @@ def layer_flops(model: Model, layer: int, seq: int, *, attention: str = "causal"
     if latent is not None:
         qk, value = latent.nope_dim + latent.rope_dim, latent.value_dim
     return LayerFlops(
-        projections=2.0 * _attention_weights(model),
+        projections=2.0 * attention_matrices(model),
         core=2.0 * model.heads * (qk + value) * seq * SHARE_OF_SCORES[attention],
         mlp=2.0 * _mlp_weights(model, layer),
     )
 
 
-def _attention_weights(model: Model) -> int:
-    """Return the elements of the matrices of attention."""
-    hidden, heads, latent = model.hidden, model.heads, model.latent
-    if latent is None:
-        return 2 * hidden * model.head_dim * (heads + model.kv_heads)
-    query = heads * (latent.nope_dim + latent.rope_dim)
-    queries = latent.q_rank * (hidden + query) if latent.q_rank else hidden * query
-    down = hidden * (latent.kv_rank + latent.rope_dim)
-    up = latent.kv_rank * heads * (latent.nope_dim + latent.value_dim)
-    return queries + down + up + heads * latent.value_dim * hidden
-
-
 def _mlp_weights(model: Model, layer: int) -> int:
     """Return the elements of the matrices that one token meets: of top_k experts, not of all."""
-    matrices = 3 if model.family == "llama" else 2
     experts = model.experts
-    if experts is None or layer < experts.dense_layers:
-        return matrices * model.hidden * model.ffn
-    visited = experts.top_k + experts.shared
-    return model.hidden * (experts.number + visited * matrices * experts.ffn)
+    if experts is None or not is_expert_layer(model, layer):
+        return mlp_parameters(model, bias=False)
+    one = mlp_parameters(model, ffn=experts.ffn, bias=False)
+    return model.hidden * experts.number + (experts.top_k + experts.shared) * one
 
 
 def head_flops(model: Model) -> float:

@@ -13,16 +13,19 @@ from dataclasses import dataclass
 
 from course_lib.formulas.parameters import padded_rows
 from course_lib.planner.catalog import BF16, Dtype, Model
-from course_lib.planner.configuration import Configuration, outer_ranks, stages_of
+from course_lib.planner.configuration import RECIPES, Configuration, outer_ranks, stages_of
 from course_lib.planner.exact import exact_memory
 from course_lib.planner.in_flight import InFlight, in_flight
-from course_lib.planner.parameters import is_expert_layer, layer_parameters, parameters_per_rank
+from course_lib.planner.parameters import (
+    is_expert_layer,
+    layer_parameters,
+    layers_of_rank,
+    parameters_per_rank,
+)
 from course_lib.planner.result import Memory
 
 # --- states --------------------------------------------------------------------------------------
 
-# Bytes per parameter of weights, gradients and optimizer state, in training with 16-bit weights.
-RECIPES = {16: (2, 2, 12), 18: (2, 4, 12), 20: (2, 2, 16)}
 WIDE = {"fp32": (4, 4, 8), "fp64": (8, 8, 16)}  # no copy in another format
 
 
@@ -122,14 +125,13 @@ def stage_states(model: Model, configuration: Configuration, stage: int) -> Stat
 
 def _gathered(model: Model, configuration: Configuration, stage: int) -> tuple[int, int]:
     """Return the (dense, expert) elements of the two largest units that are gathered at once."""
-    stages = stages_of(model, configuration)
-    layers = [layer for rank, own in stages if rank == stage for layer in own]
+    layers = layers_of_rank(model, configuration, stage)
     kinds = {is_expert_layer(model, layer): layer for layer in layers}
     blocks = [layer_parameters(model, layer, tp=configuration.tp) for layer in kinds.values()]
     dense = max(block.dense for block in blocks)
     experts = max(block.experts for block in blocks) // configuration.ep
     head = 0
-    if stages[-1][0] == stage:
+    if stages_of(model, configuration)[-1][0] == stage:
         head = padded_rows(model.vocab, configuration.tp) * model.hidden
     neighbor = dense if len(layers) > 1 else 0
     return dense + max(neighbor, head), experts * min(2, len(layers))

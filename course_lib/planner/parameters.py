@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import dataclass
-from itertools import accumulate
 
 from course_lib.formulas.parameters import (
     attention_parameters,
@@ -17,9 +16,8 @@ from course_lib.formulas.parameters import (
     norm_parameters,
     padded_rows,
 )
-from course_lib.formulas.pp import partition
 from course_lib.planner.catalog import Model
-from course_lib.planner.configuration import Configuration
+from course_lib.planner.configuration import Configuration, stages_of
 from course_lib.schedule import placement
 
 
@@ -71,15 +69,26 @@ def is_expert_layer(model: Model, layer: int) -> bool:
     return model.experts is not None and layer >= model.experts.dense_layers
 
 
-def _attention(model: Model, tp: int) -> int:
+def attention_matrices(model: Model, tp: int = 1) -> int:
+    """Return the elements of the matrices of one attention on one rank of ``tp``: no bias, no norm.
+
+    Of latent attention tp divides the up-projections and the output, not the down-projections.
+    """
     latent, heads = model.latent, model.heads // tp
     if latent is None:
-        return attention_parameters(model, tp, bias=model.attention_bias)
+        return attention_parameters(model, tp, bias=False)
     down = model.hidden * (latent.q_rank + latent.kv_rank + latent.rope_dim)
-    norms = latent.q_rank + latent.kv_rank
     up_q = latent.q_rank * heads * (latent.nope_dim + latent.rope_dim)
     up_kv = latent.kv_rank * heads * (latent.nope_dim + latent.value_dim)
-    return down + norms + up_q + up_kv + heads * latent.value_dim * model.hidden
+    return down + up_q + up_kv + heads * latent.value_dim * model.hidden
+
+
+def _attention(model: Model, tp: int) -> int:
+    """Return the parameters of one attention: its matrices, biases and the norms of MLA."""
+    latent = model.latent
+    if latent is None:
+        return attention_parameters(model, tp, bias=model.attention_bias)
+    return attention_matrices(model, tp) + latent.q_rank + latent.kv_rank
 
 
 def parameters(model: Model) -> int:
@@ -128,8 +137,5 @@ def parameters_per_rank(model: Model, configuration: Configuration, stage: int) 
 
 def layers_of_rank(model: Model, configuration: Configuration, stage: int) -> list[int]:
     """Return the numbers of the layers on pipeline rank ``stage``, of all its virtual stages."""
-    stages = placement(configuration.schedule, configuration.pp, configuration.chunks)
-    counts = configuration.stage_layers or partition(model.layers, len(stages))
-    first = [0, *accumulate(counts)]
-    own = [number for number, rank in enumerate(stages) if rank == stage]
-    return [layer for number in own for layer in range(first[number], first[number + 1])]
+    stages = stages_of(model, configuration)
+    return [layer for rank, own in stages if rank == stage for layer in own]

@@ -16,13 +16,14 @@ from typing import Any
 
 from course_lib.formulas.inference import cache_bytes
 from course_lib.formulas.moves import Move
+from course_lib.formulas.parameters import padded_rows
 from course_lib.planner.catalog import Model
 from course_lib.planner.configuration import MOST, Configuration
 from course_lib.planner.estimate import RESERVE
 from course_lib.planner.flops import blocks_flops, head_flops
 from course_lib.planner.hardware import Hardware
 from course_lib.planner.links import Span, axis_span, seconds
-from course_lib.planner.parameters import layers_of_rank, padded_rows, parameters_per_rank
+from course_lib.planner.parameters import layers_of_rank, parameters_per_rank
 
 REGIONS = 2  # all-reduces per layer: attention and MLP
 ASSUMPTIONS = (

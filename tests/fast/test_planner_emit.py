@@ -263,7 +263,7 @@ def test_zero_with_a_pipeline():
 
 
 def test_unknown_target():
-    with pytest.raises(ValueError, match="megatron, torchtitan, deepspeed, fsdp2, got 'nemo'"):
+    with pytest.raises(ValueError, match="'nemo'; choose megatron, torchtitan, deepspeed or fsdp2"):
         emit("nemo", SMALL, hardware("h100"), Configuration())
 
 

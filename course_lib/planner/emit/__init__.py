@@ -5,7 +5,7 @@ options.toml with the version of each framework; a test compares what is written
 """
 
 from course_lib.planner.catalog import Model
-from course_lib.planner.configuration import Configuration
+from course_lib.planner.configuration import Configuration, suggestion
 from course_lib.planner.emit import deepspeed, fsdp2, megatron, torchtitan
 from course_lib.planner.emit.emitted import Emitted, Options, options
 from course_lib.planner.hardware import Hardware
@@ -25,6 +25,8 @@ def emit(target: str, model: Model, hardware: Hardware, configuration: Configura
     Raises ValueError if ``target`` is not in TARGETS, or the GPU lacks the number format.
     """
     if target not in _WRITERS:
-        raise ValueError(f"expected --emit to be one of {', '.join(TARGETS)}, got {target!r}")
+        raise ValueError(
+            f"no framework of --emit is called {target!r}; {suggestion(target, TARGETS)}"
+        )
     hardware.peak_of(configuration.dtype.name)
     return _WRITERS[target](model, hardware, configuration)
