@@ -1,1 +1,1 @@
-"""What a candidate is asked: common claims about parallel training, each with an executable check."""
+"""Interview preparation: common claims about parallel training, each with its check."""

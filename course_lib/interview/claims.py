@@ -33,19 +33,20 @@ TITLES = {
 }
 INTRODUCTION = """# Common claims, checked
 
-Study notes, blog posts and interview guides repeat these claims about parallel training. Each claim has a verdict, and
-a function in `course_lib/interview/checks` that computes it. A test runs all functions and compares the verdicts with
-their results.
+Study notes, blog posts and interview guides repeat these claims about parallel training. Most
+claims have a check: a function in `course_lib/interview/checks` that computes a value. A test runs
+all checks and compares each verdict with the result.
 
 | verdict | meaning |
 |---|---|
 | right | the computed value agrees with the claim |
 | wrong | the computed value differs from the claim |
 | conditional | the value agrees only under the condition that the statement names |
-| illustrative | an example, an opinion or a memory aid that no computation can decide |
+| illustrative | an example or an opinion that no computation can decide |
 
-The values are what the claim says and what the check computes. A conditional claim has a third value, computed where
-the condition does not hold. For a claim without a quantity of its own, 1 stands for "yes" and 0 for "no".
+Each entry shows the value that the claim states and the value that the check computes. A
+conditional claim has a third value, computed where the condition does not hold. Estimates of time
+come from the planner ([its accuracy](planner.md)), for the hardware that the statement names.
 This page is written by `python -m course_lib.interview.claims`.
 """
 
@@ -102,6 +103,7 @@ class Contradiction:
     claims: tuple[str, ...]
     decision: str
     check: str
+    unit: str
 
     def run(self) -> Numbers:
         """Return the values of the sides, and the value that decides."""
@@ -148,26 +150,36 @@ def page() -> str:
         parts += [f"## {TITLES[note]}\n", *map(_entry, group)]
     parts.append("## Contradictions\n")
     for one in table().contradictions:
-        values = ", ".join(map(_number, one.run()[:-1]))
+        *sides, decides = map(_number, one.run())
+        says = ", ".join(f"{side} ({id})" for id, side in zip(one.claims, sides, strict=True))
         parts.append(
-            f"**{one.id}** Claims {', '.join(one.claims)} say {values}. "
-            f"The check decides for {_number(one.run()[-1])}. {one.decision}\n"
+            f"**{one.id}** {_upper(one.unit)}: claimed {says}; computed {decides}. {one.decision}\n"
         )
     return "\n".join(parts)
 
 
 def _entry(claim: Claim) -> str:
-    """Return the paragraph of a claim."""
-    lines = [f"**{claim.id}** “{claim.claim}”", ""]
-    values = claim.run()
-    how = f"*{claim.verdict}*, by {claim.by}"
-    if values:
-        claimed, computed, *otherwise = map(_number, values)
-        unit = f" {claim.unit}" if claim.unit else ""
-        how += f": the claim says {claimed}{unit}, the check computes {computed}{unit}"
-        how += f", and otherwise {otherwise[0]}{unit}" if otherwise else ""
+    """Return the paragraphs of a claim."""
+    show: Callable[[float], str] = _number
+    how = f"*{claim.verdict}*, by {claim.by}. "
+    if values := claim.run():
+        unit = _upper(claim.unit)
+        if claim.unit == "yes":
+            show, unit = _yes_or_no, "Holds"
+        claimed, computed, *otherwise = map(show, values)
+        how += f"{unit}: claimed {claimed}, computed {computed}"
+        how += f", otherwise {otherwise[0]}. " if otherwise else ". "
     source = f" Source: {claim.source}." if claim.source else ""
-    return "\n".join([*lines, f"{how}. {claim.corrected}{source}", ""])
+    return f"**{claim.id}** “{claim.claim}”\n\n{how}{claim.corrected}{source}\n"
+
+
+def _upper(text: str) -> str:
+    """Return ``text`` with a capital first letter."""
+    return text[:1].upper() + text[1:]
+
+
+def _yes_or_no(value: float) -> str:
+    return "yes" if value else "no"
 
 
 def _number(value: float) -> str:
