@@ -48,8 +48,8 @@ def test_the_table_is_complete_and_well_formed():
         assert claim.by in BY
         assert claim.verdict in VERDICTS
         assert claim.corrected.endswith(".")
-        assert claim.by != "source" or claim.source, f"{claim.id} names no source"
-    assert sum(claim.check == NONE for claim in CLAIMS) <= 10
+        assert claim.by != "source" or claim.source or claim.verdict == "illustrative", claim.id
+    assert sum(claim.check == NONE for claim in CLAIMS) <= 5
 
 
 def test_every_check_is_of_a_claim():

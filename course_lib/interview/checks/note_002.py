@@ -160,9 +160,15 @@ def dp_14_seconds() -> Numbers:
 
 
 def dp_across_nodes() -> Numbers:
-    """1 if DP's exposed time is more than 10 % of a step of Llama 3 70B on 64 GPUs."""
-    found = training()
-    return 1, found.communication["dp"].exposed_seconds / found.step_seconds > 0.10
+    """1 if DP exposes more than 10 % of a step: one sequence per replica, and 64."""
+    config = model(LLAMA)
+
+    def inefficient(sequences: int) -> bool:
+        plan = configure(config, 64, tp=8, zero=1, seq=2048, global_batch=8 * sequences)
+        found = estimate(config, hardware("h100"), plan)
+        return found.communication["dp"].exposed_seconds / found.step_seconds > 0.10
+
+    return 1, inefficient(1), inefficient(64)
 
 
 def tp_across_nodes() -> Numbers:
@@ -326,10 +332,17 @@ def dp_above_pp() -> Numbers:
 
 
 def dp_first() -> Numbers:
-    """1 if DP=8 beats TP=8 for GPT-J: in tokens per second of 8 requests, and in latency."""
-    dp8, tp8 = serving(GPTJ, 8, 1, dp=8), serving(GPTJ, 8, 1, tp=8)
-    wide = dp8.tokens_per_second > tp8.tokens_per_second
-    return 1, wide, dp8.tpot_seconds < tp8.tpot_seconds
+    """1 if DP=8 decodes more tokens per second than TP=8: GPT-J, 2,048 requests in all, and 64."""
+    config, gpu = model(GPTJ), hardware(A100)
+
+    def faster(requests: int) -> bool:
+        lengths = {"prompt": 128, "generate": 64}
+        copies, shards = configure(config, 8, dp=8, zero=0), configure(config, 8, tp=8, zero=0)
+        dp8 = serve(config, gpu, copies, batch=requests // 8, **lengths)
+        tp8 = serve(config, gpu, shards, batch=requests, **lengths)
+        return dp8.tokens_per_second > tp8.tokens_per_second
+
+    return 1, faster(2048), faster(64)
 
 
 def frequency() -> Numbers:

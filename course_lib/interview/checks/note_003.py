@@ -98,7 +98,7 @@ def dp_by_all_reduce() -> Numbers:
 
 
 def send_before_receive() -> Numbers:
-    """Messages that arrive of 3 if all 4 stages send first and the last one does not: in turns."""
+    """Turns until all 3 messages arrive: 4 stages, all but the last one send first."""
     turns = 0
     blocked = {0, 1, 2}  # in send, until the next stage receives
     receiving = {3}
