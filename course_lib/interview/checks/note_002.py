@@ -336,10 +336,9 @@ def dp_first() -> Numbers:
     config, gpu = model(GPTJ), hardware(A100)
 
     def faster(requests: int) -> bool:
-        lengths = {"prompt": 128, "generate": 64}
         copies, shards = configure(config, 8, dp=8, zero=0), configure(config, 8, tp=8, zero=0)
-        dp8 = serve(config, gpu, copies, batch=requests // 8, **lengths)
-        tp8 = serve(config, gpu, shards, batch=requests, **lengths)
+        dp8 = serve(config, gpu, copies, batch=requests // 8, prompt=128, generate=64)
+        tp8 = serve(config, gpu, shards, batch=requests, prompt=128, generate=64)
         return dp8.tokens_per_second > tp8.tokens_per_second
 
     return 1, faster(2048), faster(64)
