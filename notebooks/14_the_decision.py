@@ -15,9 +15,9 @@
 # %% [markdown]
 # # 14 The decision: from model and cluster to a layout
 #
-# *45 minutes to read and run, 70 to build.* A common answer to "how do I split my model?" is a function of nine
-# lines. If the weights fit on one GPU, it takes data parallelism. Otherwise it puts tensor parallelism inside nodes of
-# eight and a pipeline across them. We ask it about 4, 12 and 20 GPUs. You need lessons 01, 03 to 07, 09 and 12.
+# *45 minutes to read and run, 70 to build.* A common answer to "how do I split my model?" is a short function. If the
+# weights fit on one GPU, it chooses data parallelism. Otherwise it places tensor parallelism inside nodes of eight and
+# a pipeline across them. We ask it about 4, 12, 20 and 64 GPUs. You need lessons 01, 03 to 07, 09 and 12.
 #
 # Vote first: `"true"`, `"false"` or `"only if ..."`.
 #
@@ -45,22 +45,22 @@ for gpus in (4, 12, 20, 64):
     print(f"70B on {gpus:2} GPUs: {sizes}, which are {used} GPUs")
 
 # %% [markdown]
-# On 4 GPUs it asks for 8 and for no stage at all. On 12 GPUs it places a tensor group across two nodes, and on 20 GPUs it
-# leaves four idle. You repair it in exercise 14-1.
+# For 4 GPUs the function asks for tp=8 and no stage at all. For 12 it places a tensor group across two nodes, and for
+# 20 it leaves four GPUs idle. You repair it in exercise 14-1.
 #
 # ## Five questions, in this order
-# Memory comes first, because a layout that does not fit has no speed.
+# Memory comes first, because a layout that does not fit cannot run at any speed.
 #
 # | question | from | rule |
 # |---|---|---|
-# | 1. What must be in memory at the fullest moment? | model, sequence, micro-batch | 18 bytes per parameter, plus saved activations |
+# | 1. What must be in memory at the peak? | model, sequence, micro-batch | 18 bytes per parameter, plus saved activations |
 # | 2. Which layouts fit? | memory per GPU | divide heads, layers, batch and sequence; leave 8 % free |
-# | 3. Which ranks form the groups? | node size | the axis that waits most goes inside the node |
-# | 4. How long is a step? | FLOPs, bytes, bubble | computing + bubble + what communication is not hidden |
-# | 5. What do we measure first? | the largest uncertain part | the part that would change the decision |
+# | 3. Which ranks form the groups? | node size | place the axis with the most exposed communication inside the node |
+# | 4. How long is a step? | FLOPs, bytes, bubble | computing + bubble + exposed communication |
+# | 5. What do we measure first? | the largest uncertainty | the part that could change the decision |
 #
-# The 18 bytes are 2 for a weight in bfloat16, 4 for its gradient and 12 for the optimizer. h is the hidden size, s the
-# sequence, L the layers, p the stages, and m the micro-batches of a replica in one step.
+# The 18 bytes are 2 for a weight in bfloat16, 4 for its gradient and 12 for the optimizer. Communication is exposed if
+# no computing hides it.
 #
 # What do you predict?
 
@@ -72,9 +72,9 @@ predicted_speedup = None  # of a pipeline on 4 ranks with 8 micro-batches, by th
 
 # %% [markdown]
 # ## What fits: 70B on 64 H100
-# The planner computes memory, traffic, bubble and step time of a plan from the formulas of the lessons. `configure` fills
-# in what we leave out: about 4 million tokens per step, and ZeRO-1. We try seven plans. The columns tp and dp are the
-# seconds of a step in which their communication is not hidden.
+# The planner computes memory, traffic, bubble and step time of a plan from the formulas of the lessons. `configure`
+# fills in what we leave out, here about 4 million tokens per step and ZeRO-1. The columns tp and dp show exposed
+# communication in seconds per step.
 
 # %%
 from course_lib.planner import configure, hardware, model
@@ -116,18 +116,18 @@ for label, found in plans.items():
 print(f"your prediction: {predicted_gb} GB")
 
 # %% [markdown]
-# The first plan needs 89 GB. ZeRO-1 shards the optimizer over the eight replicas, but every GPU still has 53 GB of
+# The first plan needs 89 GB. ZeRO-1 shards the optimizer over the eight replicas, but every GPU still stores 53 GB of
 # weights and gradients, and 23 GB of saved activations. The 20 GB of claim 1 are right only if all 18 bytes are
-# divided by 64, which is tp=8 with ZeRO-3, and the activations come on top. FSDP without tp stores 24 GB of state, but
-# 184 GB of activations, because nothing divides a micro-batch of one sequence.
+# divided by 64, as with tp=8 and ZeRO-3, and activations come on top. FSDP without tp stores 24 GB of state but
+# 184 GB of activations, because data parallelism does not divide a micro-batch of one sequence.
 #
-# Now compare the steps of the plans that fit. ZeRO-2 reduces gradients and ZeRO-3 also gathers weights in every
-# micro-batch, and backward hides only a part of that. Two stages with ZeRO-1 cost a bubble of half a second and are 7 %
-# faster than ZeRO-2. tp=4 waits less for its all-reduces than tp=8, but it saves twice the activations, and only eight
-# stages make room for them.
+# Compare the step times of the plans that fit. In every micro-batch, ZeRO-2 reduces gradients and ZeRO-3 also
+# gathers weights, and computing hides only a part of this. FSDP alone with full recomputation is as fast as ZeRO-2. Two
+# stages with ZeRO-1 cost a bubble of half a second, but their step is 7 % shorter than with ZeRO-2. tp=4 exposes less
+# communication than tp=8, but a GPU saves twice the activations, so the plan needs eight stages to fit.
 #
-# We would propose tp=8, pp=2, dp=4 with ZeRO-1, because it leaves 16 GB free, and measure tp=4 with pp=8 beside it.
-# Move the sliders to see what the other degrees need:
+# We propose tp=8, pp=2, dp=4 with ZeRO-1, because it leaves 16 GB free, and would also measure tp=4 with pp=8. Move the
+# sliders to see what other degrees need:
 
 # %%
 from course_lib.view.bars import stacked
@@ -172,7 +172,7 @@ picture_sliders(
 
 # %% [markdown]
 # ## 180B on 128 H100
-# We take Falcon 180B and compare the ZeRO-2 of claim 2 with ZeRO-1.
+# We take Falcon 180B and compare ZeRO-2, as in claim 2, with ZeRO-1.
 
 # %%
 FALCON = {
@@ -192,16 +192,17 @@ print(
 )
 
 # %% [markdown]
-# The layout is right and the ZeRO stage is not. A replica computes 512 micro-batches of one sequence in a step. ZeRO-2
-# stores only a shard of the gradients, so it must reduce them after each micro-batch, and the network then takes longer
-# than the computing. ZeRO-1 reduces once. It needs 17 GB more, and they are there. PyTorch's FSDP in a pipeline also
-# reduces once, as lesson 12 showed, but then it stores gradients like ZeRO-1.
+# The layout is right, but the ZeRO stage is not. In a step, each replica computes 512 micro-batches of one sequence.
+# ZeRO-2 stores only a shard of the gradients, so it must reduce them after each micro-batch, and this takes longer than
+# computing. ZeRO-1 reduces once. It needs 17 GB more, and this memory is free. PyTorch's FSDP in a pipeline also
+# reduces once, as lesson 12 showed, but then it stores gradients in full, like ZeRO-1.
 #
-# [The interview plan](../docs/interview.md) has a two-minute answer to both questions, as one would speak it.
+# [The interview plan](../docs/interview.md) has a spoken two-minute answer to both questions.
 #
 # ## 405B on 16,384 H100
-# Llama 3's step has 16 million tokens. At 8,192 tokens per sequence these are 2,048 sequences, and at 131,072 they are 128.
-# The paper drops one layer at both ends, because embedding and head take memory there too.
+# A step of Llama 3 has 16 million tokens, which are 2,048 sequences of 8,192 tokens or 128 of 131,072. To balance the
+# pipeline, the paper removes one layer each from the first and the last stage: the embedding needs memory, and the head
+# needs time. We assume four chunks per rank, because the paper does not state their number.
 
 # %%
 ENDS = (1, *[2] * 62, 1)  # layers of 64 virtual stages, four per rank
@@ -222,18 +223,18 @@ for label, tflops in MEASURED.items():
     print(f"{label}: {llama[label].tflops_per_gpu:.0f} TFLOP/s per GPU; the paper has {tflops}")
 
 # %% [markdown]
-# At 8k each replica has 16 sequences for 16 stages, so with one chunk per rank the bubble is as long as the computing.
-# Four chunks divide it by four. At 128k and dp=128 there is one sequence per replica, and at any time 15 of 16 stages
-# would wait. cp=16 turns 128 replicas into 8, and each replica has 16 micro-batches again. So CP is needed here for the
-# batch as much as for memory.
+# At 8k each replica has 16 sequences for 16 stages, so with one chunk the bubble is about as long as computing.
+# Four chunks divide it by four. At 128k and dp=128 each replica has one sequence, so 15 of 16 stages would always wait.
+# cp=16 turns 128 replicas into 8, and each replica has 16 micro-batches again. Here CP serves the batch and saves no
+# memory, because 16 short micro-batches are in flight instead of one long one.
 #
-# By our formulas no row fits, although the runs took place. The paper says in section 3.3.2 that it frees tensors early,
-# which the planner does not model. A plan that is short by a few GB is a reason to measure the peak, not to reject the
-# plan.
+# By our formulas no row fits, although the two runs with four chunks took place. Section 3.3.2 of the paper says that
+# tensors are freed early, which the planner does not model. If a plan exceeds the limit by a tenth and no other plan
+# fits, measure its peak before you reject it.
 #
 # ## Sixteen GPUs by hand
-# On paper, take two nodes of eight, with tp=2, dp=2, pp=4 and tp fastest. A step on tp changes the rank by 1, on dp by 2,
-# and on pp by 4. Write down the groups of rank 0 and the axes that cross nodes before you run the cell.
+# On paper, take two nodes of eight, with tp=2, dp=2, pp=4 and tp fastest. Neighbors on tp differ by 1 in their rank, on
+# dp by 2, and on pp by 4. Write down the groups of rank 0 and the axes that cross nodes before you run the cell.
 
 # %%
 from course_lib.layout import drawing, make_layout
@@ -242,16 +243,23 @@ print(drawing(make_layout(16, "tp-dp-pp", tp=2, dp=2, pp=4), per_node=8))
 print(f"your prediction: {predicted_crosses}")
 
 # %% [markdown]
-# Only the groups of pp, such as [0, 4, 8, 12], have ranks in both nodes. Two of their three stage boundaries are still
-# inside a node.
+# Of the three axes only pp crosses nodes, in groups such as [0, 4, 8, 12].
 #
 # ## Four rules of thumb
-# Common speed-ups for N GPUs are 0.95 N for data parallelism, 0.85 N for tensor parallelism inside a node, less than 0.3 N
-# across nodes, and N/(1 + (N-1)/M) for a pipeline with M micro-batches. By alpha-beta, the speed-up of the first three is
+# Four rules for the speed-up on N GPUs are common:
+#
+# | axis | speed-up |
+# |---|---|
+# | data parallelism | 0.95 N |
+# | tensor parallelism inside a node | 0.85 N |
+# | tensor parallelism across nodes | less than 0.3 N |
+# | pipeline with m micro-batches | N / (1 + (N-1)/m) |
+#
+# The alpha-beta model gives the first three as
 #
 # $$\frac{N}{1 + N\,t_{\text{exposed}}/W}$$
 #
-# W is the time of one GPU for the whole step, and t is the communication of a rank that is not hidden. We run a toy step
+# Here W is the time of one GPU for the whole step, and t is the exposed communication of a rank. We run a toy step
 # of W = 800 ms on four real ranks with emulated links. Computing is a sleep, but all messages are real.
 
 # %%
@@ -316,10 +324,10 @@ for name, (step, link, rule, sending) in CASES.items():
 print(f"your prediction for the pipeline: {predicted_speedup}")
 
 # %% [markdown]
-# The pipeline's rule is a formula, the bubble (p-1)/m of lesson 07, and it omits the messages. The other three rules are
-# each one ratio of computing to sending on one machine. If a step has half as many tokens, W becomes half and the
-# gradients stay as large, so DP is further from 0.95 N. The runs are slower than alpha-beta, because gloo adds a few
-# milliseconds per call. For 70B on H100 the planner says of tp:
+# The pipeline's rule follows from the bubble (N-1)/m of lesson 07 and omits the messages. Each of the other three rules
+# holds for one ratio of computing to sending. With half the tokens per step, W is halved but the gradients are not, so
+# the speed-up of DP falls. The runs are slower than alpha-beta, because gloo adds a few milliseconds
+# per call and because we also time the final barrier. For 70B on H100 the planner estimates the rule of tp:
 
 # %%
 for label, tp in (("in a node", 8), ("across two nodes", 16)):
@@ -328,12 +336,11 @@ for label, tp in (("in a node", 8), ("across two nodes", 16)):
     print(f"tp={tp:2}, {label:17} {share:.2f} N")
 
 # %% [markdown]
-# So 0.3 N is too low for two nodes with an adapter per GPU, and 0.85 N is too high for this node.
+# So 0.3 N is too low for two nodes with one adapter per GPU, and 0.85 N is too high for this node.
 #
 # ## Serving, experts, and two kinds of GPU
-# The same five questions work for other jobs. For serving, the KV cache takes the place of optimizer and activations,
-# and reading the weights takes the place of FLOPs. A common claim: *"GPT-J on 8 GPUs: DP has three times the throughput
-# of TP."*
+# The same five questions work for other jobs. In serving, the KV cache replaces optimizer and activations, and the time
+# to read the weights replaces FLOPs. A common claim: *"GPT-J on 8 GPUs: DP has three times the throughput of TP."*
 
 # %%
 from course_lib.planner.serve import serve
@@ -358,12 +365,12 @@ for name, gpus, batch, degrees in (
     )
 
 # %% [markdown]
-# With 64 requests TP has 2.4 times the throughput of DP: decoding waits for the weights to be read, and each replica
-# reads all of them for its eight requests. With 1,024 requests the two are nearly equal, because reading the cache takes
-# longest, and both shard it alike. Lesson [13b](13b_parallel_serving.ipynb) checks the claim in full. GPT-3 does not fit
-# on one GPU, and tp=32 loses to tp=8 because its all-reduces cross nodes.
+# Neither case supports the claim. With 64 requests TP has 2.4 times the throughput of DP, because decoding waits for
+# weights, and each replica reads all of them for eight requests. With 1,024 requests the two are nearly equal, because
+# reading the cache takes longest, and both divide it by eight. Lesson [13b](13b_parallel_serving.ipynb) has more cases.
+# GPT-3 does not fit on one GPU, and tp=32 is slower than tp=8 because its all-reduces cross nodes.
 #
-# With experts, ask which GPUs store them. We train Mixtral 8x7B on 64 H100:
+# For a model with experts, ask which GPUs store them. We train Mixtral 8x7B on 64 H100:
 
 # %%
 print(HEAD)
@@ -375,11 +382,11 @@ for label, degrees in {
     print(line(label, plan("mixtral-8x7b", 64, **degrees)))
 
 # %% [markdown]
-# The planner's tp replicates experts, as our library does. ep=8 stores one expert per layer on each GPU, so only
+# The planner replicates experts over tp, as our library does. With ep=8 each GPU stores one expert per layer, so only
 # the activations are too large, and full recomputation removes most of them.
 #
-# In a mixed cluster, two stages run on A100 and two on H100. A pipeline is as fast as its slowest stage, so the number of
-# layers must follow the speed:
+# In a mixed cluster, two stages run on A100 and two on H100. A pipeline is as fast as its slowest stage, so the number
+# of layers must follow the speed of the GPU:
 
 # %%
 from course_lib.planner.pipeline import StageSeconds, pipeline
@@ -392,11 +399,11 @@ for layers in ((20, 20, 20, 20), (10, 10, 30, 30)):
     print(f"layers {layers}: {found.seconds:,.0f} units of time")
 
 # %% [markdown]
-# With 20 layers each, an H100 is done in a third of the time of an A100 and waits for the rest.
+# With 20 layers each, an H100 finishes in a third of the time of an A100 and then waits.
 #
 # ## The same in PyTorch
-# `emit` writes a plan for torchtitan, Megatron-LM, DeepSpeed, or as a page of FSDP2
-# and DTensor:
+# `emit` writes a plan as options of torchtitan, Megatron-LM or DeepSpeed, or as a short program with FSDP2 and DTensor.
+# Read the comments in the output: torchtitan has no ZeRO-1, so the file uses the closest form of FSDP.
 
 # %%
 from course_lib.planner.emit import emit
@@ -407,8 +414,9 @@ print(written.text)
 
 # %% [markdown]
 # ## Break it and diagnose
-# The plan is running and slower than predicted. What do you measure first? Split the step into the parts of the estimate,
-# on every rank. Below, four ranks on two nodes have tp=2 inside the node and dp=2 across. Five runs, one as planned:
+# The plan is running, but slower than predicted. What do you measure first? Split the step into the parts of the
+# estimate, on every rank. Below, four ranks on two nodes have tp=2 inside a node and dp=2 across nodes. Of five runs,
+# one is as planned, and the others have these faults:
 #
 # - **order**: the axes are exchanged, so tp crosses the nodes
 # - **link**: the network has a quarter of its bandwidth
@@ -481,9 +489,12 @@ for lab_run in lab:
 # %% [markdown]
 # <details><summary>How to read it</summary>
 #
-# - **compute** is longer on all ranks: *recompute*. On one rank: *slow*; its neighbor in tp waits as long, and so does dp.
-# - **tp** is longer on all ranks and **dp** shorter: *order*.
-# - **dp** alone is longer, about four times: *link*.
+# | what is longer | cause |
+# |---|---|
+# | compute, on all ranks | recompute |
+# | compute on one rank, tp on its neighbor, dp on the other two ranks | slow |
+# | tp on all ranks, and dp is shorter | order |
+# | only dp, about four times | link |
 #
 # </details>
 
@@ -492,19 +503,19 @@ lab.grade(diagnosis)  # lab.reveal() shows the answers
 
 # %% [markdown]
 # ## When not to use a planner
-# - **If the job fits on one GPU, or with dp alone.** Start it.
-# - **If two plans differ by less than 10 %.** Run both for twenty steps.
-# - **Against a measured peak.** Allocator and framework decide the last few GB.
+# - **The job fits on one GPU, or with dp alone.** Start it.
+# - **Two plans differ by less than 10 %.** Run both for twenty steps.
+# - **You have measured the peak.** Trust it, because allocator and framework decide the last few GB.
 #
-# **Claim 1: only if** ZeRO-3 shards all 18 bytes. Both ZeRO-3 and ZeRO-2 fit, but two stages with ZeRO-1 are faster.
+# **Claim 1: only if** ZeRO-3 shards all 18 bytes. ZeRO-3 and ZeRO-2 both fit, but two stages with ZeRO-1 are faster.
 #
-# **Claim 2: only if** gradients are reduced once per step, and then they are stored as in ZeRO-1.
+# **Claim 2: only if** gradients are reduced once per step, and then they are stored as with ZeRO-1.
 
 # %%
 print(f"your votes: 1 {vote_1}; 2 {vote_2}")
 
 # %% [markdown]
-# **The table that grows.** What a GPU stores and how long a step takes, for the plans that we would propose:
+# **The table that grows.** Memory per GPU and step time of the plans that we propose and of Llama 3's runs:
 
 # %%
 print(HEAD)
@@ -519,24 +530,34 @@ for label, found in {
 # %% [markdown]
 # **Cheat-sheet.** The decision on one page; a | b means that a divides b:
 #
+# | symbol | meaning | symbol | meaning |
+# |---|---|---|---|
+# | P | parameters | N | GPUs |
+# | T | tokens per step | p | stages |
+# | s, h | sequence length, hidden size | m | micro-batches of a replica per step |
+# | L | layers | saved | activations per GPU, with micro-batches of one sequence |
+#
 # ```
-# 1 memory    18 P / (tp pp) with 12 of the 18 / (dp cp); saved ~ 34 s h L / (tp cp) under 1F1B, full recompute 2 s h L
+# 1 memory    (6 + 12 / (dp cp)) P / (tp pp) with ZeRO-1, plus saved
+#             saved ~ 34 s h L / (tp cp) under 1F1B, or 2 s h L / (tp cp) with full recompute
 # 2 legal     tp | heads, tp | node; pp | layers; dp | batch; 2 cp | sequence; ep | experts, ep | dp cp
-# 3 place     tp innermost, then cp, dp, pp; what waits most stays in the node
-# 4 step      6 P T / (N peak efficiency) x (1 + (p-1)/m) + exposed tp, cp, ep + what dp cannot hide
-# 5 measure   peak memory, compute per micro-batch, one all-reduce per axis: before anything else is tuned
+# 3 place     tp innermost, then cp, dp, pp: the most exposed communication stays inside the node
+# 4 step      6 P T / (N peak efficiency) x (1 + (p-1)/m) + exposed tp, cp, ep and dp
+# 5 measure   peak memory, compute per micro-batch, one all-reduce per axis: before you tune anything
 # ```
 #
-# `course plan llama-3-70b --gpus 64 --hardware h100 --search` ranks all legal plans; `--explain` derives one.
+# `course plan llama-3-70b --gpus 64 --hardware h100 --search` ranks all legal plans by step time, and `--explain`
+# derives one. The first plan takes 60 s with tp=2, cp=4 and pp=8, but leaves only 7 GB free.
 #
 # ## Your turn, and five questions to leave with
-# [Four exercises](../exercises/14_the_decision.ipynb) take 70 minutes. In [14b](14b_plan_arena.ipynb) your plans run.
+# [Four exercises](../exercises/14_the_decision.ipynb) take 70 minutes. In [14b](14b_plan_arena.ipynb) you run your
+# plans.
 
 # %% [markdown] course={"ex": "14-1"}
 # ## 14-1 Repair a chooser
-# The function below is the one that begins the lesson. It takes sizes from the weights alone, assumes nodes of eight, and
-# has no answer for 4, 12 or 20 GPUs. Repair it: return the sizes of the axes of the fastest layout that fits, or `None`
-# if no layout fits. Axes that you leave out have size 1.
+# The function below is the one at the beginning of the lesson. It derives the sizes from the weights alone, assumes
+# nodes of eight, and has no usable answer for 4, 12 or 20 GPUs. Repair it: return the axis sizes of the fastest layout
+# that fits, or `None` if no layout fits. Axes that you leave out have size 1.
 #
 # | rule | |
 # |---|---|
@@ -546,10 +567,10 @@ for label, found in {
 # | cp | 2 cp divides the tokens of a sequence, unless cp is 1 |
 # | memory | `needed(model, layout)` is at most 92 % of `memory` bytes |
 #
-# The time of a step is `seconds(model, layout, per_node)`; your layout may be 10 % slower than the fastest one. The cell
-# below has both formulas and the 20 clusters that are graded. For each, the check also draws two others, with another
-# model, memory and batch. `model` is a dict: `dense` counts the parameters outside the experts, `expert` those of one
-# expert in all layers.
+# The time of a step is `seconds(model, layout, per_node)`, and your layout may be up to 10 % slower than the fastest
+# one. The cell below has both formulas and the 20 graded clusters. For each of them, the check also draws two variants
+# with another model, memory and batch. `model` is a dict, in which `dense` is the number of parameters outside the
+# experts, and `expert` the number of parameters of one expert in all layers.
 
 # %% course={"ex": "14-1", "role": "given"}
 FLOPS, NODE, NETWORK = 400e12, 200e9, 25e9  # of a GPU; bytes per second inside and between nodes
@@ -665,20 +686,20 @@ check("14-1", choose)
 
 # %% [markdown] course={"ex": "14-2"}
 # ## 14-2 The peak of a step
-# ZeRO-3 trains a model of several units, such as a layer each. `units` lists (weights, saved): the bytes of a unit's
-# weights before sharding, and those of the activations that it saves for backward. Return the most bytes that a rank
-# has in memory at one time, while any unit computes.
+# A model of several units, each of them a layer for example, is trained with ZeRO-3. `units` is a list of pairs
+# (weights, saved): the bytes of a unit's weights before sharding, and the bytes of the activations that it saves for
+# backward. Return the largest number of bytes that a rank has in memory while any unit computes.
 #
-# - `shards` bytes, for weights, gradients and optimizer states, are in memory all the time.
+# - The sharded weights, gradients and optimizer states take `shards` bytes and are in memory all the time.
 # - Forward computes unit 0, 1, ... While unit k computes, its unsharded weights and the saved activations of
 #   units 0 to k are in memory.
 # - Backward computes the last unit first. While unit k computes, its unsharded weights, its unsharded gradient (as many
 #   bytes as its weights), and the saved activations of units 0 to k are in memory. Then the gradient is
-#   reduce-scattered, and weights, gradient and saved activations of unit k are freed.
-# - With `reshard`, the unsharded weights are freed after each forward and gathered again in backward. Without it, they
-#   stay from forward until the unit's own backward.
-# - With `prefetch`, the weights of the unit that computes next in the same pass are gathered while unit k computes. In
-#   backward without `reshard` there is nothing to gather, and backward's first unit is not gathered in forward.
+#   reduce-scattered, and the unsharded weights, the unsharded gradient and the saved activations of unit k are freed.
+# - With `reshard`, the unsharded weights of a unit are freed after its forward and gathered again in backward. Without
+#   it, they stay in memory from the unit's forward until the end of its backward.
+# - With `prefetch`, the weights of the next unit in the same pass are gathered while unit k computes. In backward
+#   without `reshard` nothing is gathered. Forward does not prefetch for backward.
 
 
 # %% course={"ex": "14-2", "role": "answer"}
@@ -705,10 +726,10 @@ check("14-2", peak)
 
 # %% [markdown] course={"ex": "14-3"}
 # ## 14-3 Axes on nodes
-# Return the order of the axes, the fastest first, in which the fewest GB cross nodes. `sizes` has the size of each axis,
-# `sent` the GB that a GPU sends over it in a step. Rank r is on node r // `per_node`. If at least one group of an axis
-# has ranks in two nodes, count all GB of this axis, otherwise none. Sizes need not be powers of two, and a node may
-# be smaller than an axis. Several orders may be right.
+# Return the order of the axes, the fastest first, for which the fewest GB cross nodes. `sizes` has the size of each
+# axis, and `sent` the GB that a GPU sends over it per step. Rank r is on node r // `per_node`. If at least one group of
+# an axis has ranks on two nodes, count all GB of this axis, otherwise none. Sizes need not be powers of two, and an
+# axis may be larger than a node. Several orders may be right.
 
 
 # %% course={"ex": "14-3", "role": "answer"}
@@ -746,16 +767,16 @@ check("14-3", place)
 
 # %% [markdown] course={"ex": "14-4"}
 # ## 14-4 What helps most
-# `parts` splits a step into seconds: `forward`, `backward`, `recompute`, `bubble`, and what is exposed of `tp`, `cp`, `pp`
-# and `dp`. You may make one change. Return its name and the seconds of the new step: the change with the shortest step,
-# or `"none"` if no change makes the step shorter.
+# `parts` has the seconds of each part of a step: `forward`, `backward`, `recompute`, `bubble`, and the exposed
+# communication of `tp`, `cp`, `pp` and `dp`. You may make one change. Return the name of the change with the shortest
+# step, or `"none"` if no change makes the step shorter, and the seconds of the new step.
 #
 # | change | effect |
 # |---|---|
-# | `"network"` | twice the bandwidth between nodes halves each axis whose entry in `links` is `"network"` |
-# | `"no recompute"` | removes `recompute`. The bubble shrinks with forward + backward + recompute, in proportion. This needs `saved` GB of memory; `free` GB are there, and otherwise the change is impossible |
+# | `"network"` | twice the bandwidth between nodes halves the time of each axis whose entry in `links` is `"network"` |
+# | `"no recompute"` | removes `recompute`. The bubble shrinks in proportion to forward + backward + recompute. The change is possible only if the `saved` GB of activations are at most the `free` GB of memory |
 # | `"chunks"` | two chunks per rank halve the bubble and double `pp` |
-# | `"overlap"` | dp runs at the same time as `backward`; what is longer than backward stays exposed |
+# | `"overlap"` | dp runs at the same time as `backward`; if dp takes longer, the rest stays exposed |
 
 
 # %% course={"ex": "14-4", "role": "answer"}
@@ -785,37 +806,39 @@ check("14-4", helps)
 # %% [markdown]
 # **Exit questions.** Answer, then unfold.
 #
-# **1.** A model of 13B is trained in bfloat16 on 8 GPUs of 80 GB with dp=8 and ZeRO-1. How much state has a GPU?
+# **1.** A model of 13B is trained in bfloat16 on 8 GPUs of 80 GB with dp=8 and ZeRO-1. How much state does a GPU store?
 #
 # <details><summary>Answer</summary>
 # 13 · (2 + 4 + 12 / 8) = 98 GB, so it does not fit. ZeRO-2 needs 13 · (2 + 16 / 8) = 52 GB.
 # </details>
 #
-# **2.** Why is the sum of all allocations of a step not its memory?
+# **2.** Why is the sum of all allocations of a step not its peak memory?
 #
 # <details><summary>Answer</summary>
-# They are not alive together. The peak is usually early in backward, with all saved activations and the first gradients.
+# They do not exist at the same time. The peak is usually early in backward, with all saved activations and the first
+# gradients.
 # </details>
 #
-# **3.** Why does ZeRO-2 not suit a pipeline of 512 micro-batches?
+# **3.** Why is ZeRO-2 a poor choice for a pipeline of 512 micro-batches?
 #
 # <details><summary>Answer</summary>
-# It reduces gradients in each micro-batch: 512 reduce-scatters instead of one.
+# It reduces gradients in each micro-batch, so it runs 512 reduce-scatters instead of one.
 # </details>
 #
-# **4.** The sequence grows from 8k to 128k at equal tokens per step. What breaks first?
+# **4.** The sequence grows from 8k to 128k at equal tokens per step. Which two things break?
 #
 # <details><summary>Answer</summary>
-# The batch: 16 times fewer sequences leave replicas and stages without micro-batches. Then activations.
+# Memory, because a micro-batch saves 16 times the activations, and the batch, because replicas and stages share 16
+# times fewer sequences.
 # </details>
 #
-# **5.** Your step is 30 % longer than the plan. What do you look at?
+# **5.** Your step is 30 % longer than planned. What do you measure?
 #
 # <details><summary>Answer</summary>
-# Compute per micro-batch on every rank, then one all-reduce per axis. Only then the schedule.
+# First compute per micro-batch on every rank, then one all-reduce per axis, then the schedule.
 # </details>
 #
 # **Sources.**
 # - [Llama team 2024](https://arxiv.org/abs/2407.21783), section 3.3 and table 4
 # - [Rajbhandari et al. 2020](https://arxiv.org/abs/1910.02054), ZeRO; [Korthikanti et al. 2022](https://arxiv.org/abs/2205.05198), activations
-# - [The planner held to published runs](../docs/planner.md)
+# - [The planner compared with published runs](../docs/planner.md)
