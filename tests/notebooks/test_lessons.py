@@ -397,8 +397,8 @@ def lesson_14b_shows_plans(notebook):
         "MB more than the limit; the largest part is optimizer",
         "expected tp",
         "loss and gradients equal one process",
-        "bytes on each axis as predicted",
-        "the next star is for",
+        "bytes on each axis are as predicted",
+        "the next star needs a step of",
         "[best of the search]",
     ):
         assert words in text
