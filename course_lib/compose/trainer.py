@@ -243,7 +243,7 @@ class Trainer:
 
     @property
     def state_bytes(self) -> StateBytes:
-        """Bytes that this rank stores between steps: those of all stages and optimizers."""
+        """Bytes that this rank stores between steps, for all its stages and optimizers."""
         inner = [o.optimizer if isinstance(o, zero.Sharded) else o for o in self.optimizers]
         everything = SimpleNamespace(
             state={parameter: state for o in inner for parameter, state in o.state.items()},

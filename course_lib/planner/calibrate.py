@@ -104,7 +104,7 @@ def _link(name: str, row: Mapping[str, object], link: Link) -> Link:
 
 
 def _shares(given: Mapping[str, object], hardware: Hardware) -> dict[str, float]:
-    """Return the efficiencies; a given one replaces those of all software generations."""
+    """Return the efficiencies; a given one replaces the numbers of all software generations."""
     found = dict(hardware.efficiency)
     for name in given:
         own = "bf16" if name == "fp16" else name  # as Hardware.efficiency_of

@@ -80,7 +80,7 @@ class StepMoves:
 
 @dataclass(frozen=True)
 class Shape:
-    """The sizes that the calls of a plan share. ``dtype`` is that of weights and activations."""
+    """The sizes that the calls of a plan share. ``dtype`` is the format of its weights."""
 
     model: Model
     plan: Configuration
@@ -102,7 +102,7 @@ class Shape:
 
     @property
     def gradient_itemsize(self) -> int:
-        """Bytes of an element of a gradient that is summed: of recipe 16 those of a weight."""
+        """Bytes of an element of a summed gradient; in recipe 16 as many as a weight has."""
         wide = accumulation_itemsize(self.plan.dtype)
         return self.itemsize if self.plan.recipe == 16 else wide
 

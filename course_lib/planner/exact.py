@@ -114,7 +114,7 @@ def _states(
 
 
 def _tensors(model: Model, configuration: Configuration, stage: int) -> tuple[list[int], list[int]]:
-    """Return the elements of the rank's tensors outside its experts, and of those of its experts.
+    """Return the elements of the rank's tensors outside its experts and in its experts.
 
     A layer with experts has a router and an MLP per expert in place of the MLP.
     """
@@ -227,7 +227,7 @@ def _saved(model: Model, configuration: Configuration) -> _Saved:
 
 
 def _experts(model: Model, configuration: Configuration, load: ep.Load, rank: int) -> int:
-    """Return the bytes that router and experts save in a block, less those of an MLP."""
+    """Return the bytes that router and experts save in a block, less the bytes of an MLP."""
     assert model.experts is not None
     t, routed = configuration.tp, model.experts
     tokens = configuration.micro_batch * configuration.seq // configuration.cp

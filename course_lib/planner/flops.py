@@ -1,4 +1,4 @@
-"""FLOPs of layers, LM head and steps: those of matrix products, a multiplication and an addition 2.
+"""FLOPs of matrix products in layers, LM head and steps; a multiplication and an addition are 2.
 
 Two conventions count attention. "full" counts all scores: 12 L s h per token of a step (PaLM,
 arXiv:2204.02311, appendix B; Megatron's papers; torchtitan). "causal" counts the half that a
@@ -86,7 +86,7 @@ def blocks_flops(
 
 
 def step_flops(model: Model, configuration: Configuration, attention: str = "causal") -> float:
-    """Return the model FLOPs of an optimizer step, of all GPUs together: those of MFU."""
+    """Return the model FLOPs of an optimizer step, of all GPUs together, which MFU counts."""
     blocks = blocks_flops(model, configuration.seq, attention=attention).total
     return 3.0 * configuration.tokens * (blocks + head_flops(model))
 
@@ -117,6 +117,6 @@ def hardware_flops(
     *,
     core_forwards: int = 1,
 ) -> float:
-    """Return the FLOPs of a step with recomputation, of all GPUs together: those of HFU."""
+    """Return the FLOPs of a step with recomputation, of all GPUs together, which HFU counts."""
     again = recomputed_flops(model, configuration, attention, core_forwards=core_forwards)
     return step_flops(model, configuration, attention) + again

@@ -115,7 +115,7 @@ class Result:
 
 @cache
 def rows() -> tuple[Row, ...]:
-    """Return the rows: the counts in models.toml, and those of published.toml.
+    """Return the rows: parameter counts from models.toml, and the rows of published.toml.
 
     What a row of published.toml leaves out is its group's.
     """

@@ -39,7 +39,7 @@ ASSUMPTIONS = (
 
 @dataclass(frozen=True)
 class Serving:
-    """A plan of inference. Bytes are those of a GPU, tokens and requests those of all replicas.
+    """A plan of inference. Bytes are per GPU; tokens and requests count all replicas.
 
     ``kv_bytes`` is the cache of the whole batch at its full length. ``ttft_seconds`` is the time
     until each request of the batch has its first token, ``tpot_seconds`` the time per further

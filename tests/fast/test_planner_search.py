@@ -1,4 +1,4 @@
-"""The search is exact: its plans are those of brute force, they fit, and they are in order."""
+"""The search is exact: brute force finds the same plans, they fit, and they are in order."""
 
 from __future__ import annotations
 

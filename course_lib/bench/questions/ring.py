@@ -75,7 +75,7 @@ def smallest_block(
 
 
 def _backward_bytes() -> Fraction:
-    """Return the bytes of a backward turn over those of a forward: K, V and sums in fp32."""
+    """Return the ratio of bytes sent in a backward and a forward turn: K, V and sums in fp32."""
     passes = ring(2, 4, 2)
     return sum((move.wire for move in passes.backward), Fraction(0)) / passes.forward[0].wire
 

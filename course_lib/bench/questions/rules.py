@@ -77,7 +77,7 @@ def degrees(plan: Estimate) -> str:
 def published_seconds() -> float:
     """Return the seconds of a step of Llama 3 405B on 16,384 H100 at the published 400 TFLOP/s.
 
-    Its degrees are those of the rule (arXiv:2407.21783, table 4).
+    Its degrees are the degrees of the rule (arXiv:2407.21783, table 4).
     """
     plan = best("405B", overlap_tp=False, **RULES["405B"].degrees)
     return plan.step_seconds * plan.tflops_per_gpu / PUBLISHED_TFLOPS

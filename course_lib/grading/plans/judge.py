@@ -91,7 +91,7 @@ class Attempt:
             f"  step    {found.step_seconds:8.3f} s simulated: {spent}",
         ]
         if self.level.model.experts is not None:
-            uneven = f"activations are those of even routing times {UNEVEN}, as routing is uneven"
+            uneven = f"activations count {UNEVEN} times, because routing is uneven"
             lines.insert(1, f"{'':10}{uneven}")
         return lines
 

@@ -62,7 +62,7 @@ class Ran:
 
     @property
     def same(self) -> bool:
-        """Whether losses and gradient norms equal those of one process."""
+        """Whether losses and gradient norms equal the losses and norms of one process."""
         return self.off < TOLERANCE
 
     @property

@@ -108,7 +108,7 @@ def zero_1_shard() -> Numbers:
 
 
 def _ratio(stage: int, micro_batches: int = 1) -> float:
-    """Bytes of ZeRO over those of DP, in a step."""
+    """Ratio of the bytes that ZeRO and DP send in a step."""
     sent = zero.wire_bytes(stage, [6400], 64, micro_batches=micro_batches)
     return float(sent / dp.wire_bytes(6400 * 4, 64))
 

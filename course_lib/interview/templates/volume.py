@@ -129,7 +129,7 @@ def pipeline(rng: Random) -> Draw:
 
 
 def _attention(rng: Random) -> tuple[dict[str, int], dict[str, int]]:
-    """Return the sizes of one layer's attention, and those of a sequence on cp ranks."""
+    """Return the sizes of one layer's attention and of a sequence on cp ranks."""
     heads = rng.choice((32, 64))
     kv_heads, n = 8, rng.choice((4, 8, 16))
     sizes = {"heads": heads, "kv_heads": kv_heads, "hidden": 128 * heads}

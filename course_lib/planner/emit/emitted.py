@@ -37,7 +37,7 @@ class Options:
 
     @property
     def origin(self) -> str:
-        """Say which version the option names are those of."""
+        """Say from which version the option names are."""
         return f"Option names as in {self.name} {self.version} (commit {self.commit})."
 
 
@@ -93,7 +93,7 @@ def uneven_stages(model: Model, configuration: Configuration) -> list[int] | Non
 
 
 def departures(model: Model) -> list[str]:
-    """Return in words how the blocks of the model depart from those of its family."""
+    """Return in words how the blocks of the model differ from its family."""
     found = []
     if model.block_norms == 1:
         found.append("attention and MLP in parallel, after one norm")
@@ -108,7 +108,7 @@ def learned_positions(model: Model) -> bool:
 
 
 def biases(model: Model) -> tuple[bool, bool]:
-    """Return whether the linears of attention, and those of the MLP, have biases."""
+    """Return whether the linears of attention and of the MLP have biases."""
     given = model.attention_bias, model.mlp_bias
     attention, mlp = (model.family == "gpt" if one is None else one for one in given)
     return attention, mlp
