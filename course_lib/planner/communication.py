@@ -80,7 +80,10 @@ class StepMoves:
 
 @dataclass(frozen=True)
 class Shape:
-    """The sizes that the calls of a plan share. ``dtype`` is the format of its weights."""
+    """The sizes that the calls of a plan share.
+
+    ``dtype`` is the number format of weights and activations.
+    """
 
     model: Model
     plan: Configuration
