@@ -13,6 +13,7 @@ from course_lib import __version__
 from course_lib.cli.errors import INTERRUPTED, explain, fail
 
 AsJson = Annotated[bool, typer.Option("--json", help="Print the data alone, as JSON.")]
+Language = Annotated[str, typer.Option("--language", help="en, or zh for Chinese.")]
 
 
 class Verbs(TyperGroup):

@@ -6,16 +6,14 @@ and schedules.
 
 from __future__ import annotations
 
-import tomllib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from fractions import Fraction
-from functools import cache
-from pathlib import Path
 from random import Random
 from typing import TYPE_CHECKING, Any
 
 from course_lib.interview.units import show
+from course_lib.interview.written import written
 
 if TYPE_CHECKING:
     from course_lib.interview.marking import Verdict
@@ -117,14 +115,9 @@ class Question:
         }
 
 
-@cache
 def texts(language: str = "en") -> dict[str, Any]:
     """Return all texts of ``language``: questions, mistakes, marks and topics, each by its id."""
-    path = Path(__file__).with_name(f"quiz_{language}.toml")
-    if not path.exists():
-        known = sorted(each.stem[5:] for each in path.parent.glob("quiz_*.toml"))
-        raise ValueError(f"expected a language of {', '.join(known)}, got {language!r}")
-    return tomllib.loads(path.read_text(encoding="utf-8"))
+    return written("quiz", language)
 
 
 def make(template: Template, seed: int, language: str = "en") -> Question:
