@@ -106,7 +106,8 @@ class Standing:
             return f"rank {rank} {_ending(self.died[rank])}{_at(self.stacks.get(rank))}"
         if outcome is None:
             frames = self.stacks.get(rank)
-            return f"rank {rank} was at: {standing(frames or []) or 'unknown (no answer)'}"
+            unknown = "starting, no line of yours yet" if frames else "unknown (no answer)"
+            return f"rank {rank} was at: {standing(frames or []) or unknown}"
         if outcome.kind == "returned":
             return f"rank {rank} had returned"
         frames = outcome.error.frames if outcome.error else []
