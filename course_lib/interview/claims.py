@@ -24,6 +24,7 @@ TABLE = Path(__file__).with_name("claims.toml")
 PAGE = Path(__file__).parents[2] / "docs" / "claims.md"
 BY = ("formula", "run", "simulation", "source")
 VERDICTS = ("right", "wrong", "conditional", "illustrative")
+VOTES = {"right": "true", "wrong": "false", "conditional": "only"}  # by verdict
 KINDS = {"statement": "", "code": "### Code\n", "mnemonic": "### Mnemonics\n"}  # headings
 NONE = "none"
 YES = ("no", "yes")
