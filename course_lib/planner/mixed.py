@@ -19,7 +19,6 @@ from course_lib.planner.pipeline import pipeline
 from course_lib.planner.result import Estimate
 from course_lib.planner.timing import Stage, exposed_data, rates, stage_seconds
 
-
 Groups = Sequence[tuple[Hardware, int]]  # hardware and its number of GPUs, in the order of ranks
 
 
