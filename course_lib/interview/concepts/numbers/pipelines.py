@@ -44,7 +44,6 @@ def bubble() -> dict[str, Any]:
         "few": P,
         "bubble_few": _share(predicted_bubble("1f1b", P, P)),
         "v": 4,
-        "chunks": 4 * P,
         "bubble_v": _share(predicted_bubble("interleaved", P, M, 4)),
         "boundaries": pp.stage_boundaries(make("1f1b", P, M)),
         "boundaries_v": pp.stage_boundaries(make("interleaved", P, M, 4)),
