@@ -23,7 +23,8 @@ STANDARD = """
     single-process reference; saved activations; embedding and LM head; RoPE cache; copy_to;
     reduce_from; scatter_to; reduce_scatter_to; gather_from; gather_from_sequence; all-to-all;
     all_to_all_v; shard; reshard_after_forward; wait; flat parameter; two-dimensional context
-    parallelism; USP; KV replication group; top_k; capacity; deferred weight gradient; split backward;
+    parallelism; USP; KV replication group; top_k; capacity; deferred weight gradient;
+    split backward;
     input gradient; weight gradient; dgrad; wgrad; delays all W; V-shaped placement; scheduler;
     iteration; KV capacity; P2P exchange; padded compute time; paced; replicated; fully reduced;
     faulty; identity; no_op; stage boundary; P2P transfer; micro-batch; payload; wire bytes
@@ -42,7 +43,7 @@ CHEAT_SHEETS = {  # words of each lesson's cheat-sheet
     "11": "group; clock; split; one order; overlapping groups",
     "12": "norm; axis; mesh; ZeRO-1; overlap",
     "13": "cache; row; request; tp; dp",
-    "14": "ZeRO-1; recompute; bubble; exposed; micro-batches; peak memory",
+    "14": "ZeRO-1; recomput; bubble; exposed; micro-batches; peak memory",
 }
 NAMED = re.compile(
     r"ZeRO-\d|1F1B|ZB-H\d|FSDP\d|P2P|3D|b?float\d\d|"  # names that contain digits
