@@ -124,9 +124,9 @@ def make(template: Template, seed: int, language: str = "en") -> Question:
     """Return the question that ``template`` draws from ``seed``; the same for the same seed."""
     drawn = template.draw(Random(f"{template.id} {seed}"))
     written = texts(language)["questions"][template.id]
-    given = {name: _shown(value) for name, value in drawn.given.items()}
+    given = {name: shown(value) for name, value in drawn.given.items()}
     value = float(drawn.value)
-    words = given | {name: _shown(each) for name, each in drawn.more.items()}
+    words = given | {name: shown(each) for name, each in drawn.more.items()}
     words["answer"] = show(value, template.unit)
     return Question(
         id=template.id,
@@ -143,7 +143,8 @@ def make(template: Template, seed: int, language: str = "en") -> Question:
     )
 
 
-def _shown(value: Any) -> str:
+def shown(value: Any) -> str:
+    """Return ``value`` as a text shows it: a float with four digits, an amount with its unit."""
     if isinstance(value, float):
         return show(value, "count")
     return f"{value:,}" if isinstance(value, int) else str(value)
