@@ -135,7 +135,7 @@ def play(
         say("\n" + loop["question"].format(number=number, count=len(asked), topic=topic))
         say(fill(one.text, 80))
         try:
-            verdict = _answered(one, score.language, ask, say)
+            verdict = answered(one, score.language, ask, say)
         except EOFError:
             say("")
             return
@@ -148,7 +148,7 @@ def play(
         say(loop["lesson"].format(lesson=one.lesson))
 
 
-def _answered(
+def answered(
     one: Question, language: str, ask: Callable[[str], str], say: Callable[[str], None]
 ) -> Verdict | None:
     """Ask until an answer can be marked; None if the reader skips."""
