@@ -369,8 +369,8 @@ def _messages(given: Given, ranks: list[Observed]) -> str:
         got = sum(call.payload for call in sends)
         if got != sent:
             return (
-                f"expected rank {rank} to send {sent:,} bytes, K and V of all ranks but the next one, "
-                f"got {got:,} bytes"
+                f"expected rank {rank} to send {sent:,} bytes, K and V of all ranks but the "
+                f"next one, got {got:,} bytes"
             )
     return ""
 

@@ -15,7 +15,7 @@ from course_lib.grading.graders.judge import lesson_04, lesson_07, lesson_09
 from course_lib.grading.graders.runner import lesson_16b as runner
 from course_lib.grading.graders.runner.lesson_04 import after
 from course_lib.grading.runner import Observed
-from course_lib.grading.trials import Given, Look, Mistake, Trial
+from course_lib.grading.trials import Given, Look, Mistake, Trial, outside
 
 # --- 16b-4 ---------------------------------------------------------------------------------------
 
@@ -190,6 +190,7 @@ RING = replace(
     explain=_not_finite,
     looks=(
         lesson_09.RING.looks[0],
+        Look("wire", "messages in the group", outside),
         Look("wire", "the next block is in flight during the products", _overlap),
     ),
     terms=1024,
