@@ -40,8 +40,9 @@
 #
 # ## How to work
 # Copy the exercises with `course start 16b` and open them from `work/`. A check answers in a few seconds, and you may run
-# it as often as you like. When 30 minutes are over, write down how many cases pass, then finish the kata. `course hint
-# 16b 1` gives the first of three hints, `course solution 16b-1` a solution, and `course grade` the official grade.
+# it as often as you like. When 30 minutes are over, write down how many cases pass, then finish the kata.
+# `course hint 16b-1` gives the first of three hints, `course solution 16b-1` a solution, and `course grade` the official
+# grade.
 #
 # Repeat a kata after some days with `course start 16b --fresh`, until it takes you 20 minutes.
 #
@@ -58,6 +59,7 @@
 # %% course={"role": "given"}
 from collections import deque
 from collections.abc import Callable
+from contextlib import contextmanager
 
 import torch
 import torch.distributed as dist
@@ -102,11 +104,159 @@ from course_lib.grading import check
 
 check("16b-1", ring_all_reduce)
 
-# %% [markdown]
-# ---- 16b-2: Data parallelism with buckets
+# %% [markdown] course={"ex": "16b-2"}
+# ## 16b-2 Data parallelism with buckets
+# Average gradients over the ranks of a group, in buckets that leave while backward runs.
 
-# %% [markdown]
-# ---- 16b-3: Column and row
+
+# %% course={"ex": "16b-2", "role": "answer"}
+class BucketedDDP:
+    """Average the gradients of ``parameters`` over the ranks of ``group``, bucket by bucket.
+
+    ``parameters`` is a list of parameters of one dtype, in the order in which the model uses them.
+    Fill the buckets from the last parameter to the first. A parameter that would make a bucket
+    larger than ``bucket_bytes`` begins the next one, so a larger parameter is alone in its bucket.
+
+    A step is: every backward but the last inside ``with ddp.accumulate():``, the last backward
+    outside, then ``ddp.finish()``. Per step, each bucket is sent in one asynchronous all-reduce of
+    its bytes, in the same order on every rank. A hook of the last backward sends a bucket as soon as
+    it is full, if all buckets before it are sent; several at once if need be. Gradients may arrive
+    in any order, in another one on each rank, and only finish waits.
+    """
+
+    def __init__(
+        self, parameters: list[nn.Parameter], bucket_bytes: int, group: dist.ProcessGroup
+    ) -> None:
+        # BEGIN SOLUTION
+        self.group, self.accumulating = group, False
+        self.buckets, used = [[]], 0
+        for p in reversed(parameters):
+            if self.buckets[-1] and used + p.nbytes > bucket_bytes:
+                self.buckets.append([])
+                used = 0
+            self.buckets[-1].append(p)
+            used += p.nbytes
+            p.register_post_accumulate_grad_hook(self._ready)
+        self._begin()
+        # END SOLUTION
+
+    def accumulate(self):
+        """Return a context manager: a backward inside it only adds to this rank's gradients."""
+        # BEGIN SOLUTION
+        return self._accumulating()
+        # END SOLUTION
+
+    def finish(self) -> None:
+        """Wait, so that every ``p.grad`` is the average over the ranks; be ready for a next step.
+
+        A parameter that this rank did not use counts as zeros, and gets the average of all ranks.
+        """
+        # BEGIN SOLUTION
+        while len(self.sent) < len(self.buckets):
+            self._send()
+        for bucket, (flat, work) in zip(self.buckets, self.sent, strict=True):
+            work.wait()
+            flat /= dist.get_world_size(self.group)
+            parts = flat.split([p.numel() for p in bucket])
+            for p, part in zip(bucket, parts, strict=True):
+                p.grad = part.view_as(p)
+        self._begin()
+
+    def _begin(self):
+        self.sent, self.missing = [], [set(bucket) for bucket in self.buckets]
+
+    @contextmanager
+    def _accumulating(self):
+        self.accumulating = True
+        yield
+        self.accumulating = False
+
+    def _ready(self, parameter):
+        if self.accumulating:
+            return
+        for missing in self.missing:
+            missing.discard(parameter)
+        while len(self.sent) < len(self.buckets) and not self.missing[len(self.sent)]:
+            self._send()
+
+    def _send(self):
+        bucket = self.buckets[len(self.sent)]
+        grads = [torch.zeros_like(p) if p.grad is None else p.grad for p in bucket]
+        flat = torch.cat([grad.flatten() for grad in grads])
+        self.sent.append((flat, dist.all_reduce(flat, group=self.group, async_op=True)))
+        # END SOLUTION
+
+
+# %% course={"ex": "16b-2", "role": "check"}
+from course_lib.grading import check
+
+check("16b-2", BucketedDDP)
+
+# %% [markdown] course={"ex": "16b-3"}
+# ## 16b-3 Column and row
+# Write the two linears of tensor parallelism, forward and backward. The check uses them as an MLP, with a GELU between
+# them, in one step and in three steps of SGD.
+
+
+# %% course={"ex": "16b-3", "role": "answer"}
+def column_linear(x: Tensor, weight: Tensor, bias: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """Return this rank's features of ``F.linear(x, W, b)``, [..., F/n].
+
+    x [..., D] is the same on all n ranks of ``group``. ``weight`` [F/n, D] and ``bias`` [F/n] are
+    this rank's rows of W and b. In backward, the gradient of x is the whole one on every rank, and
+    the gradients of weight and bias are those of this rank's rows. Communication: none in forward,
+    one all-reduce as large as x in backward.
+    """
+    # BEGIN SOLUTION
+    return F.linear(Enter.apply(x, group), weight, bias)
+
+
+class Enter(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, group):
+        ctx.group = group
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx, gradient):
+        gradient = gradient.clone(memory_format=torch.contiguous_format)
+        dist.all_reduce(gradient, group=ctx.group)
+        return gradient, None
+
+    # END SOLUTION
+
+
+def row_linear(h: Tensor, weight: Tensor, bias: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """Return ``F.linear(H, W, b)``, [..., D], the same on all n ranks of ``group``.
+
+    h [..., F/n] is this rank's features of H, and ``weight`` [D, F/n] its columns of W. ``bias``
+    [D] is the whole b, the same on every rank. In backward, the gradients of h and weight are those
+    of this rank's shards, and the gradient of bias is the whole one on every rank. The gradient
+    that arrives is the same on every rank. Communication: one all-reduce as large as the result in
+    forward, none in backward.
+    """
+    # BEGIN SOLUTION
+    return Leave.apply(F.linear(h, weight), group) + bias
+
+
+class Leave(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, part, group):
+        total = part.clone(memory_format=torch.contiguous_format)
+        dist.all_reduce(total, group=group)
+        return total
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return gradient, None
+
+    # END SOLUTION
+
+
+# %% course={"ex": "16b-3", "role": "check"}
+from course_lib.grading import check
+
+check("16b-3", column_linear, row_linear)
 
 # %% [markdown] course={"ex": "16b-4"}
 # ## 16b-4 The 1F1B loop

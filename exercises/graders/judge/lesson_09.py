@@ -425,7 +425,9 @@ RING = OnRanks(
         _wrong_ring("only the last block is in the result: merge all blocks", add="last"),
         _wrong_ring(SOURCE, late=1),
         _wrong_ring(SOURCE, late=-1),
-        _wrong_ring("blocks are sent to the previous rank: send to axis.next", backward=True),
+        _wrong_ring(
+            "blocks are sent to the previous rank: send them to the next one", backward=True
+        ),
     ),
     looks=(
         Look("wire", "messages to the next rank, K and V only", _messages),

@@ -194,6 +194,8 @@ RING = replace(
         Look("wire", "the next block is in flight during the products", _overlap),
     ),
     terms=1024,
+    hang="A rank whose queries need no more blocks must still pass on the blocks that other ranks "
+    "wait for, and a block that arrives has the length of another rank's shard",
     refused=(*runner.SENDERS, *lesson_09.RING.refused),
 )
 
