@@ -143,8 +143,8 @@ print("your votes:", vote_1, vote_2)
 #
 # ## A concept: 60 seconds, then five minutes
 # A concept question has two lengths. In the first minute say what it is, why it works, what it costs, and when not to use
-# it. Then stop. The interviewer chooses what to ask next, and a candidate who talks for five minutes takes that choice
-# away. The course has model answers of both lengths. Say your own answer to this one before you read ours:
+# it. Then stop, so that the interviewer can choose what to ask next. The course has model answers of both lengths. Say
+# your own answer to this question before you read ours:
 
 # %%
 from textwrap import fill
@@ -166,8 +166,8 @@ for number, step in enumerate(one.whiteboard, 1):
 print("\nOften heard:", fill(one.wrong, 110))
 
 # %% [markdown]
-# Every question of the list has such a wrong answer and the reason why it is wrong. Learn these too: if you can explain
-# why a plausible answer fails, you have understood the right one.
+# Every question of the list has such a wrong answer, with the reason why it is wrong. Learn these reasons too, because
+# "Why not the other way?" is the most natural follow-up.
 #
 # ## Code: correct first, then fast
 # You get a blank file and half an hour. Say what each rank stores before and after the call, and write this down as the
