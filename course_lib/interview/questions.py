@@ -12,7 +12,7 @@ from fractions import Fraction
 from random import Random
 from typing import TYPE_CHECKING, Any
 
-from course_lib.interview.units import show
+from course_lib.interview.units import ENGLISH, show
 from course_lib.interview.written import written
 
 if TYPE_CHECKING:
@@ -125,9 +125,9 @@ def make(template: Template, seed: int, language: str = "en") -> Question:
     """Return the question that ``template`` draws from ``seed``; the same for the same seed."""
     drawn = template.draw(Random(f"{template.id} {seed}"))
     written, units = texts(language)["questions"][template.id], texts(language)["words"]
-    given = {name: _shown(value, units) for name, value in drawn.given.items()}
+    given = {name: shown(value, units) for name, value in drawn.given.items()}
     value = float(drawn.value)
-    words = given | {name: _shown(each, units) for name, each in drawn.more.items()}
+    words = given | {name: shown(each, units) for name, each in drawn.more.items()}
     words["answer"] = show(value, template.unit, units)
     return Question(
         id=template.id,
@@ -145,7 +145,8 @@ def make(template: Template, seed: int, language: str = "en") -> Question:
     )
 
 
-def _shown(value: Any, words: Mapping[str, str]) -> str:
+def shown(value: Any, words: Mapping[str, str] = ENGLISH) -> str:
+    """Return ``value`` as a text shows it: a float with four digits, an amount with its unit."""
     if isinstance(value, Amount):
         return show(value.value, value.unit, words)
     if isinstance(value, float):

@@ -136,7 +136,7 @@ def play(
         say("\n" + loop["question"].format(number=number, count=len(asked), topic=topic))
         say(fill(one.text, width))
         try:
-            verdict = _answered(one, ask, say)
+            verdict = answered(one, ask, say)
         except EOFError:
             say("")
             return
@@ -149,7 +149,7 @@ def play(
         say(loop["lesson"].format(lesson=one.lesson))
 
 
-def _answered(
+def answered(
     one: Question, ask: Callable[[str], str], say: Callable[[str], None]
 ) -> Verdict | None:
     """Ask until an answer can be marked; None if the reader skips."""

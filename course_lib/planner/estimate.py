@@ -62,7 +62,7 @@ def estimate(
     )
     busiest = [stage for stage, rank in zip(stages, owners, strict=True) if rank == found.rank]
     first = [stage for stage, rank in zip(stages, owners, strict=True) if rank == owners[0]]
-    exposed = _exposed(plan, busiest)
+    exposed = exposed_seconds(plan, busiest)
     for axis, waits in exposed_data(hardware, plan, of_ranks[owners[0]], first).items():
         exposed[axis] += waits
     for axis in {axis for step in of_ranks.values() for axis in step.sums}:
@@ -119,7 +119,7 @@ def optimizer_seconds(model: Model, hardware: Hardware, plan: Configuration, ran
     return own * (2 * one.optimizer + one.gradients + one.weights) / hardware.memory_bandwidth
 
 
-def _exposed(plan: Configuration, stages: Sequence[Stage]) -> dict[str, float]:
+def exposed_seconds(plan: Configuration, stages: Sequence[Stage]) -> dict[str, float]:
     """Return the exposed seconds of a step by axis, of a rank with ``stages``."""
     found: dict[str, float] = defaultdict(float)
     for stage in stages:

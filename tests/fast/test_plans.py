@@ -7,11 +7,19 @@ from pathlib import Path
 
 import pytest
 
+from course_lib.cli.app import app
 from course_lib.grading import registry
+from course_lib.grading.syllabus import NAMES
+from course_lib.interview import quiz
+from course_lib.interview.concepts import concepts
+from course_lib.interview.concepts.__main__ import anchor
 
 ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "docs"
 PLANS = ("workshops.md", "self-study.md", "interview.md")
+EXIT_QUESTIONS = "exit questions of ["  # a lesson of which only these and its cheat-sheet are read
+CORE = 6  # lessons that the seven days read in full, beside the lesson on the interview itself
+INTERVIEW = "16"
 BANNER = re.compile(r"\*(\d+) minutes to read and run(?:, (\d+) to build)?")
 
 
@@ -52,7 +60,7 @@ def test_lessons_take_as_long_as_their_banners_say(page):
         for row in rows:
             link = re.search(r"\(\.\./notebooks/(\d\d_\w+)\.ipynb\)", row)
             numbers = [int(cell) for cell in re.findall(r"\|\s*(\d+)\s*(?=\|)", row)]
-            if link is None:
+            if link is None or EXIT_QUESTIONS in row:
                 continue
             read, build = banner(link[1])
             assert numbers[0] == read, row
@@ -67,8 +75,13 @@ def test_what_is_named_is_there(page):
     text = (DOCS / page).read_text()
     for target in re.findall(r"\]\(([^)#]+)\)", text):
         assert (DOCS / target).exists(), target
-    for exercise in re.findall(r"\b\d\d-\d\b", text):
+    for exercise in re.findall(r"\b\d\d[a-z]?-\d\b", text):
         registry.find(exercise)
+    verbs = {command.name or command.callback.__name__ for command in app.registered_commands}
+    for verb in re.findall(r"`course (\w+)", text):
+        assert verb in verbs
+    for topic in re.findall(r"--topic (\w+)", text):
+        assert topic in quiz.topics()
 
 
 def test_the_four_weeks_have_every_lesson():
@@ -77,6 +90,51 @@ def test_the_four_weeks_have_every_lesson():
         assert f"../notebooks/{notebook.stem}.ipynb" in text, notebook.stem
 
 
-@pytest.mark.parametrize("week", ["interview.md"])
-def test_seven_days_of_ninety_minutes(week):
-    assert [total for _, total in tables(week)] == [90] * 7
+def days() -> list[tuple[str, list[str], int]]:
+    """Text, rows and stated total of each day of the seven."""
+    page = (DOCS / "interview.md").read_text().partition("## With time left")[0]
+    texts = page.split("\n## Day ")[1:]
+    return [
+        (text, rows, total)
+        for text, (rows, total) in zip(texts, tables("interview.md"), strict=True)
+    ]
+
+
+def minutes(rows: list[str], words: str) -> list[int]:
+    """The minutes of the rows with ``words``."""
+    return [int(re.findall(r"\d+", row)[0]) for row in rows if words in row]
+
+
+def test_seven_days_of_at_most_ninety_minutes():
+    assert [text[0] for text, _, _ in days()] == list("1234567")
+    assert all(60 <= total <= 90 for _, _, total in days())
+
+
+def test_every_lesson_is_in_one_of_the_seven_days():
+    rows = [row for _, rows, _ in days() for row in rows]
+    found = {
+        number: [row for row in rows if f"[{number}]" in row]
+        for number in NAMES
+        if number.isdigit()
+    }
+    assert {number: len(own) for number, own in found.items()} == dict.fromkeys(found, 1)
+    full = [number for number, (row,) in found.items() if EXIT_QUESTIONS not in row]
+    assert len(full) == CORE + 1
+    assert INTERVIEW in full
+    assert all(10 <= each <= 15 for each in minutes(rows, EXIT_QUESTIONS))
+
+
+def test_every_concept_question_is_in_one_of_the_seven_days():
+    asked = []
+    for text, rows, _ in days():
+        own = re.findall(r"^- \[(.+)\]\(questions\.md#(.+)\)$", text, re.MULTILINE)
+        assert 2 * len(own) <= sum(minutes(rows, "| concept questions |")) <= 2 * len(own) + 5
+        asked += own
+    assert sorted(asked) == sorted((one.title, anchor(one.title)) for one in concepts())
+
+
+def test_the_seven_days_practice_all_kinds_of_questions():
+    found = days()
+    assert sum(bool(minutes(rows, "[katas]")) for _, rows, _ in found) >= 2
+    assert len(minutes(found[0][1], "`course quiz --diagnose`")) == 1
+    assert len(minutes(found[-1][1], "`course interview`")) == 1
