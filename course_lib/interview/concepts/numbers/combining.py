@@ -34,7 +34,8 @@ def shown_group(group: list[int], ends: int = 3) -> str:
 
 def three_d() -> dict[str, Any]:
     """GPT-3 on 512 H100: tp=8, pp=8, dp=8 in the order tp-pp-dp; 1,536 sequences per step."""
-    config, sizes, rank = model("gpt-3-175b"), {"tp": 8, "pp": 8, "dp": 8}, 77
+    sizes: dict[str, Any] = {"tp": 8, "pp": 8, "dp": 8}
+    config, rank = model("gpt-3-175b"), 77
     layout = make_layout(512, "tp-pp-dp", **sizes)
     plan = configure(config, 512, **sizes, zero=1, global_batch=1536)
     found = estimate(config, hardware(GPU), plan)
@@ -119,7 +120,8 @@ def divide() -> dict[str, Any]:
 
 def _small() -> tuple[Model, Configuration, Layout]:
     """Return Llama 2 13B on 16 H100 in two nodes: tp=2, then dp=2, then pp=4."""
-    config, sizes = model("llama-2-13b"), {"tp": 2, "dp": 2, "pp": 4}
+    sizes: dict[str, Any] = {"tp": 2, "dp": 2, "pp": 4}
+    config = model("llama-2-13b")
     plan = configure(config, 16, **sizes, zero=1, seq=4096, global_batch=64)
     return config, plan, make_layout(16, "tp-dp-pp", **sizes)
 
@@ -245,8 +247,8 @@ def experts() -> dict[str, Any]:
     config, gpu, gpus = model("mixtral-8x7b"), hardware(GPU), 64
     assert config.experts is not None
 
-    def plan(**degrees: int) -> tuple[Configuration, Estimate]:
-        made = configure(config, gpus, seq=4096, zero=1, recompute="full", **degrees)  # type: ignore[arg-type]
+    def plan(**degrees: Any) -> tuple[Configuration, Estimate]:
+        made = configure(config, gpus, seq=4096, zero=1, recompute="full", **degrees)
         return made, estimate(config, gpu, made)
 
     (_, without), (wide, inside), (far, across) = plan(), plan(ep=8), plan(tp=8, ep=8)
