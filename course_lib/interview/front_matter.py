@@ -87,6 +87,11 @@ class Note:
                 raise ValueError(f"{where} on the same line, got {got}") from None
         return found
 
+    def scalar(self, key: str) -> str:
+        """Return the text of a field on one line, known or not; empty if there is none."""
+        matches = [FIELD.fullmatch(line) for line in self.lines or ()]
+        return next((_plain(each["value"]) for each in matches if each and each["key"] == key), "")
+
     @property
     def tags(self) -> tuple[str, ...]:
         """The entries of ``tags``, as a list in brackets or one per line."""

@@ -66,7 +66,7 @@ def reviewed(note: str | bytes, tmp_path: Path, rating: Rating = Rating.Good) ->
     report = import_notes(reviews, tmp_path / "in", (), DAY)
     assert report.refused == []
     reviews.record({"note.md": graded(reviews.cards["note.md"], rating, DAY)})
-    assert export_notes(reviews, [], tmp_path / "out", DAY).added == ["note.md"]
+    assert export_notes(reviews, note_cards(reviews), tmp_path / "out", DAY).added == ["note.md"]
     return (tmp_path / "out" / "note.md").read_bytes()
 
 
@@ -223,7 +223,7 @@ ENDS = st.sampled_from(["\n", "\r\n"])
 @given(
     lines=st.lists(LINES, max_size=9),
     end=ENDS,
-    body=st.binary(max_size=60),
+    body=st.binary(max_size=60).map(lambda body: body.replace(b"\0", b"")),
     mark=st.sampled_from(["", "\ufeff"]),
     rating=st.sampled_from(list(Rating)),
 )
@@ -234,13 +234,13 @@ def test_import_and_export_keep_every_other_byte(lines, end, body, mark, rating,
     (tmp_path / "note.md").write_bytes(data)
     reviews = Reviews(tmp_path / "review")
     assert import_notes(reviews, tmp_path / "note.md", (), DAY).added == ["note.md"]
-    assert export_notes(reviews, [], tmp_path, DAY).unchanged == ["note.md"]
+    assert export_notes(reviews, note_cards(reviews), tmp_path, DAY).unchanged == ["note.md"]
     assert (tmp_path / "note.md").read_bytes() == data
-    export_notes(reviews, [], tmp_path / "out", days(3))
+    export_notes(reviews, note_cards(reviews), tmp_path / "out", days(3))
     assert (tmp_path / "out" / "note.md").read_bytes() == data
 
     reviews.record({"note.md": graded(reviews.cards["note.md"], rating, DAY)})
-    export_notes(reviews, [], tmp_path, DAY)
+    export_notes(reviews, note_cards(reviews), tmp_path, DAY)
     after = (tmp_path / "note.md").read_bytes()
     known = re.compile(rb"(?:%s)[ ]*:.*\n" % "|".join(KEYS).encode())
     start = len(data) - len(body)
@@ -315,14 +315,34 @@ def test_a_second_import_keeps_the_newer_progress(tmp_path):
     path.write_text(NOTE.replace("review_count: 0", "review_count: 5"))
     assert import_notes(reviews, path, (), DAY).updated == ["note.md"]
     assert reviews.cards["note.md"].review_count == 5
-    assert export_notes(reviews, [], tmp_path, DAY).unchanged == ["note.md"]
+    assert export_notes(reviews, note_cards(reviews), tmp_path, DAY).unchanged == ["note.md"]
+
+
+def test_the_front_of_a_note_is_its_heading_or_its_title_or_its_name(tmp_path):
+    for name, text in {
+        "a.md": "---\ntitle: 'It''s TP'\n---\n# PP\nBody",
+        "b.md": "---\ntitle: 'It''s TP'\n---\nBody",
+        "c.md": "---\ntitle:\n---\nBody", "d.txt": "Body",
+    }.items():  # fmt: skip
+        (tmp_path / name).write_text(text)
+    reviews = Reviews(tmp_path / "review")
+    import_notes(reviews, tmp_path, (), DAY)
+    found = [(card.front, card.back) for card in note_cards(reviews)]
+    assert found == [(front, "Body") for front in ("PP", "It's TP", "c", "d")]
+
+
+def test_a_file_that_is_no_text_is_refused(tmp_path):
+    (tmp_path / "utf16.md").write_bytes("# Note".encode("utf-16"))
+    (sentence,) = import_notes(Reviews(tmp_path / "review"), tmp_path, (), DAY).refused
+    assert sentence.endswith("utf16.md: expected text in UTF-8, got a zero byte")
 
 
 def test_an_edited_note_keeps_its_text_when_progress_is_exported(tmp_path):
     reviewed(NOTE, tmp_path)
     target = tmp_path / "out" / "note.md"
     target.write_text(NOTE.replace("Activations.", "My words."))
-    export_notes(Reviews(tmp_path / "review").load(), [], tmp_path / "out", days(1))
+    reviews = Reviews(tmp_path / "review").load()
+    export_notes(reviews, note_cards(reviews), tmp_path / "out", days(1))
     assert "My words." in target.read_text()
     assert parse(target.read_bytes()).values["review_count"] == 1
     assert parse(target.read_bytes()).values["mastery_level"] < 1
@@ -458,6 +478,10 @@ def run(tmp_path, monkeypatch, *argv, answers=()) -> int:
     return cli.main(["review", *map(str, argv)])
 
 
+def exported_day(tmp_path) -> str:
+    return str(parse((tmp_path / "out" / "pp.md").read_bytes()).values["next_review"])
+
+
 def test_a_week_on_the_command_line(tmp_path, monkeypatch, capsys):
     (tmp_path / "notes").mkdir()
     (tmp_path / "notes" / "pp.md").write_text(NOTE)
@@ -477,6 +501,12 @@ def test_a_week_on_the_command_line(tmp_path, monkeypatch, capsys):
     assert f"Nothing is due on {days(6)}. The next card is due on" in capsys.readouterr().out
     assert run(tmp_path, monkeypatch, "export", tmp_path / "out", "--today", days(7)) == 0
     assert "15 notes added" in capsys.readouterr().out
+    assert run(tmp_path, monkeypatch, "export", tmp_path / "mine", "--topic", "notes") == 0
+    assert [path.name for path in (tmp_path / "mine").iterdir()] == ["pp.md"]
+    assert run(tmp_path, monkeypatch, "due", "--topic", "notes", "--today", days(60)) == 0
+    assert (
+        f"\n{exported_day(tmp_path)}  What does PP send?\n1 due, 0 new" in capsys.readouterr().out
+    )
     exported = parse((tmp_path / "out" / "pp.md").read_bytes()).values
     assert exported["review_count"] == 2
     assert 0.9 < exported["mastery_level"] < 1
