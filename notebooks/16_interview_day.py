@@ -16,9 +16,9 @@
 # # 16 Interview day: a number, a drawing, an answer, a design
 #
 # *20 minutes to read and run.* "A model of 13 billion parameters, 16 GPUs, ZeRO-1. How many bytes of states does each GPU
-# store?" You have one minute and a pen. Many candidates know ZeRO-1 well, answer 58.5 GB, and are wrong by 3.25 GB. This
-# lesson shows what the interviewer learns from that number, and how to answer the four kinds of questions that such an
-# interview consists of.
+# store?" You have one minute and a pen. A candidate answers 58.5 GB. The right number is 61.75 GB, so the answer is
+# only 5 % too small. This lesson shows what an interviewer learns from these 5 %, and how to answer the four kinds of
+# questions that such an interview consists of. It needs no other lesson, but it rehearses all of them.
 #
 # Vote first: `"true"`, `"false"` or `"only if ..."`.
 #
@@ -95,10 +95,15 @@ def close_mistakes(question):
 
 drawn = [quiz.question(template.id, seed=3) for template in quiz.templates()]
 close = [one for one in drawn if close_mistakes(one)]
-print(f"{len(close)} of {len(drawn)} kinds of questions have a classic mistake that close, such as:\n")
+print(
+    f"{len(close)} of {len(drawn)} kinds of questions have a classic mistake that close, such as:\n"
+)
 for name in ("volume-dp", "memory-activations-tp", "bubble-interleaved"):
     one = quiz.question(name, seed=3)
-    print(f"{name}: {one.answer}; {', '.join(close_mistakes(one))}")
+    first = close_mistakes(one)[0]
+    print(
+        f"{name}: {one.mistakes[first] / one.value:.2f} of the answer. {quiz.texts()['mistakes'][first]}"
+    )
 
 # %% [markdown]
 # **Claim 1: false.** In most kinds of questions a classic mistake changes the answer by a factor of two or less: a ring
@@ -142,8 +147,8 @@ print("your votes:", vote_1, vote_2)
 #
 # ## A concept: 60 seconds, then five minutes
 # A concept question has two lengths. In the first minute say what it is, why it works, what it costs, and when not to use
-# it. Then stop. The interviewer chooses what to ask next, and a candidate who talks for five minutes takes that choice
-# away. The course has model answers of both lengths. Say your own answer to this one before you read ours:
+# it. Then stop, so that the interviewer can choose what to ask next. The course has model answers of both lengths. Say
+# your own answer to this question before you read ours:
 
 # %%
 from textwrap import fill
@@ -165,8 +170,8 @@ for number, step in enumerate(one.whiteboard, 1):
 print("\nOften heard:", fill(one.wrong, 110))
 
 # %% [markdown]
-# Every question of the list has such a wrong answer and the reason why it is wrong. Learn these too: if you can explain
-# why a plausible answer fails, you have understood the right one.
+# Every question of the list has such a wrong answer, with the reason why it is wrong. Learn these reasons too, because
+# "Why not the other way?" is the most natural follow-up.
 #
 # ## Code: correct first, then fast
 # You get a blank file and half an hour. Say what each rank stores before and after the call, and write this down as the
@@ -186,22 +191,34 @@ print("tensor_split:", [len(part) for part in x.tensor_split(3)])
 # [katas](16b_katas.ipynb) are tasks of this kind, and their checks try all four cases.
 #
 # ## A design: find the limit that decides
-# Now the long question: "You have 128 H100 and a model of 180 billion parameters. How do you train it?" Begin with the
-# assumptions: model, sequence length, tokens per step, number formats, and the goal. Then go through memory, links and
-# bubble in this order, with one number for each. The course answers a proposal as an interviewer would, with the
-# smallest of its margins. First a proposal that is often made:
+# A design question gives you a model and a cluster and asks for a layout. Begin with the assumptions: sequence length,
+# tokens per step, number formats, links, and the goal. Then go through memory, communication and bubble in this order,
+# with one number for each. Here is a case of the course:
 
 # %%
 from course_lib.interview import design
 
-print(design.answer("dense-180b", "tp=8 pp=4 dp=4 zero=2"))
-
-# %%
-print(design.answer("dense-180b", "tp=8 pp=4 dp=4 zero=1"))
+design.case("dense-180b")
 
 # %% [markdown]
-# Every design has a weakest point. Name yours before the interviewer does, with its number, and say what you would change
-# if it broke. Then the discussion is about your remedy.
+# Take a minute and decide on tp, pp, dp and the stage of ZeRO. The course answers a proposal as an interviewer would:
+# with the limits that it breaks, or with its smallest margin. This proposal is often made:
+
+# %%
+often = design.answer("dense-180b", "tp=8 pp=4 dp=4 zero=2")
+print(often)
+print("\nNext question:", fill(often.follow_up.ask, 110))
+
+# %% [markdown]
+# The next one differs from it in one digit. Put your own proposal in its place and run the cell again:
+
+# %%
+design.answer("dense-180b", "tp=8 pp=4 dp=4 zero=1")
+
+# %% [markdown]
+# ZeRO-2 saves memory that this plan does not need, and pays for it with communication in every micro-batch. Every design
+# has a weakest point, and here the answer names it: the MFU. Name yours before the interviewer does, with its number, and
+# say what you would change if it broke.
 #
 # ## When you do not know
 # Say what you know, derive what you can, and mark where your knowledge ends. "I have not used DualPipe. It feeds
@@ -209,9 +226,8 @@ print(design.answer("dense-180b", "tp=8 pp=4 dp=4 zero=1"))
 # separates the fact from the guess. Do not invent a number. If the interviewer corrects you, use the correction at once.
 #
 # ## One week left
-# [Seven days to an interview](../docs/interview.md) is a route of at most ninety minutes per day: six full lessons, the
-# cheat-sheet and exit questions of the others, the concept questions, and what to practice in the terminal. Keep these
-# pages beside it:
+# [Seven days to an interview](../docs/interview.md) is a route of at most ninety minutes per day. It ends with a mock
+# interview and has two model answers to speak. Keep these pages and commands beside it:
 #
 # | page or command | use it for |
 # |---|---|
@@ -219,6 +235,7 @@ print(design.answer("dense-180b", "tp=8 pp=4 dp=4 zero=1"))
 # | [glossary](../docs/glossary.md) | the terms, in English and Chinese |
 # | [common claims](../docs/claims.md), [lesson 15](15_true_or_false.ipynb) | what is often said, and which of it is true |
 # | `course quiz --diagnose` | which lessons to read first |
+# | `course score` | how far your predictions in all lessons were off, and in which direction |
 # | `course review` | the cards that are due today; `course cards` exports them |
 # | `course interview` | a timed mock interview with a score sheet |
 #

@@ -40,7 +40,7 @@ class Described:
     hint: str
 
     def __repr__(self) -> str:
-        return folded(f"{self.title}\n\n{self.text}\n\n{self.hint}")
+        return folded(f"{self.title}\n\n{self.text}\n{self.hint}")
 
 
 @dataclass(frozen=True)
@@ -109,7 +109,7 @@ class Answer:
         return not self.broken
 
     def __repr__(self) -> str:
-        return folded(self.message, "  ")
+        return folded(self.message)
 
     def as_dict(self) -> dict[str, Any]:
         """Return the answer for the score sheet."""
@@ -148,8 +148,8 @@ def case(id: str, language: str = "en") -> Described:
         "memory": shown(found.memory_limit, "byte"),
     }
     kind = "serving" if found.serving else "training"
-    text = f"{own['text'].strip()} {said['limits-of'][kind].strip()}".format_map(words)
-    return Described(found, own["title"], " ".join(text.split()), said["hints"][kind])
+    text = f"{own['text']}\n{said['limits-of'][kind]}".format_map(words)
+    return Described(found, own["title"], text, said["hints"][kind])
 
 
 def cases(language: str = "en") -> list[Described]:
@@ -233,7 +233,7 @@ def _impossible(
 ) -> Answer:
     """Return the answer to a layout that cannot run."""
     texts, own = _shown(words), said["mistakes"][id]
-    message = f"{said['answer']['impossible']} {own['why'].format_map(texts)}"
+    message = f"{said['answer']['impossible']}\n{own['why'].format_map(texts)}"
     return Answer(case, proposal, message, _follow_up(own, texts), (), id)
 
 

@@ -5,9 +5,11 @@ from __future__ import annotations
 import re
 from unicodedata import east_asian_width
 
+from course_lib.planner.text import HARD_SPACE, UNIT
+
 WIDTH = 80
 # A piece that is not broken: a wide character or a word, with the closing marks after it.
-PIECE = re.compile(r"\s+|(?:[⺀-鿿]|[^\s⺀-鿿，。；：？！、）》」]+|.)[，。；：？！、）》」]*")
+PIECE = re.compile(r" +|(?:[⺀-鿿]|[^ ⺀-鿿，。；：？！、）》」]+|.)[，。；：？！、）》」]*")
 
 
 def columns(text: str) -> int:
@@ -15,16 +17,19 @@ def columns(text: str) -> int:
     return sum(2 if east_asian_width(each) in "WF" else 1 for each in text)
 
 
-def folded(text: str, indent: str = "", width: int = WIDTH) -> str:
-    """Return ``text`` in lines of at most ``width`` columns; later lines start with ``indent``.
+def folded(text: str, width: int = WIDTH) -> str:
+    """Return ``text`` in lines of at most ``width`` columns; its own lines stay apart.
 
-    Lines of ``text`` stay apart.
+    What follows "- " or "1. " at the start of a line is indented.
     """
-    return "\n".join(line for given in text.split("\n") for line in _fold(given, indent, width))
+    lines = re.sub(UNIT, HARD_SPACE, text).split("\n")  # "25 %" is not broken
+    found = (line for given in lines for line in _fold(given, width))
+    return "\n".join(found).replace(HARD_SPACE, " ")
 
 
-def _fold(text: str, indent: str, width: int) -> list[str]:
-    lines = [""]
+def _fold(text: str, width: int) -> list[str]:
+    mark = re.match(r" *(?:- |\d+\. )?", text)
+    indent, lines = " " * len(mark[0] if mark else ""), [""]
     for piece in PIECE.findall(text):
         if columns(lines[-1] + piece.rstrip()) > width and lines[-1].strip():
             lines.append(indent)

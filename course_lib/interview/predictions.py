@@ -153,4 +153,5 @@ def truths() -> dict[str, dict[str, Truth]]:
             "crosses": "pp",
             "speedup": 4 / (1 + 3 / 8),
         },
+        "16": {"gb": state_bytes(13e9, zero=1, shards=16, recipe=16).total / 1e9},
     }

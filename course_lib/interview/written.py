@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 LANGUAGES = ("en", "zh")
+FOLDER = Path(__file__).parent
 
 
 @cache
@@ -16,8 +17,11 @@ def written(name: str, language: str = "en") -> dict[str, Any]:
 
     Raises ValueError for a language that these texts do not have.
     """
-    folder = Path(__file__).parent
-    known = [each for each in LANGUAGES if (folder / f"{name}_{each}.toml").exists()]
-    if language not in known:
+    if language not in (known := languages(name)):
         raise ValueError(f"expected a language of {', '.join(known)}, got {language!r}")
-    return tomllib.loads((folder / f"{name}_{language}.toml").read_text(encoding="utf-8"))
+    return tomllib.loads((FOLDER / f"{name}_{language}.toml").read_text(encoding="utf-8"))
+
+
+def languages(name: str) -> list[str]:
+    """Return the languages that the texts ``name`` have."""
+    return [each for each in LANGUAGES if (FOLDER / f"{name}_{each}.toml").exists()]

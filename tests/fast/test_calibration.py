@@ -125,6 +125,7 @@ PRINTED = {
         "crosses": r"^  (\w+)  4 groups of 4, across nodes",
         "speedup": r"^pp, 8 micro-batches +([\d.]+)",
     },
+    "16": {"gb": r"bytes = ([\d.]+) GB"},
 }
 
 

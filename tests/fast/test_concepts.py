@@ -25,7 +25,7 @@ NAMED = """
 """.split()
 # Names with digits that a text may spell out. A model's size may follow its name.
 NAMES = re.compile(
-    r"\b(?:bf16|fp(?:8|16|32|64)|int[48]|[ABHV]\d00|(?:8|16|32|64)-bits?|1F1B|FSDP2"
+    r"\b(?:bf16|fp(?:8|16|32|64)|int[48]|[ABHV]\d00|(?:8|16|32|64)[- ](?:bits?|位)|1F1B|FSDP2"
     r"|(?:Llama [23]|GPT-[23J]|Falcon|Mixtral|DeepSeek-V3|Megatron)(?: \d+(?:x7)?(?:\.\d)?B\b)?"
     r"|arXiv:\d{4}\.\d{5})"
 )

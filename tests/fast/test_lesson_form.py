@@ -17,6 +17,8 @@ LARGEST = 1_000_000  # bytes of a notebook
 LONGEST = 60  # minutes to read and run
 UNTIMED = "*Untimed.*"  # an arena: rules and a table, no lesson in this form
 START = "00"  # teaches no technique: no lab, no cheat-sheet
+# These lessons rehearse the others: no technique and no exercises of their own. Pages they lead to.
+REHEARSALS = {"16": ("interview", "formulas", "questions", "claims", "glossary")}
 ANSWER = "<details><summary>Answer</summary>"
 
 
@@ -34,6 +36,12 @@ def section(text: str, heading: str) -> str:
     return found[1] if found else ""
 
 
+def minutes(text: str) -> tuple[str, str]:
+    """The banner's minutes to read and to build; "" for those that it does not say."""
+    read, build = (MINUTES.search(text) or re.match("()()", "")).groups()
+    return read, build or ""
+
+
 def shortcomings(lesson: Lesson) -> list[str]:
     """What the lesson lacks, or has too much of; [] where it is in form."""
     text, code = "\n".join(texts(lesson, "markdown")), "\n".join(texts(lesson, "code"))
@@ -42,15 +50,19 @@ def shortcomings(lesson: Lesson) -> list[str]:
         missing[f"{count} words of explanation, of at most {WORDS}"] = True
     if UNTIMED not in text:
         missing |= _timed(text, code)
-        if lesson.number != START:
+        if lesson.number in REHEARSALS:
+            missing |= _rehearsing(lesson, text)
+        else:
+            missing |= _practiced(text)
+        if lesson.number not in (START, *REHEARSALS):
             missing |= _technical(lesson.number, text, code)
     return [what for what, lacks in missing.items() if lacks]
 
 
 def _timed(text: str, code: str) -> dict[str, bool]:
-    read, build = (MINUTES.search(text) or re.match("()()", "")).groups()
+    read, _ = minutes(text)
     return {
-        "no banner with minutes to read and to build": not (read and build),
+        "no banner with minutes to read": not read,
         f"more than {LONGEST} minutes to read and run": bool(read) and int(read) > LONGEST,
         "fewer than two claims to vote on": len(re.findall(r"^vote_\d = None", code, re.M)) < 2,
         "a claim is not settled": len(re.findall(r"^\*\*Claim \d", text, re.M))
@@ -58,9 +70,24 @@ def _timed(text: str, code: str) -> dict[str, bool]:
         "no typed prediction": not re.search(r"^predicted_\w+ = None", code, re.M),
         "not five exit questions": section(text, "Exit questions").count(ANSWER) != 5,
         "no source with a link": "](https://" not in section(text, "Sources"),
+    }
+
+
+def _practiced(text: str) -> dict[str, bool]:
+    return {
+        "no banner with minutes to read and to build": not all(minutes(text)),
         "no way to the exercises": "](../exercises/" not in section(text, "Your turn"),
         "nothing of the same in PyTorch": not section(text, "The same in PyTorch"),
     }
+
+
+def _rehearsing(lesson: Lesson, text: str) -> dict[str, bool]:
+    missing = {
+        "minutes to build, or exercises": bool(minutes(text)[1]) or any(c.ex for c in lesson.cells),
+    }
+    for page in REHEARSALS[lesson.number]:
+        missing[f"no way to docs/{page}.md"] = f"](../docs/{page}.md)" not in text
+    return missing
 
 
 def _technical(number: str, text: str, code: str) -> dict[str, bool]:
@@ -117,6 +144,21 @@ def changed(path: Path, tmp_path: Path, old: str, new: str) -> list[str]:
 )
 def test_what_a_lesson_lacks_is_said(tmp_path, old, new, words):
     path = next(path for path in SOURCES if path.name.startswith("03"))
+    assert any(words in one for one in changed(path, tmp_path, old, new))
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "words"),
+    [
+        (" to read and run.*", " to read.*", "no banner with minutes to read"),
+        (" to read and run.*", " to read and run, 10 to build.*", "minutes to build, or exercises"),
+        ("# **5.**", "# **5.**\n# " + ANSWER, "not five exit questions"),
+        ("](../docs/formulas.md)", "](formulas)", "no way to docs/formulas.md"),
+        ("# **Claim 2", "# Claim 2", "a claim is not settled"),
+    ],
+)
+def test_what_a_rehearsal_lacks_is_said(tmp_path, old, new, words):
+    path = next(path for path in SOURCES if path.name.startswith("16_"))
     assert any(words in one for one in changed(path, tmp_path, old, new))
 
 

@@ -620,6 +620,32 @@ def lesson_14_shows_a_decision(notebook):
     assert len(pictures(notebook)) == 1  # and the slider's, which is a widget
 
 
+def lesson_16_shows_how_to_answer(notebook):
+    text = outputs(notebook)
+    for line in (
+        "58.5 GB  Not quite. You forgot the fp32 master weights",
+        "13 GB    Not quite. That is ZeRO-3",
+        "61.75    Please add a unit",
+        "13e9 x 4.75 bytes = 61.75 GB.",
+        "volume-dp: 0.50 of the answer.",
+        "rank 1: F0 F1 F2 B0 F3 B1 F4 B2 F5 B3 F6 B4 F7 B5 B6 B7\nyours equal: None",
+        "your votes: None None",
+        "What is data parallelism?",
+        "[2, 2]",
+        "[2, 1, 1]",
+        "2 of 4 limits break, this one most: exposed communication",
+        "Nothing breaks. The smallest margin: MFU",
+    ):
+        assert line in text
+    close, kinds = map(int, re.search(r"^(\d+) of (\d+) kinds of questions", text, re.M).groups())
+    assert kinds / 2 < close < kinds
+    steps = re.findall(r"^(\w+) +([\d.]+) time units, (bubble .*), at most (\d+) in", text, re.M)
+    (gpipe, *same, eight), (one_f_one_b, *same_too, four) = steps
+    assert (gpipe, one_f_one_b, eight, four) == ("gpipe", "1f1b", "8", "4")
+    assert same == same_too
+    assert text.count("\n1. Draw") == 1
+
+
 def lesson_10_shows_tokens_that_travel(notebook):
     text = outputs(notebook)
     for line in (
@@ -670,6 +696,7 @@ SHOWS = {  # what a lesson must show
     "notebooks/13b_parallel_serving": lesson_13b_shows_many_ranks,
     "notebooks/14_the_decision": lesson_14_shows_a_decision,
     "notebooks/14b_plan_arena": lesson_14b_shows_plans,
+    "notebooks/16_interview_day": lesson_16_shows_how_to_answer,
     "notebooks/10_expert_parallelism": lesson_10_shows_tokens_that_travel,
 }
 
