@@ -17,7 +17,7 @@ MARK = re.compile(r"\ufeff?---[ \t]*\r?\n")
 END = re.compile(r"(?:---|\.\.\.)[ \t]*(?:\r?\n)?")
 FIELD = re.compile(
     r"""(?P<head>(?P<quoted>["']?)(?P<key>[\w.-]+)(?P=quoted)[ \t]*:)(?P<space>[ \t]*)
-    (?P<value>'(?:[^'\r\n]|'')*'|"(?:[^"\\\r\n]|\\.)*"|[^\s\#](?:[^\r\n]*?\S)?|)
+    (?P<value>'(?:[^'\r\n]|'')*'|"(?:[^"\\\r\n]|\\.)*"|[^\s\#](?:[^\r\n]*?\S)??|)
     (?P<tail>(?:[ \t]+\#[^\r\n]*|[ \t]*)\r?\n?)""",
     re.VERBOSE,
 )
@@ -86,6 +86,11 @@ class Note:
                 where = f"line {number + 2}: expected {expected} after {key}:"
                 raise ValueError(f"{where} on the same line, got {got}") from None
         return found
+
+    def scalar(self, key: str) -> str:
+        """Return the text of a field on one line, known or not; empty if there is none."""
+        matches = [FIELD.fullmatch(line) for line in self.lines or ()]
+        return next((_plain(each["value"]) for each in matches if each and each["key"] == key), "")
 
     @property
     def tags(self) -> tuple[str, ...]:
