@@ -35,6 +35,7 @@ NAMES = {
     "13b": "Serving on many ranks",
     "14": "The decision",
     "14b": "The plan arena",
+    "15": "True or false",
     "16": "Interview day",
     "16b": "Six katas",
 }
