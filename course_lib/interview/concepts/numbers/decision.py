@@ -82,6 +82,7 @@ def b180() -> dict[str, Any]:
     count = parameters(model(FALCON))
     return {
         "billions": round(count / 1e9),
+        "per": 18,
         "gpus": 128,
         "state": about(18 * count, digits=2),
         "cluster": _gb(128 * 80e9),
@@ -127,6 +128,7 @@ def long() -> dict[str, Any]:
         "sum": _gb(wide.memory.total),
         "step": f"{wide.step_seconds:.0f} s",
         "mfu": about(wide.mfu, "share", 2),
+        "gather": f"{wide.parts['dp_cp']:.0f} s",
         "few_sum": about(few["none"].memory.total),
         "full_sum": _gb(few["full"].memory.total),
         "full_step": f"{few['full'].step_seconds:.0f} s",
@@ -171,7 +173,8 @@ def hang() -> dict[str, Any]:
     groups = {axis: len(large.groups(axis)) for axis in ("tp", "pp", "dp")}
     return {
         "n": small.world,
-        "tp_groups": " and ".join(f"({a} {b})" for a, b in small.groups("tp")),
+        "tp_groups": " ".join(f"({a} {b})" for a, b in small.groups("tp")),
+        "dp_groups": " ".join(f"({a} {b})" for a, b in small.groups("dp")),
         "world": large.world,
         "tp": 8,
         "pp": 16,

@@ -10,7 +10,7 @@ from course_lib.formulas.parameters import mlp_parameters
 from course_lib.interview.concepts.numbers import about
 from course_lib.layout import make_layout
 from course_lib.planner import hardware, model
-from course_lib.planner.parameters import active_parameters, parameters
+from course_lib.planner.parameters import parameters
 
 MIXTRAL, DEEPSEEK, TOKENS = "mixtral-8x7b", "deepseek-v3", 4096
 
@@ -110,5 +110,4 @@ def fp8() -> dict[str, Any]:
         "half": about(1 / 2, "share"),
         "top_k": config.experts.top_k,
         "billions": round(parameters(config) / 1e9),
-        "active": round(active_parameters(config) / 1e9),
     }
