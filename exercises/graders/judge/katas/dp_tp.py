@@ -58,7 +58,7 @@ def _uneven(trial: Trial, draw: Draw) -> list[dict[str, Any]]:
     element = towers[0][0].element_size()
     room = {
         "towers": towers,
-        "bucket_bytes": element * draw.size(width * min(inner), width * max(inner)) + 1,
+        "bucket_bytes": element * draw.size((width + 1) * min(inner), width * max(inner)) + 1,
     }
     return [own | room | {"rows": own["rows"] // trial.n} for own in ranks]
 
