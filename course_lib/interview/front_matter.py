@@ -17,7 +17,7 @@ MARK = re.compile(r"\ufeff?---[ \t]*\r?\n")
 END = re.compile(r"(?:---|\.\.\.)[ \t]*(?:\r?\n)?")
 FIELD = re.compile(
     r"""(?P<head>(?P<quoted>["']?)(?P<key>[\w.-]+)(?P=quoted)[ \t]*:)(?P<space>[ \t]*)
-    (?P<value>'(?:[^'\r\n]|'')*'|"(?:[^"\\\r\n]|\\.)*"|[^\s\#](?:[^\r\n]*?\S)?|)
+    (?P<value>'(?:[^'\r\n]|'')*'|"(?:[^"\\\r\n]|\\.)*"|[^\s\#](?:[^\r\n]*?\S)??|)
     (?P<tail>(?:[ \t]+\#[^\r\n]*|[ \t]*)\r?\n?)""",
     re.VERBOSE,
 )

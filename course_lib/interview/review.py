@@ -9,17 +9,22 @@ from __future__ import annotations
 import json
 import os
 import shutil
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from datetime import UTC, date, datetime, time
 from itertools import count
 from pathlib import Path
-from typing import Any
+from textwrap import fill
+from typing import TYPE_CHECKING, Any
 
 from fsrs import Card as Memory
 from fsrs import Rating, Scheduler, State
 
 from course_lib.interview.front_matter import BANDS, Value
+from course_lib.interview.written import written
+
+if TYPE_CHECKING:
+    from course_lib.interview.cards import Card
 
 # One interval counts days. Without steps of minutes and without random days the same grades give
 # the same dates.
@@ -193,6 +198,48 @@ def unseen(
     """Return the first of ``ids`` without progress, so that at most ``most`` start in a day."""
     started = sum(one.created == today and not one.source for one in reviews.values())
     return [id for id in ids if id not in reviews][: max(most - started, 0)]
+
+
+def play(
+    queue: Sequence[Card],
+    reviews: Reviews,
+    today: date,
+    language: str = "en",
+    ask: Callable[[str], str] = input,
+    say: Callable[[str], None] = print,
+) -> int:
+    """Show the cards, ask for grades and store each at once; return how many reviews were done.
+
+    A forgotten card comes again at the end. Ends early where ``ask`` raises EOFError (Ctrl-D).
+    KeyboardInterrupt is the caller's.
+    """
+    texts, waiting, done = written("review", language), list(queue), 0
+    keys = {key: Rating[name] for name, both in texts["keys"].items() for key in both}
+    while waiting:
+        card = waiting.pop(0)
+        say("\n" + texts["left"].format(left=len(waiting) + 1, tags=", ".join(card.tags)))
+        say(_lines(card.front, language))
+        try:
+            ask(texts["show"])
+            say(_lines(card.back, language) + (f"\n\n{card.drawing}" if card.drawing else ""))
+            while (rating := keys.get(ask(texts["grade"]).strip().lower())) is None:
+                say(texts["unknown"])
+        except EOFError:
+            say("")
+            return done
+        progress = graded(reviews.cards.get(card.id, Progress(today, today)), rating, today)
+        reviews.record({card.id: progress})
+        done += 1
+        say(texts["next"].format(day=progress.next_review))
+        if rating == Rating.Again:
+            waiting.append(card)
+    return done
+
+
+def _lines(text: str, language: str) -> str:
+    """Return ``text`` in lines of 80 characters; a terminal breaks Chinese text well."""
+    lines = text.split("\n")
+    return text if language == "zh" else "\n".join(fill(line, 80) for line in lines)
 
 
 def write_atomically(path: Path, data: bytes) -> None:

@@ -104,7 +104,9 @@ def test_the_words_of_all_cheat_sheets_are_in_the_glossary():
     found = {}
     for path in sorted((ROOT / "notebooks").glob("[0-9]*.py")):
         cells = path.read_text(encoding="utf-8").split("\n# %%")
-        with_sheet = [cell for cell in cells if re.search(r"heat-sheet|cheat_sheet\(", cell)]
+        with_sheet = [
+            cell for cell in cells if re.search(r"(\*\*|## )Cheat-sheet|cheat_sheet\(", cell)
+        ]
         if with_sheet:
             found[path.name.partition("_")[0]] = plain(" ".join(with_sheet))
     assert found.keys() == CHEAT_SHEETS.keys()
