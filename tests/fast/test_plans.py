@@ -10,7 +10,8 @@ import pytest
 from course_lib.cli.app import app
 from course_lib.grading import registry
 from course_lib.grading.syllabus import NAMES
-from course_lib.interview import mock, quiz
+from course_lib.interview import quiz
+from course_lib.interview.agenda import make_plan
 from course_lib.interview.concepts import concepts
 from course_lib.interview.concepts.__main__ import anchor
 
@@ -79,6 +80,7 @@ def test_what_is_named_is_there(page):
     for exercise in re.findall(r"\b\d\d[a-z]?-\d\b", text):
         registry.find(exercise)
     verbs = {command.name or command.callback.__name__ for command in app.registered_commands}
+    verbs |= {group.name for group in app.registered_groups}
     for verb in re.findall(r"`course (\w+)", text):
         assert verb in verbs
     for topic in re.findall(r"--topic (\w+)", text):
@@ -144,7 +146,7 @@ def test_the_seven_days_practice_all_kinds_of_questions(language):
     found = [rows for _, rows, _ in days(language)]
     assert sum(bool(minutes(rows, r"\[katas\]")) for rows in found) >= 2
     assert len(minutes(found[0], "`course quiz --diagnose")) == 1
-    assert minutes(found[-1], "`course interview") == [mock.MINUTES]
+    assert minutes(found[-1], "`course interview") == [make_plan(0).minutes]
 
 
 def test_the_seven_days_are_the_same_in_both_languages():
