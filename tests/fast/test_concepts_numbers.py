@@ -73,7 +73,7 @@ BY_HAND = {
         "alone_bytes": mb(34 * 2048 * 12288),
         "again_bytes": mb(34 / 8 * 2048 * 12288),
         "more": "1.25",
-        "norms": f"{(2 * L + 1) * H / 1e6:.1f}",
+        "norms": f"{(2 * L + 1) * H:,}",
     },
     "pipelines.bubble": {
         "bubble": percent(7 / 39),
@@ -209,7 +209,7 @@ BY_HAND = {
         "read": f"{128 * SEQ:,}",
         "dp_sent": gb(3 / 4 * 6 * P70 / 16, 2),  # sums in fp32, gathers in bf16
         "pp_sent": gb(128 * X / 8, 2),
-        "passes": f"{12 * H * 40 * 3 / 4 / 1e6:.1f}",
+        "passes": f"{round(12 * H * 40 * 3 / 4, -5):,.0f}",
         "latency": mb(8 * 3.4e-6 * 450e9, 2),
     },
     "decision.hang": {
@@ -219,7 +219,7 @@ BY_HAND = {
         "own": "3",
     },
     "decision.norms": {
-        "millions": f"{(2 * L + 1) * H / 1e6:.1f}",
+        "replicated": f"{(2 * L + 1) * H:,}",
         "share": percent((2 * L + 1) * H / P70, 2),
         "matrices": f"{sqrt(2):.2f}",
         "copies": "2",

@@ -164,7 +164,7 @@ def tokens() -> dict[str, Any]:
         "dp_sent": about(sent["dp"], digits=2),
         "pp_sent": about(sent["pp"], digits=2),
         "layers": config.layers // stages,
-        "passes": f"{12 * h * config.layers / stages * (dp - 1) / dp / 1e6:.1f}",
+        "passes": round(12 * h * config.layers / stages * (dp - 1) / dp, -5),
         "latency": about(tp * gpu.node.latency * gpu.node.bandwidth, digits=2),
         "alpha": about(gpu.node.latency, "s", 2),
         "beta": about(gpu.node.bandwidth, "byte/s"),
@@ -194,7 +194,7 @@ def norms() -> dict[str, Any]:
     config = model(LLAMA)
     replicated, every = sp.replicated_parameters(config), parameters(config)
     return {
-        "millions": f"{replicated / 1e6:.1f}",
+        "replicated": replicated,
         "billions": f"{every / 1e9:.1f}",
         "share": about(replicated / every, "share", 2),
         "tp": 2,

@@ -35,8 +35,8 @@ def all_to_all() -> dict[str, Any]:
         "layer": about(sent),
         "layers": config.layers,
         "all": about(config.layers * sent),
-        "node_ms": about(float(sent / 4) / gpu.node.bandwidth, "s", 2),
-        "network_ms": about(float(sent / 4) / gpu.network.bandwidth, "s", 2),
+        "node_ms": f"{1e3 * float(sent / 4) / gpu.node.bandwidth:.2g} ms",
+        "network_ms": f"{1e3 * float(sent / 4) / gpu.network.bandwidth:.2g} ms",
     }
 
 
