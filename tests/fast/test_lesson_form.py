@@ -18,9 +18,9 @@ LARGEST = 1_000_000  # bytes of a notebook
 LONGEST = 60  # minutes to read and run
 UNTIMED = "*Untimed.*"  # an arena: rules and a table, no lesson in this form
 START = "00"  # teaches no technique: no lab, no cheat-sheet
-# These lessons rehearse the others: no technique and no exercises of their own. Pages they lead to.
-REHEARSALS = {"16": ("interview", "formulas", "questions", "claims", "glossary")}
 GAME = "15"  # votes on common claims instead of predictions, a lab and exercises
+INTERVIEW = "16"  # rehearses the others: no technique, no lab, no exercises
+PAGES = ("interview", "formulas", "questions", "claims", "glossary")  # to which it leads
 ANSWER = "<details><summary>Answer</summary>"
 
 
@@ -52,15 +52,12 @@ def shortcomings(lesson: Lesson) -> list[str]:
         missing[f"{count} words of explanation, of at most {WORDS}"] = True
     if UNTIMED not in text:
         missing |= _timed(text)
-        if lesson.number == GAME:
-            missing |= _game(text, code)
-        else:
-            missing |= _voted(text, code)
-        if lesson.number in REHEARSALS:
-            missing |= _rehearsing(lesson, text)
+        missing |= _game(text, code) if lesson.number == GAME else _voted(text, code)
+        if lesson.number == INTERVIEW:
+            missing |= _interview(lesson, text)
         elif lesson.number != GAME:
             missing |= _practiced(text)
-        if lesson.number not in (START, GAME, *REHEARSALS):
+        if lesson.number not in (START, GAME, INTERVIEW):
             missing |= _technical(lesson.number, text, code)
     return [what for what, lacks in missing.items() if lacks]
 
@@ -92,13 +89,10 @@ def _practiced(text: str) -> dict[str, bool]:
     }
 
 
-def _rehearsing(lesson: Lesson, text: str) -> dict[str, bool]:
-    missing = {
-        "minutes to build, or exercises": bool(minutes(text)[1]) or any(c.ex for c in lesson.cells),
-    }
-    for page in REHEARSALS[lesson.number]:
-        missing[f"no way to docs/{page}.md"] = f"](../docs/{page}.md)" not in text
-    return missing
+def _interview(lesson: Lesson, text: str) -> dict[str, bool]:
+    exercises = any(cell.ex for cell in lesson.cells)
+    missing = {f"no way to docs/{page}.md": f"](../docs/{page}.md)" not in text for page in PAGES}
+    return missing | {"minutes to build, or exercises": bool(minutes(text)[1]) or exercises}
 
 
 def _game(text: str, code: str) -> dict[str, bool]:
@@ -196,8 +190,8 @@ def test_what_a_lesson_lacks_is_said(tmp_path, old, new, words):
         ("# **Claim 2", "# Claim 2", "a claim is not settled"),
     ],
 )
-def test_what_a_rehearsal_lacks_is_said(tmp_path, old, new, words):
-    path = next(path for path in SOURCES if path.name.startswith("16_"))
+def test_what_the_interview_lesson_lacks_is_said(tmp_path, old, new, words):
+    path = next(path for path in SOURCES if path.name.startswith(f"{INTERVIEW}_"))
     assert any(words in one for one in changed(path, tmp_path, old, new))
 
 

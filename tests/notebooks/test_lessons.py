@@ -665,7 +665,7 @@ def lesson_16_shows_how_to_answer(notebook):
         "What is data parallelism?",
         "[2, 2]",
         "[2, 1, 1]",
-        "2 of 4 limits break, this one most: exposed communication",
+        "2 of 4 limits broken. The worst: exposed communication",
         "Nothing breaks. The smallest margin: MFU",
     ):
         assert line in text
