@@ -57,6 +57,8 @@
 # [The six exercises](../exercises/16b_katas.ipynb) are in a notebook of their own.
 
 # %% course={"role": "given"}
+from collections import deque
+from collections.abc import Callable
 from contextlib import contextmanager
 
 import torch
@@ -257,11 +259,200 @@ from course_lib.grading import check
 
 check("16b-3", column_linear, row_linear)
 
-# %% [markdown]
-# ---- 16b-4: The 1F1B loop
+# %% [markdown] course={"ex": "16b-4"}
+# ## 16b-4 The 1F1B loop
+# One stage of a model per rank: forward and backward of all micro-batches in the order of 1F1B, with messages between
+# neighbors.
 
-# %% [markdown]
-# ---- 16b-5: A ZeRO-1 step
 
-# %% [markdown]
-# ---- 16b-6: Ring attention, forward
+# %% course={"ex": "16b-4", "role": "answer"}
+def one_f_one_b(
+    stage: nn.Module,
+    micro_batches: list[tuple[Tensor, Tensor]],
+    loss: Callable[[Tensor, Tensor], Tensor],
+    group: dist.ProcessGroup,
+) -> float:
+    """Leave the gradients of the step in ``stage.parameters()``; return its loss on the last rank.
+
+    stage          the module of this rank, which has stage r of the model; y = stage(x) has the
+                   shape and dtype of x, so the gradient of x has them too
+    micro_batches  m pairs (x, target), all of the same shape; rank 0 uses x, the last rank uses
+                   target, and the others need only the shape and dtype of x
+    loss           loss(y, target) is the loss of one micro-batch, a scalar tensor
+    group          p ranks; m may be smaller than p
+
+    The loss of the step is the mean over the m micro-batches; all ranks but the last return 0.0.
+    Backward adds to what ``.grad`` holds. In the order of 1F1B, rank r begins with
+    min(p - 1 - r, m) forwards, then does one forward and one backward in turn, and ends with the
+    backwards that are left. So it stores the activations of p - r micro-batches at most. Backward
+    takes the oldest micro-batch in flight. Each activation and each gradient is one message to a
+    neighbor.
+    """
+    # BEGIN SOLUTION
+    p, rank, m = dist.get_world_size(group), dist.get_rank(group), len(micro_batches)
+    first, last = rank == 0, rank == p - 1
+    in_flight, leaving, total = deque(), [], 0.0
+
+    def send(x, to):
+        x = x.detach().contiguous()
+        leaving.append(dist.isend(x, dist.get_global_rank(group, to), group))
+
+    def receive(source):
+        x = torch.empty(micro_batches[0][0].shape, dtype=micro_batches[0][0].dtype)
+        dist.recv(x, dist.get_global_rank(group, source), group)
+        return x
+
+    def forward(mb):
+        nonlocal total
+        x, target = micro_batches[mb]
+        x = x if first else receive(rank - 1).requires_grad_()
+        y = stage(x)
+        if last:
+            y = loss(y, target) / m
+            total += y.item()
+        else:
+            send(y, rank + 1)
+        in_flight.append((x, y))
+
+    def backward():
+        x, y = in_flight.popleft()
+        y.backward(None if last else receive(rank + 1))
+        if not first:
+            send(x.grad, rank - 1)
+
+    begin = min(p - 1 - rank, m)
+    for mb in range(begin):
+        forward(mb)
+    for mb in range(begin, m):
+        forward(mb)
+        backward()
+    for _ in range(begin):
+        backward()
+    for work in leaving:
+        work.wait()
+    return total
+    # END SOLUTION
+
+
+# %% course={"ex": "16b-4", "role": "check"}
+from course_lib.grading import check
+
+check("16b-4", one_f_one_b)
+
+# %% [markdown] course={"ex": "16b-5"}
+# ## 16b-5 A ZeRO-1 step
+# AdamW on a flat parameter, whose moments are sharded over the ranks of a group.
+
+
+# %% course={"ex": "16b-5", "role": "answer"}
+def zero1_step(
+    weights: Tensor, gradients: Tensor, state: dict, options: dict, group: dist.ProcessGroup
+) -> Tensor:
+    """Return the weights [P] after one step of AdamW, the same on every rank of ``group``.
+
+    weights    [P], the same on every rank; P need not be a multiple of n, and may be smaller
+    gradients  [P], of this rank; the step uses their sum over the ranks
+    state      empty in the first step; store here what the next steps need
+    options    lr, betas, eps and weight_decay, as torch.optim.AdamW takes them
+
+    Rank r owns the r-th of n shards of the flat parameter, which is padded with zeros at its end.
+    It updates this shard, and stores moments of this shard only. Step t, with gradient g:
+
+        m = beta_1 m + (1 - beta_1) g        v = beta_2 v + (1 - beta_2) g^2
+        w = (1 - lr weight_decay) w - lr (m / (1 - beta_1^t)) / (sqrt(v / (1 - beta_2^t)) + eps)
+
+    Send as many bytes as one all-reduce of the padded gradients. Do not write into weights and
+    gradients, which need not be contiguous. No tensor in state may share memory with one that is
+    larger than a shard.
+    """
+    # BEGIN SOLUTION
+    n, rank = dist.get_world_size(group), dist.get_rank(group)
+    pad = -len(weights) % n
+    shard = F.pad(weights, (0, pad)).chunk(n)[rank]
+    gradient = torch.empty(len(shard), dtype=shard.dtype)
+    dist.reduce_scatter(gradient, list(F.pad(gradients, (0, pad)).chunk(n)), group=group)
+    if not state:
+        state.update(m=torch.zeros_like(gradient), v=torch.zeros_like(gradient), t=0)
+    beta_1, beta_2 = options["betas"]
+    state["t"] += 1
+    state["m"].lerp_(gradient, 1 - beta_1)
+    state["v"].lerp_(gradient**2, 1 - beta_2)
+    m = state["m"] / (1 - beta_1 ** state["t"])
+    v = state["v"] / (1 - beta_2 ** state["t"])
+    shard = (1 - options["lr"] * options["weight_decay"]) * shard
+    shard = shard - options["lr"] * m / (v.sqrt() + options["eps"])
+    gathered = [torch.empty_like(gradient) for _ in range(n)]
+    dist.all_gather(gathered, shard, group=group)
+    return torch.cat(gathered)[: len(weights)]
+    # END SOLUTION
+
+
+# %% course={"ex": "16b-5", "role": "check"}
+from course_lib.grading import check
+
+check("16b-5", zero1_step)
+
+# %% [markdown] course={"ex": "16b-6"}
+# ## 16b-6 Ring attention, forward
+# Causal attention on a sequence that is sharded over the ranks of a group. K and V are sent around the ring.
+
+
+# %% course={"ex": "16b-6", "role": "answer"}
+def ring_attention(
+    q: Tensor, k: Tensor, v: Tensor, lengths: list[int], group: dist.ProcessGroup
+) -> tuple[Tensor, Tensor]:
+    """Return causal attention of this rank's queries, [B, s, H, K], and its log-sum-exp, [B, s, H].
+
+    q, k, v  [B, s, H, K]: B sequences, s positions of this rank, H heads of K features; they need
+             not be contiguous
+    lengths  s of each rank of ``group``: rank r has ``lengths[r]`` positions, those after the
+             positions of rank r - 1
+
+    A score is q . k / sqrt(K), and the log-sum-exp of a row is log(sum(exp(scores))) over the keys
+    that the query sees. Scores may be so large that exp of them overflows.
+
+    Send K and V around the ring, rank r to rank r + 1 and the last rank to rank 0, so that every
+    block visits every rank: n - 1 turns, with messages only. Do the matrix products on one block
+    while the next block is in flight. Do not write into q, k and v.
+    """
+    # BEGIN SOLUTION
+    n, rank = dist.get_world_size(group), dist.get_rank(group)
+    following = dist.get_global_rank(group, (rank + 1) % n)
+    previous = dist.get_global_rank(group, (rank - 1) % n)
+    block = torch.stack((k, v))
+    largest = q.new_full(q.shape[:-1], -torch.inf)  # of the scores so far, [B, s, H]
+    total, out = torch.zeros_like(largest), torch.zeros_like(q)
+    for turn in range(n):
+        works = []
+        if turn + 1 < n:
+            shape = (2, len(q), lengths[(rank - turn - 1) % n], *q.shape[2:])
+            arriving = q.new_empty(shape)
+            works += dist.batch_isend_irecv(
+                [
+                    dist.P2POp(dist.isend, block, following, group),
+                    dist.P2POp(dist.irecv, arriving, previous, group),
+                ]
+            )
+        if turn <= rank:  # the block of rank - turn, which is not a later one
+            scores = torch.einsum("bshk,bthk->bsht", q, block[0]) * q.shape[-1] ** -0.5
+            if turn == 0:
+                rows = torch.arange(q.shape[1])
+                future = rows > rows[:, None]  # [s, t]
+                scores = scores.masked_fill(future[:, None], -torch.inf)
+            new = torch.maximum(largest, scores.amax(-1))
+            weights, fade = (scores - new[..., None]).exp(), (largest - new).exp()
+            total = total * fade + weights.sum(-1)
+            out = out * fade[..., None] + torch.einsum("bsht,bthk->bshk", weights, block[1])
+            largest = new
+        for work in works:
+            work.wait()
+        if works:
+            block = arriving
+    return out / total[..., None], largest + total.log()
+    # END SOLUTION
+
+
+# %% course={"ex": "16b-6", "role": "check"}
+from course_lib.grading import check
+
+check("16b-6", ring_attention)
