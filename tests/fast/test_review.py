@@ -501,7 +501,7 @@ def test_a_week_on_the_command_line(tmp_path, monkeypatch, capsys):
     (tmp_path / "notes").mkdir()
     (tmp_path / "notes" / "pp.md").write_text(NOTE)
     assert run(tmp_path, monkeypatch, "import", tmp_path / "notes", "--today", DAY) == 0
-    assert capsys.readouterr().out.startswith("1 notes added")
+    assert capsys.readouterr().out.startswith("Notes: 1 added")
     counts = []
     for number in range(7):
         today = days(number)
@@ -510,12 +510,12 @@ def test_a_week_on_the_command_line(tmp_path, monkeypatch, capsys):
         counts.append((len(data["due"]), len(data["new"])))
         answers = ["", "3"] * sum(counts[-1])
         assert run(tmp_path, monkeypatch, "--new", 2, "--today", today, answers=answers) == 0
-        assert f"{sum(counts[-1])} reviews." in capsys.readouterr().out
+        assert f"Reviews: {sum(counts[-1])}." in capsys.readouterr().out
     assert counts == [(1, 2), (0, 2), (3, 2), (2, 2), (2, 2), (2, 2), (2, 2)]
     assert run(tmp_path, monkeypatch, "--new", 2, "--today", days(6)) == 0
     assert f"Nothing is due on {days(6)}. The next card is due on" in capsys.readouterr().out
     assert run(tmp_path, monkeypatch, "export", tmp_path / "out", "--today", days(7)) == 0
-    assert "15 notes added" in capsys.readouterr().out
+    assert ": 15 added" in capsys.readouterr().out
     assert run(tmp_path, monkeypatch, "export", tmp_path / "mine", "--topic", "notes") == 0
     assert [path.name for path in (tmp_path / "mine").iterdir()] == ["pp.md"]
     assert run(tmp_path, monkeypatch, "due", "--topic", "notes", "--today", days(60)) == 0
@@ -562,5 +562,5 @@ def test_damage_is_said_on_the_command_line_and_the_review_goes_on(tmp_path, mon
         "state.json was damaged and is now state.json.damaged-1; the progress with no card could "
         "be read.\n"
     )
-    assert "1 reviews." in out
+    assert "Reviews: 1." in out
     assert (folder / "state.json.damaged-1").read_text() == "{]"
