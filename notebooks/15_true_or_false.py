@@ -54,10 +54,10 @@ from course_lib.interview import trial
 trial.hear("memory", vote_1, vote_2, vote_3, vote_4)
 
 # %% [markdown]
-# Claims 1 and 2 cannot both be right. Claim 1 counts 12 bytes of Adam's state per parameter, and claim 2 counts
-# 60 / 7.5 = 8. The ZeRO paper has 12: a master copy of the weight and two moments, each in float32. The 8 bytes leave
-# out the master copy, and they spread to every row of a common table of ZeRO's stages. Here is that table, computed
-# for 64 GPUs, with the claimed sums in the last column:
+# Claim 1 counts 12 bytes of Adam's state per parameter, and claim 2 counts 60 / 7.5 = 8, so they cannot both be right.
+# The ZeRO paper has 12: a master copy of the weight and two moments, each in float32. The 8 bytes leave out the master
+# copy, and they spread to every row of a common table of ZeRO's stages. Here is that table for 64 GPUs, with the
+# claimed sums in the last column:
 
 # %%
 from course_lib.planner.memory import state_bytes
@@ -75,8 +75,8 @@ for stage, claimed in COPIED.items():
 
 # %% [markdown]
 # For stages 1 and 2 the claimed sums are nearly right, because 64 GPUs share the error. So a wrong formula can look
-# right for one set of numbers. Claim 3 divides all 18 bytes by 64, and that is what ZeRO-3 does. With ZeRO-2 every
-# GPU stores all weights of its TP shard. Claim 4 leaves out an axis: a GPU stores only the layers of its own stage.
+# right for one set of numbers. Claim 3 divides all 18 bytes by 64, as ZeRO-3 does. With ZeRO-2 every GPU stores all
+# weights of its TP shard. Claim 4 leaves out an axis, because a GPU stores only the layers of its own stage.
 #
 # ## Traffic: six claims
 # 5. A common claim: "TP has two all-reduces per layer."
@@ -99,9 +99,9 @@ vote_10 = None
 trial.hear("traffic", vote_5, vote_6, vote_7, vote_8, vote_9, vote_10)
 
 # %% [markdown]
-# You probably met claim 7 before. The bytes of TP and PP grow with the tokens of a step, and those of DP do not. So
-# the order depends on the number of micro-batches. The planner counts the bytes that a GPU sends per step, for Llama
-# 3 70B with tp=8, pp=4, dp=4 and sequences of 8,192 tokens:
+# The bytes of TP and PP grow with the tokens of a step, and those of DP do not. So the order of claim 7 depends on the
+# number of micro-batches. The planner counts the bytes that a GPU sends per step, for Llama 3 70B with tp=8, pp=4,
+# dp=4 and sequences of 8,192 tokens:
 
 # %%
 from course_lib.planner import configure, hardware, model
@@ -118,9 +118,9 @@ for micro_batches in (1, 32, 256, 1024):
     print(f"{micro_batches:<14}" + "".join(f"{each:9.1f}" for each in gb.values()) + f"   {order}")
 
 # %% [markdown]
-# With one micro-batch, TP sends less than twice as much as DP. With 1,024, PP sends more than DP. The claimed order is
-# right for all sizes between them. But the volume alone does not decide where an axis belongs. A rank waits only for
-# *exposed* communication, which no computing hides, and claim 8 is conditional for the same reason.
+# With one micro-batch, TP sends less than twice as much as DP. With 1,024, PP sends more than DP. But the volume alone
+# does not decide where an axis belongs. A rank waits only for *exposed* communication, which no computing hides, and
+# claim 8 is conditional for the same reason.
 #
 # ## Pipelines: three claims
 # 11. A common claim about GPT-3 on 512 GPUs: "The pipeline bubble of PP=64 is 15 %."
@@ -149,8 +149,8 @@ for micro_batches in (64, 128, 357, 1024):
 
 # %% [markdown]
 # ## Code: eight claims
-# A line of code is a claim as well: it claims to run, and to do what its comment says. These lines are from programs
-# for 64 GPUs with TP=8, PP=4 and DP=2, except for claim 14.
+# A line of code claims to run, and to do what its comment says. These lines are from programs for 64 GPUs with TP=8,
+# PP=4 and DP=2, except for claim 14.
 #
 # 14. A common claim about the ranks of 512 GPUs: "`gpu_rank = 0-511`"
 # 15. A common claim about process groups: "`tp_group = dist.new_group(tp_ranks)`, and likewise for PP and DP: three calls
@@ -173,9 +173,9 @@ vote_20 = None
 vote_21 = None
 
 # %% [markdown]
-# These claims are decided by runs on real ranks. Four ranks have the PP groups (0 2) and (1 3), and rank 0 sends 42 to
-# the next stage, rank 2. The cell tries the lines of claims 16 to 18, and prints what rank 2 received or which error
-# was raised:
+# Runs on real ranks decide most of these claims. Four ranks have the PP groups (0 2) and (1 3), and rank 0 sends 42 to
+# rank 2, which is the next stage. The cell tries the lines of claims 16 to 18. It prints what rank 2 received, or the
+# error:
 
 # %%
 import functools
@@ -254,8 +254,8 @@ for name, separate in {"own groups": True, "default group": False}.items():
 # %% [markdown]
 # In one group, messages between two ranks are matched by their order, so rank 1 took the activation for the gradient.
 #
-# The last cell of runs tries claims 15, 20 and 21. Each of four ranks makes only its own group of two, (0 1) or (2 3),
-# and ranks 1 and 2 are a second late. Rank r then sums 10^r over its group, so the digits show which ranks took part:
+# The next cell tries claims 15, 20 and 21. Each of four ranks makes only its own group, (0 1) or (2 3), and ranks 1 and
+# 2 are a second late. Rank r then sums 10^r over its group, so the digits show which ranks took part:
 
 
 # %%
@@ -298,10 +298,9 @@ print(f"{'async def, called':24} statements that ran: {len(ran)}")
 coroutine.close()
 
 # %% [markdown]
-# The right sums are 11 on ranks 0 and 1, and 1100 on ranks 2 and 3. You get 1001 and 110, or a hang; which of them
-# depends on the order in which the ranks arrive. Both groups have the same name, because torch counts the calls. Ranks
-# 0 and 3 came first, found each other under that name, and summed across groups. With its layer class the policy
-# makes three FSDP modules: two layers, and the model around them. Now the verdicts:
+# The right sums are 11 on ranks 0 and 1, and 1100 on ranks 2 and 3. You get 1001 and 110, or a hang, depending on the
+# order in which the ranks arrive. Both groups have the same name, because torch counts the calls. Ranks 0 and 3 came
+# first, found each other under that name, and summed across groups. The last cell of this section runs the checks:
 
 # %%
 trial.hear("code", vote_14, vote_15, vote_16, vote_17, vote_18, vote_19, vote_20, vote_21)
@@ -325,13 +324,13 @@ trial.hear("decisions", vote_22, vote_23, vote_24, vote_25)
 
 # %% [markdown]
 # Claim 23 is a slip, but it changes a plan. With four nodes you would place both stages of PP inside a node, where TP=8
-# already fills all eight GPUs. Claim 24 has the order wrong: from inside to outside, Llama 3 uses TP, CP, PP and DP.
-# With tp=8, the next rank on cp is on another node.
+# already fills all eight GPUs. Claim 24 has the order wrong. From inside to outside it is TP, CP, PP, DP, and with
+# tp=8 the next rank on cp is on another node.
 #
 # ## Claims that contradict each other
-# In eleven places, claims in the table cannot all be right. Look for such places when you study, because one side
-# must leave something out. Claim 5 is part of one. We count the all-reduces of a model with four layers on two ranks,
-# in a forward pass and in a training step, and then print three of the contradictions:
+# Some common claims cannot all be right. Look for such pairs when you study, because at least one side leaves
+# something out. Claim 5 is part of a pair, so we count the all-reduces of four layers on two ranks, in a forward pass
+# and in a training step. Below are three pairs:
 
 # %%
 from course_lib import tp
@@ -423,7 +422,7 @@ for (lesson, name), (given, mistake) in FIRST_GUESSES.items():
 # | Has the line ever been run? | 14, 17, 20, 21 |
 # | Does it fit the nodes? | 23, 24 |
 #
-# The [page of all claims](../docs/claims.md) has 180 more, each with its check.
+# [A page](../docs/claims.md) has all claims of the table, each with its check.
 #
 # **Exit questions.** Answer, then unfold.
 #
@@ -436,8 +435,7 @@ for (lesson, name), (given, mistake) in FIRST_GUESSES.items():
 # **2.** A plan claims 20 GB per GPU for 70B with TP=8 on 64 GPUs. What do you compute first?
 #
 # <details><summary>Answer</summary>
-# Which tensors are divided by 8 and which by 64. With ZeRO-2 the weights alone are 70 x 2 / 8 = 17.5 GB, and the states
-# are 35 GB.
+# Which tensors are divided by 8 and which by 64. With ZeRO-2 the weights alone are 70 x 2 / 8 = 17.5 GB.
 # </details>
 #
 # **3.** When does PP send more than DP?
@@ -449,8 +447,7 @@ for (lesson, name), (given, mistake) in FIRST_GUESSES.items():
 # **4.** A pipeline sends activations and gradients with `dist.send` and no group. It works. Why is it wrong?
 #
 # <details><summary>Answer</summary>
-# All messages between two ranks are in one queue and are matched by their order. If a rank receives in another order, it
-# takes one for the other, without an error.
+# Messages between two ranks are matched by their order. A rank that receives in another order takes one for the other.
 # </details>
 #
 # **5.** Two sources disagree by a factor 2 about an all-reduce. How can both be right?

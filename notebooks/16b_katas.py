@@ -17,7 +17,7 @@
 #
 # *Untimed.* A kata is a small piece of code that you write again and again until you can write it without help. In an
 # interview you get a blank file, half an hour, and a sentence such as "write data parallelism with buckets". Here are
-# six of these tasks, one for each technique that interviewers ask for. You need lessons 02 to 09.
+# six of these tasks, each about one technique. You need lessons 02 to 09.
 #
 # | kata | you write | lesson |
 # |---|---|---|
@@ -36,19 +36,19 @@
 # - **`group` is a process group that the course has made**, and in some launches it is not the world. In the group of the
 #   global ranks 1 and 3, global rank 3 has group rank 1. `dist.get_rank(group)` and `dist.get_world_size(group)` count
 #   inside the group, but the peer of a message is a global rank: `dist.get_global_rank(group, r)` converts.
-# - **One rank is a group too.** It sends nothing.
+# - **One rank is a group too.** Your code must work there.
 #
 # ## How to work
 # Copy the exercises with `course start 16b` and open them from `work/`. A check answers in a few seconds, and you may run
 # it as often as you like. When 30 minutes are over, write down how many cases pass, then finish the kata.
-# `course hint 16b-1` gives the first of three hints, `course solution 16b-1` a solution, and `course grade` the official
-# grade.
+# `course hint 16b 16b-1` gives the first of three hints, `course solution 16b 16b-1` a solution, and `course grade` the
+# official grade.
 #
 # Repeat a kata after some days with `course start 16b --fresh`, until it takes you 20 minutes.
 #
 # ## What the check tests
-# - **Results**: outputs, gradients and weights, compared with one process. Groups have one to four ranks, and one group is
-#   only a part of the world. Sizes are odd, and n need not divide them unless the docstring says so.
+# - **Results**: outputs, gradients and weights, compared with one process. The launches have one to four ranks,
+#   and in one of them the group is only a part of the world. Sizes are odd: n divides them only if the docstring says so.
 # - **Traffic**: operations, bytes, and the ranks to which you send.
 # - **Waits**: each asynchronous call is waited for before its result is used and before its input is overwritten.
 # - **Side effects**: inputs are not changed, unless the docstring asks for it.
@@ -80,7 +80,8 @@ def ring_all_reduce(x: Tensor, group: dist.ProcessGroup) -> Tensor:
 
     Use messages only: n-1 turns of reduce-scatter, then n-1 turns of all-gather. In each turn a
     rank sends one of n shards to one neighbor in the ring and receives one from the other neighbor.
-    So a rank sends 2(n-1)/n of the bytes of x. At most three times these bytes may be alive at once.
+    Shards may differ by one element, but do not pad them: a rank sends 2(n-1)/n of the bytes of x.
+    At most three times the bytes of x may be alive at once. On one rank, return x or a copy.
     """
     # BEGIN SOLUTION
     n, rank = dist.get_world_size(group), dist.get_rank(group)

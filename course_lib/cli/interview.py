@@ -15,7 +15,7 @@ from course_lib.cli.place import course_folder, make_folder
 from course_lib.cli.show import print_json
 
 if TYPE_CHECKING:
-    from course_lib.interview.mock import Plan
+    from course_lib.interview.agenda import Plan
     from course_lib.interview.sheet import Keeper, Sheet
 
 SHORTEST, LONGEST = 1, 600  # minutes
@@ -24,7 +24,7 @@ SHORTEST, LONGEST = 1, 600  # minutes
 @app.command()
 def interview(
     minutes: Annotated[
-        float | None, typer.Option(help="Planned time, which is only shown; default: 45.")
+        float | None, typer.Option(help="Planned minutes, which are only shown; default: 45.")
     ] = None,
     seed: Annotated[
         int | None, typer.Option(min=0, help="The same seed asks the same; default: a new one.")
@@ -50,21 +50,20 @@ def interview(
     from datetime import date
     from secrets import randbelow
 
-    from course_lib.interview import mock
+    from course_lib.interview.agenda import make_plan
     from course_lib.interview.sheet import Keeper, Sheet
 
-    length = mock.MINUTES if minutes is None else minutes
-    if not SHORTEST <= length <= LONGEST:
-        raise ValueError(f"expected --minutes from {SHORTEST} to {LONGEST}, got {length:g}")
+    if minutes is not None and not SHORTEST <= minutes <= LONGEST:
+        raise ValueError(f"expected --minutes from {SHORTEST} to {LONGEST}, got {minutes:g}")
     seed = randbelow(1_000_000) if seed is None else seed
-    plan = mock.make_plan(seed, language=language, minutes=length, part=part, case=case)
+    plan = make_plan(seed, language=language, minutes=minutes, part=part, case=case)
     if listed:
         return _list(plan, as_json)
     if out is not None and out.exists():
         raise ValueError(f"expected --out to name a new file, but {out} exists; choose another")
     keeper = Keeper(_folder(), out)
     make_folder(keeper.folder if out is None else out.parent, "--out")
-    sheet = Sheet(seed, language, length, len(plan.asked), date.today().isoformat())
+    sheet = Sheet(seed, language, plan.minutes, len(plan.asked), date.today().isoformat())
     return _hold(plan, sheet, keeper, as_json)
 
 
@@ -104,10 +103,11 @@ def _hold(plan: Plan, sheet: Sheet, keeper: Keeper, as_json: bool) -> int:
         print(text, file=to, flush=True)
 
     def ask(prompt: str) -> str:
-        if not as_json:
-            return input(prompt)
         print(prompt, end="", file=to, flush=True)
-        return input()
+        typed = input()
+        if not sys.stdin.isatty():  # a terminal shows what is typed
+            say(typed)
+        return typed
 
     code = 0
     try:

@@ -10,12 +10,10 @@ DEAF = (
     ". Every rank waits for a message: either no rank has sent one, or the handle that isend "
     "returned was dropped before its wait(), and its message was lost"
 )
-NO_PEER = re.compile(
-    r"not part of group|<--> \[none\]"
-)  # torch's words, gloo's of a rank to itself
+NO_PEER = re.compile(r"not part of group|<--> \[none\]")  # torch's words; gloo's, to itself
 GLOBAL = (
-    "the peer of a message is a global rank, also with group=: dist.get_global_rank(group, r) gives "
-    "that of group rank r"
+    "the peer of a message is a global rank, also with group=: dist.get_global_rank(group, r) "
+    "gives that of group rank r"
 )
 PASSED = {
     "cpu": " after {:g} s of computing",

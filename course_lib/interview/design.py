@@ -40,7 +40,7 @@ class Described:
     hint: str
 
     def __repr__(self) -> str:
-        return folded(f"{self.title}\n\n{self.text}\n{self.hint}")
+        return folded(f"{self.title}\n\n{self.text}\n\n{self.hint}")
 
 
 @dataclass(frozen=True)
@@ -314,6 +314,9 @@ def _compared(
     ]
     if not changes:
         return str(loop["same"])
-    now, then = (max(one.used for one in each) for each in (found, before.margins))
+    now, then = (
+        (sum(not one.holds for one in each), max(one.used for one in each))
+        for each in (found, before.margins)
+    )
     better = "better" if now < then else "worse"
     return str(loop[better].format(changes=loop["comma"].join(changes)))

@@ -15,144 +15,20 @@ from time import monotonic
 from typing import Any
 
 from course_lib.interview import design, quiz
-from course_lib.interview.cases import CASES, find
-from course_lib.interview.concepts import Concept, concepts
+from course_lib.interview.agenda import Plan, group_of, numeric_language
+from course_lib.interview.concepts import Concept
 from course_lib.interview.design import Answer, Described
 from course_lib.interview.lines import folded
 from course_lib.interview.marking import Verdict
 from course_lib.interview.questions import Question, texts
 from course_lib.interview.sheet import FollowedUp, Item, Sheet
-from course_lib.interview.written import languages, written
-from course_lib.planner.configuration import suggestion
+from course_lib.interview.written import written
 
-MINUTES = 45
-# How many questions of each part, and the share of the minutes that one of them takes.
-PARTS = {"numbers": (2, 4 / 45), "concepts": (2, 7 / 45), "design": (1, 20 / 45)}
 PROPOSALS = 3
-SKIP = "s"
+APART = ("question", "short", "rubric", "wrong", "follow-up", "proposals", "reference", "skipped")
 YES, NO = ("y", "yes", "是", "对"), ("n", "no", "否", "不")
-FOLLOW_UPS = {  # the follow-up of a numeric mistake, by the id of the mistake
-    "units": "gib-as-gb gb-as-gib bits bytes-as-bits prefix-large prefix-small bits-for-bytes",
-    "factor": "factor-2 half",
-    "states": "elements no-master weights-only no-gradients no-optimizer all-states bf16 fp32",
-    "zero": "no-zero zero-1 zero-2 zero-3 dp-divides stage-too-low stage-too-high layout-too-large "
-    "one-gather",
-    "degrees": "no-pp no-tp no-cp no-dp no-ep world-divides one-replica largest-layout one-gpu",
-    "activations": "input-only one-sequence no-sp no-recompute hidden-for-vocab",
-    "in-flight": "gpipe last-rank one-less no-rank",
-    "ring": "one-pass two-passes all-ranks no-own-share one-step payload-once",
-    "counting": "one-layer one-micro-batch forward-only one-region ends-count one-expert "
-    "dispatch-only no-micro-batch one-request with-backward no-forward",
-    "heads": "all-heads one-of-kv divided-copies",
-    "bubble": "bubble-of-ideal bubble-of-total all-stages naive busy-share no-chunks divided-share "
-    "more-stages no-bubble no-split",
-    "flops": "no-multiply-add full-scores two-matrices recomputation-counts no-mfu wall-clock",
-    "ranks": "slowest-first one-more coordinate-of-dp neighbors group-size world",
-    "serving": "no-weights compute-bound",
-}
 Ask = Callable[[str], str]
 Say = Callable[[str], object]
-
-
-@dataclass(frozen=True)
-class Plan:
-    """The questions of an interview, in their order; the same for the same seed."""
-
-    seed: int
-    language: str
-    minutes: float
-    asked: tuple[Question | Concept | Described, ...]
-
-    def items(self) -> list[Item]:
-        """Return an empty line of the score sheet for each question."""
-        return [_item(one, self) for one in self.asked]
-
-    def as_dict(self) -> dict[str, Any]:
-        """Return the questions with their answers, for an interviewer."""
-        rows = [
-            {**row.head(), **_content(one)}
-            for row, one in zip(self.items(), self.asked, strict=True)
-        ]
-        return {
-            "seed": self.seed,
-            "language": self.language,
-            "minutes": self.minutes,
-            "questions": rows,
-        }
-
-
-def make_plan(
-    seed: int,
-    *,
-    language: str = "en",
-    minutes: float = MINUTES,
-    part: str | None = None,
-    case: str | None = None,
-) -> Plan:
-    """Draw the questions of ``seed``; of one ``part`` alone, or with the named design ``case``.
-
-    Raises ValueError for an unknown language, part or case.
-    """
-    written("interview", language)
-    if part is not None and part not in PARTS:
-        raise ValueError(f"no part is called {part!r}; {suggestion(part, PARTS)}")
-    if case is not None and part not in (None, "design"):
-        raise ValueError(f"case {case} belongs to the part design; leave out part {part}")
-    rng = Random(f"interview {seed}")
-    number, concept = PARTS["numbers"][0], PARTS["concepts"][0]
-    spoken = numeric_language(language)
-    topics = rng.sample(quiz.topics(), number)
-    chosen: dict[str, list[Any]] = {
-        "numbers": [quiz.question(topic, seed, spoken) for topic in topics],
-        "concepts": _apart(rng, concepts(language), concept),
-        "design": [design.case((find(case) if case else rng.choice(CASES)).id, language)],
-    }
-    asked = [one for name in PARTS if part in (None, name) for one in chosen[name]]
-    return Plan(seed, language, minutes, tuple(asked))
-
-
-def numeric_language(language: str) -> str:
-    """Return the language of numeric questions: English where ``language`` has none."""
-    return language if language in languages("quiz") else "en"
-
-
-def _apart(rng: Random, known: tuple[Concept, ...], count: int) -> list[Concept]:
-    """Return ``count`` questions, of different topics if possible."""
-    mixed = rng.sample(known, len(known))
-    first = {one.topic: one for one in reversed(mixed)}
-    mixed.sort(key=lambda one: first[one.topic] is not one)
-    return mixed[:count]
-
-
-def group_of(mistake: str | None) -> str:
-    """Return the id of the follow-up to a numeric mistake."""
-    groups = (group for group, names in FOLLOW_UPS.items() if mistake in names.split())
-    return next(groups, "unrecognized")
-
-
-def _item(one: Question | Concept | Described, plan: Plan) -> Item:
-    """Return the empty line of the score sheet for a question."""
-    said = written("interview", plan.language)
-    part = "design"
-    if isinstance(one, Question):
-        part, id, lesson = "numbers", one.id, one.lesson
-        topic = texts(numeric_language(plan.language))["topics"][one.topic]
-        title = said["sheet"]["numeric"].format(topic=topic)
-    elif isinstance(one, Concept):
-        part, id, lesson, title = "concepts", one.id, one.lesson, one.title
-    else:
-        id, lesson, title = one.case.id, one.case.lesson, one.title
-    planned = plan.minutes * PARTS[part][1]
-    return Item(part, id, title, lesson, round(planned, 1))
-
-
-def _content(one: Question | Concept | Described) -> dict[str, Any]:
-    """Return text and answer of a question."""
-    if isinstance(one, Question):
-        return {"text": one.text, "answer": one.answer, "steps": list(one.steps)}
-    if isinstance(one, Concept):
-        return {"text": one.title, "answer": one.short, "rubric": list(one.whiteboard)}
-    return {"text": one.text, "answer": one.case.good, "limits": dict(one.case.limits)}
 
 
 def play(
@@ -199,13 +75,12 @@ class _Interview:
         start = self.clock()
         for number, (one, item) in enumerate(zip(plan.asked, plan.items(), strict=True), 1):
             used = int(self.clock() - start)
-            self.say("")
             self.tell(
                 "question",
                 number=number,
                 count=count,
                 part=self.said["parts"][item.part],
-                planned=f"{item.planned:g} min",
+                planned=f"{item.planned:g}",
                 clock=f"{used // 60}:{used % 60:02}",
                 minutes=minutes,
             )
@@ -231,7 +106,9 @@ class _Interview:
                 self.keep(self.sheet)
 
     def tell(self, key: str, **words: Any) -> None:
-        """Print a text of the loop."""
+        """Print a text of the loop, some after an empty line."""
+        if key in APART:
+            self.say("")
         self.say(folded(self.loop[key].format_map(words)))
 
     def numeric(self, one: Question, item: Item) -> None:
@@ -290,9 +167,10 @@ class _Interview:
         before: Answer | None = None
         asked = set[str]()
         while len(item.proposals) < PROPOSALS:
+            self.say("")
             words = {"number": len(item.proposals) + 1, "most": PROPOSALS}
             text = self.ask(self.loop["proposal"].format_map(words)).strip()
-            if text.lower() == SKIP or (not text and before is not None):
+            if text.lower() in quiz.SKIP or (not text and before is not None):
                 item.skipped = before is None
                 break
             try:
@@ -329,7 +207,7 @@ class _Interview:
     def free(self, lines: list[str], item: Item) -> bool:
         """Read lines until an empty one; False if the candidate skips."""
         while line := self.ask(self.loop["note"]).strip():
-            if line.lower() == SKIP and not lines:
+            if line.lower() in quiz.SKIP and not lines:
                 return False
             lines.append(line)
             self.keep(self.sheet)

@@ -150,9 +150,9 @@ def play(
 
 
 def answered(
-    one: Question, ask: Callable[[str], str], say: Callable[[str], None]
+    one: Question, ask: Callable[[str], str], say: Callable[[str], object]
 ) -> Verdict | None:
-    """Ask until an answer can be marked; None if the reader skips."""
+    """Return the verdict on the first answer that can be marked; None if the reader skips."""
     prompt = texts(one.language)["loop"]["prompt"]
     while True:
         answer = ask(prompt).strip()

@@ -130,9 +130,9 @@ class Sheet:
                 notes = [texts["item"].format(title=item.title, **_words([item]))]
                 notes += [texts["mistake"].format(mistake=item.mistake)] if item.mistake else []
                 notes += [] if item.finished else [texts["unfinished"]]
-                lines.append("  - " + "; ".join(notes))
+                lines.append("  - " + texts["semicolon"].join(notes))
         lines.append(texts["total"].format(**_words(self.items)))
-        lessons = ", ".join(self.read_first())
+        lessons = texts["comma"].join(self.read_first())
         lines.append(texts["read-first"].format(lessons=lessons) if lessons else texts["all-right"])
         return "\n".join(map(folded, lines))
 

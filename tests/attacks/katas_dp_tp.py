@@ -236,6 +236,31 @@ class OnePerParameter(Right):
     limit = 1
 
 
+class AsTheyFill(Right):
+    """Sends a bucket as soon as it is full, in whatever order."""
+
+    def hook(self, number: int) -> None:
+        self.left[number] -= self.on
+        if self.left[number] == 0:
+            sent, full = len(self.sent), self.mine[number]
+            rest = [bucket for bucket in self.buckets[sent:] if bucket is not full]
+            self.buckets = [*self.buckets[:sent], full, *rest]
+            self.send()
+
+    def __init__(self, parameters: list[nn.Parameter], bucket_bytes: int, group: Any) -> None:
+        super().__init__(parameters, bucket_bytes, group)
+        self.mine = list(self.buckets)
+
+
+class LeavesTheRest(Right):
+    """finish waits only for what the hooks have sent."""
+
+    def finish(self) -> None:
+        buckets, self.buckets = self.buckets, self.buckets[: len(self.sent)]
+        super().finish()
+        self.buckets, self.left = buckets, [len(bucket) for bucket in buckets]
+
+
 class Gathers(Right):
     def start(self, flat: Tensor) -> Any:
         every = [torch.empty_like(flat) for _ in range(dist.get_world_size(self.group))]
@@ -406,6 +431,8 @@ ATTACKS = {
             Wrong(NeverResets, words="step 1 is right and a later one is not"),
             Wrong(EveryBackward, words="only the first micro-batch"),
             Wrong(SkipsUnused, words="got None for one that this rank did not use"),
+            Wrong(AsTheyFill, words="in the same order"),
+            Wrong(LeavesTheRest, words="finish sends what is left"),
             Wrong(OneBucket, words="Fill the buckets from the last parameter to the first"),
             Wrong(OnePerParameter, words="Fill the buckets from the last parameter to the first"),
             Wrong(Gathers, words="all_gather of"),

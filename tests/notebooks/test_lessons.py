@@ -12,6 +12,7 @@ from nbclient import NotebookClient
 
 from course_lib.grading import build
 from course_lib.grading.kernels import AsyncLocalKernelManager
+from course_lib.interview.claims import table
 
 ROOT = Path(__file__).parents[2]
 FOLDERS = {kind: ROOT / kind for kind in build.KINDS}
@@ -620,6 +621,37 @@ def lesson_14_shows_a_decision(notebook):
     assert len(pictures(notebook)) == 1  # and the slider's, which is a widget
 
 
+def lesson_15_shows_verdicts(notebook):
+    text = outputs(notebook)
+    claims = [table().claim(name) for names in table().lesson.values() for name in names]
+    for n, claim in enumerate(claims, 1):
+        line = f"^{n} +{claim.verdict}, by {claim.by} \\(your vote: none\\)$"
+        assert re.search(line, text, re.MULTILINE), claim.id
+        assert claim.statement() in re.sub(r"-?\n +", lambda cut: " "[cut[0][0] == "-" :], text)
+    for line in (
+        "DDP                    15.0       15.0       90.0  120.0     90.0",
+        "64 stages,   357 micro-batches: bubble 15%",
+        "dst=1                    Global rank 1 is not part of group",
+        "dst=2                    42.0",
+        "dst=2, async_op=True     send() got an unexpected keyword argument 'async_op'",
+        "all_reduce, async_op=True 42.0",
+        "own groups               activation 1, gradient 100",
+        "default group            activation 100, gradient 1",
+        "missing 1 required positional argument: 'transformer_layer_cls'",
+        "with its layer class     [3, 3]",
+        "async def, called        statements that ran: 0",
+        "4 layers: 2 per layer in forward, 4 in a step",
+        "all                 25             0        25",
+    ):
+        assert line in text
+    assert re.search(r"^own group only +(\[1001\.0, 110\.0,|deadline: \d of 4 ranks)", text, re.M)
+    rows = re.findall(r"^(\d+) +[\d.]+ +[\d.]+ +[\d.]+   (.*)$", text, re.MULTILINE)
+    orders = [order.split(" > ") for _, order in rows]
+    assert [n for n, _ in rows] == ["1", "32", "256", "1024"]
+    assert orders == [["TP", "DP", "PP"]] * 3 + [["TP", "PP", "DP"]]
+    assert re.search(r"^11 new_groups +3 +56 +0.05 ", text, re.MULTILINE)
+
+
 def lesson_16_shows_how_to_answer(notebook):
     text = outputs(notebook)
     for line in (
@@ -633,7 +665,7 @@ def lesson_16_shows_how_to_answer(notebook):
         "What is data parallelism?",
         "[2, 2]",
         "[2, 1, 1]",
-        "2 of 4 limits break, this one most: exposed communication",
+        "2 of 4 limits broken. The worst: exposed communication",
         "Nothing breaks. The smallest margin: MFU",
     ):
         assert line in text
@@ -696,6 +728,7 @@ SHOWS = {  # what a lesson must show
     "notebooks/13b_parallel_serving": lesson_13b_shows_many_ranks,
     "notebooks/14_the_decision": lesson_14_shows_a_decision,
     "notebooks/14b_plan_arena": lesson_14b_shows_plans,
+    "notebooks/15_true_or_false": lesson_15_shows_verdicts,
     "notebooks/16_interview_day": lesson_16_shows_how_to_answer,
     "notebooks/10_expert_parallelism": lesson_10_shows_tokens_that_travel,
 }

@@ -49,7 +49,7 @@ def b70() -> dict[str, Any]:
     one, two, three = (_plan(LLAMA, 64, tp=8, zero=stage) for stage in (1, 2, 3))
     chosen, narrow = _plan(LLAMA, 64, tp=8, pp=2), _plan(LLAMA, 64, tp=4, pp=8)
     gpu = hardware("h100")
-    assert chosen.fits and two.fits and not one.fits
+    assert [each.fits for each in (one, two, three, chosen, narrow)] == [False, *[True] * 4]
     return {
         "billions": f"{parameters(model(LLAMA)) / 1e9:.1f}",
         "gpus": 64,
@@ -82,6 +82,7 @@ def b180() -> dict[str, Any]:
     count = parameters(model(FALCON))
     return {
         "billions": round(count / 1e9),
+        "per": 18,
         "gpus": 128,
         "state": about(18 * count, digits=2),
         "cluster": _gb(128 * 80e9),
@@ -108,7 +109,12 @@ def long() -> dict[str, Any]:
         again: _plan(LLAMA, 64, tp=8, cp=2, zero=3, seq=LONG, recompute=again)
         for again in ("none", "full")
     }
-    assert wide.fits and few["full"].fits and not few["none"].fits and not old.fits
+    assert [each.fits for each in (old, few["none"], few["full"], wide)] == [
+        False,
+        False,
+        True,
+        True,
+    ]
     return {
         "tokens": LONG,
         "short": 8192,
@@ -127,6 +133,7 @@ def long() -> dict[str, Any]:
         "sum": _gb(wide.memory.total),
         "step": f"{wide.step_seconds:.0f} s",
         "mfu": about(wide.mfu, "share", 2),
+        "gather": f"{wide.parts['dp_cp']:.0f} s",
         "few_sum": about(few["none"].memory.total),
         "full_sum": _gb(few["full"].memory.total),
         "full_step": f"{few['full'].step_seconds:.0f} s",
@@ -157,7 +164,7 @@ def tokens() -> dict[str, Any]:
         "dp_sent": about(sent["dp"], digits=2),
         "pp_sent": about(sent["pp"], digits=2),
         "layers": config.layers // stages,
-        "passes": f"{12 * h * config.layers / stages * (dp - 1) / dp / 1e6:.1f}",
+        "passes": round(12 * h * config.layers / stages * (dp - 1) / dp, -5),
         "latency": about(tp * gpu.node.latency * gpu.node.bandwidth, digits=2),
         "alpha": about(gpu.node.latency, "s", 2),
         "beta": about(gpu.node.bandwidth, "byte/s"),
@@ -171,7 +178,8 @@ def hang() -> dict[str, Any]:
     groups = {axis: len(large.groups(axis)) for axis in ("tp", "pp", "dp")}
     return {
         "n": small.world,
-        "tp_groups": " and ".join(f"({a} {b})" for a, b in small.groups("tp")),
+        "tp_groups": " ".join(f"({a} {b})" for a, b in small.groups("tp")),
+        "dp_groups": " ".join(f"({a} {b})" for a, b in small.groups("dp")),
         "world": large.world,
         "tp": 8,
         "pp": 16,
@@ -186,7 +194,7 @@ def norms() -> dict[str, Any]:
     config = model(LLAMA)
     replicated, every = sp.replicated_parameters(config), parameters(config)
     return {
-        "millions": f"{replicated / 1e6:.1f}",
+        "replicated": replicated,
         "billions": f"{every / 1e9:.1f}",
         "share": about(replicated / every, "share", 2),
         "tp": 2,

@@ -10,7 +10,7 @@ from course_lib.formulas.parameters import mlp_parameters
 from course_lib.interview.concepts.numbers import about
 from course_lib.layout import make_layout
 from course_lib.planner import hardware, model
-from course_lib.planner.parameters import active_parameters, parameters
+from course_lib.planner.parameters import parameters
 
 MIXTRAL, DEEPSEEK, TOKENS = "mixtral-8x7b", "deepseek-v3", 4096
 
@@ -35,8 +35,8 @@ def all_to_all() -> dict[str, Any]:
         "layer": about(sent),
         "layers": config.layers,
         "all": about(config.layers * sent),
-        "node_ms": about(float(sent / 4) / gpu.node.bandwidth, "s", 2),
-        "network_ms": about(float(sent / 4) / gpu.network.bandwidth, "s", 2),
+        "node_ms": f"{1e3 * float(sent / 4) / gpu.node.bandwidth:.2g} ms",
+        "network_ms": f"{1e3 * float(sent / 4) / gpu.network.bandwidth:.2g} ms",
     }
 
 
@@ -110,5 +110,4 @@ def fp8() -> dict[str, Any]:
         "half": about(1 / 2, "share"),
         "top_k": config.experts.top_k,
         "billions": round(parameters(config) / 1e9),
-        "active": round(active_parameters(config) / 1e9),
     }

@@ -8,6 +8,7 @@ from typing import Any
 from course_lib.formulas.inference import cache_bytes, pp_wire_bytes, tp_wire_bytes
 from course_lib.interview.concepts.numbers import about
 from course_lib.planner import configure, hardware, model, serve
+from course_lib.planner.estimate import RESERVE
 from course_lib.planner.parameters import parameters
 from course_lib.planner.serve import Serving
 
@@ -28,11 +29,10 @@ def decode() -> dict[str, Any]:
     long = _served(SMALL, 1, 32, prompt=PROMPT - 128)
     cache = cache_bytes(config, 1, PROMPT)
     return {
-        "billions": 8,
         "read": about(one.decode["weights"] * gpu.memory_bandwidth),
         "bandwidth": about(gpu.memory_bandwidth, "byte/s"),
         "weights": about(one.decode["weights"], "s", 2),
-        "compute": about(2 * parameters(config) / gpu.peak["bf16"], "s", 2),
+        "compute": f"{2e3 * parameters(config) / gpu.peak['bf16']:.2g} ms",
         "ridge": round(gpu.peak["bf16"] / gpu.memory_bandwidth),
         "batch": 32,
         "one": about(one.tpot_seconds, "s", 2),
@@ -55,7 +55,7 @@ def layouts() -> dict[str, Any]:
             batch = total // degrees.get("dp", 1)
             one = _served(SMALL, 8, batch, **degrees)
             key = name if total == 8 else f"{name}_many"
-            found[f"{key}_ms"] = about(one.tpot_seconds, "s", 2)
+            found[f"{key}_ms"] = f"{1e3 * one.tpot_seconds:.2g} ms"
             found[f"{key}_rate"] = about(one.tokens_per_second, "token/s", 2)
     return found | {
         "n": 8,
@@ -73,7 +73,7 @@ def cache() -> dict[str, Any]:
     every = replace(config, kv_heads=config.heads)
     node = _served(LLAMA, 8, 1, prompt=PROMPT - 128, tp=8)
     gpu = hardware(H100)
-    left = 0.92 * gpu.capacity_bytes - node.weights_bytes
+    left = (1 - RESERVE) * gpu.capacity_bytes - node.weights_bytes
     return {
         "layers": config.layers,
         "kv": config.kv_heads,
@@ -88,6 +88,7 @@ def cache() -> dict[str, Any]:
         "wide": 16,
         "share_wide": about(cache_bytes(config, 1, PROMPT, tp=16)),
         "weights": about(node.weights_bytes),
+        "reserve": about(RESERVE, "share"),
         "left": about(left, digits=2),
         "requests": node.requests_in_flight,
     }

@@ -108,7 +108,6 @@ def sequence() -> dict[str, Any]:
     kept, again = saved(replace(plan, gather_again=False)), saved(plan)
     one = entering(1, TP).wire() + leaving(1, TP).wire()
     both = entering(1, TP, rows=True, again=True).wire() + leaving(1, TP, rows=True).wire()
-    llama = model(LLAMA)
     return {
         "tp": TP,
         "alone": f"{alone / unit:g}",
@@ -124,5 +123,5 @@ def sequence() -> dict[str, Any]:
         "tensor_bytes": about(tensor),
         "again_bytes": about(again),
         "more": f"{float(both / one):g}",
-        "norms": f"{sp.replicated_parameters(llama) / 1e6:.1f}",
+        "norms": sp.replicated_parameters(model(LLAMA)),
     }

@@ -58,7 +58,7 @@ def _uneven(trial: Trial, draw: Draw) -> list[dict[str, Any]]:
     element = towers[0][0].element_size()
     room = {
         "towers": towers,
-        "bucket_bytes": element * draw.size(width * min(inner), width * max(inner)) + 1,
+        "bucket_bytes": element * draw.size((width + 1) * min(inner), width * max(inner)) + 1,
     }
     return [own | room | {"rows": own["rows"] // trial.n} for own in ranks]
 
@@ -144,8 +144,8 @@ DDP = replace(
     calls=_bucket_calls,
     calls_why="Fill the buckets from the last parameter to the first, and send each once per step",
     looks=(Look("wire", "as early as possible", _sent_early), OVERLAP.looks[1]),
-    hang="Rank 1 did not use some parameters, so their hooks did not fire there: finish must send "
-    "what is left",
+    hang="Every rank must send all buckets, in the same order: a bucket that is full waits for its "
+    "turn, and finish sends what is left, because rank 1 does not use some parameters",
     refused=(*runner.SENDERS, "torch.nn.parallel.distributed:DistributedDataParallel.forward"),
 )
 
