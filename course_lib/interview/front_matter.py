@@ -74,7 +74,7 @@ class Note:
             key, text = match["key"], _plain(match["value"])
             read, expected = KEYS[key]
             found.pop(key, None)  # of several equal keys, YAML takes the last
-            nested = text in NULL and self._goes_on(number)
+            nested = not text and self._goes_on(number)
             if text in NULL and not nested:
                 continue
             try:
