@@ -95,11 +95,15 @@ def close_mistakes(question):
 
 drawn = [quiz.question(template.id, seed=3) for template in quiz.templates()]
 close = [one for one in drawn if close_mistakes(one)]
-print(f"{len(close)} of {len(drawn)} kinds of questions have a classic mistake that close, such as:\n")
+print(
+    f"{len(close)} of {len(drawn)} kinds of questions have a classic mistake that close, such as:\n"
+)
 for name in ("volume-dp", "memory-activations-tp", "bubble-interleaved"):
     one = quiz.question(name, seed=3)
     first = close_mistakes(one)[0]
-    print(f"{name}: {one.mistakes[first] / one.value:.2f} of the answer. {quiz.texts()['mistakes'][first]}")
+    print(
+        f"{name}: {one.mistakes[first] / one.value:.2f} of the answer. {quiz.texts()['mistakes'][first]}"
+    )
 
 # %% [markdown]
 # **Claim 1: false.** In most kinds of questions a classic mistake changes the answer by a factor of two or less: a ring
