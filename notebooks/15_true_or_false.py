@@ -85,7 +85,8 @@ for stage, claimed in COPIED.items():
 # 7. A common claim: "The volumes are ordered TP > DP > PP."
 # 8. A common claim: "DP across nodes is inefficient."
 # 9. A common claim: "ZeRO-1 does not change the volume of DP."
-# 10. A common claim about a model of M bytes, a batch B, a sequence S and a hidden size H: "DP sends 2M, FSDP 3M, TP 4 x B x S x H per layer."
+# 10. A common claim about a model of M bytes, a batch B, a sequence S and a hidden size H: "DP sends 2M, FSDP 3M, TP 4 x
+#     B x S x H per layer."
 
 # %%
 vote_5 = None
