@@ -11,7 +11,8 @@ from course_lib.cli.app import main
 
 # Not sorted: --help lists the verbs in the order in which these modules add them.
 # isort: off
-from course_lib.cli import machine, plans, plan, map, learner, quiz, interview, benches
+from course_lib.cli import machine, plans, plan, map, learner, quiz, interview, cards, review
+from course_lib.cli import benches
 # isort: on
 
 __all__ = ["main"]

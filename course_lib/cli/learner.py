@@ -1,4 +1,4 @@
-"""list, start, check, hint, solution and grade: the way of a learner through the exercises."""
+"""list, score, start, check, hint, solution and grade: a learner's way through the exercises."""
 
 from __future__ import annotations
 
@@ -31,6 +31,19 @@ def list_lessons(as_json: AsJson = False) -> int:
         print_json({"lessons": [_lesson_as_data(lesson) for lesson in found]})
     else:
         print(syllabus.table(found))
+    return 0
+
+
+@app.command()
+def score(as_json: AsJson = False) -> int:
+    """Compare the predictions and votes in work/ with the true values."""
+    from course_lib.interview import calibration
+
+    found = calibration.score(course_folder())
+    if as_json:
+        print_json(found.as_dict())
+    else:
+        print(found)
     return 0
 
 

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from course_lib.cli.app import AsJson, app
+from course_lib.cli.app import AsJson, Language, app
 from course_lib.cli.errors import INTERRUPTED
 from course_lib.cli.show import print_json
 
@@ -31,6 +31,7 @@ def quiz(
     listed: Annotated[
         bool, typer.Option("--list", help="List the topics and their questions.")
     ] = False,
+    language: Language = "en",
     as_json: AsJson = False,
 ) -> int:
     """Answer numeric questions; --json prints them with their answers, for a teacher."""
@@ -41,23 +42,25 @@ def quiz(
     if diagnose and (topic is not None or count is not None):
         raise ValueError("--diagnose chooses its own questions; leave out --topic and --count")
     if listed:
-        return _list(topic, as_json)
+        return _list(topic, language, as_json)
     seed = randbelow(1_000_000) if seed is None else seed
     asked = (
-        ours.diagnosis(seed)
+        ours.diagnosis(seed, language)
         if diagnose
-        else ours.questions(topic, seed=seed, count=COUNT if count is None else count)
+        else ours.questions(
+            topic, seed=seed, count=COUNT if count is None else count, language=language
+        )
     )
     if as_json:
         print_json({"seed": seed, "questions": [one.as_dict() for one in asked]})
         return 0
-    return _play(asked, seed)
+    return _play(asked, seed, language)
 
 
-def _list(topic: str | None, as_json: bool) -> int:
+def _list(topic: str | None, language: str, as_json: bool) -> int:
     from course_lib.interview import quiz as ours
 
-    found, names = ours.templates(topic), ours.texts()["topics"]
+    found, names = ours.templates(topic), ours.texts(language)["topics"]
     if as_json:
         rows = [{"id": each.id, "topic": each.topic, "lesson": each.lesson} for each in found]
         print_json({"topics": names, "templates": rows})
@@ -71,12 +74,12 @@ def _list(topic: str | None, as_json: bool) -> int:
     return 0
 
 
-def _play(asked: list[Question], seed: int) -> int:
+def _play(asked: list[Question], seed: int, language: str) -> int:
     """Ask, and print the score however it ends."""
     from course_lib.interview import quiz as ours
 
-    score = ours.Score()
-    print(ours.texts()["loop"]["start"].format(seed=seed))
+    score = ours.Score(language)
+    print(ours.texts(language)["loop"]["start"].format(seed=seed))
     try:
         ours.play(asked, score)
         code = 0

@@ -10,6 +10,11 @@ DEAF = (
     ". Every rank waits for a message: either no rank has sent one, or the handle that isend "
     "returned was dropped before its wait(), and its message was lost"
 )
+NO_PEER = re.compile(r"not part of group|<--> \[none\]")  # torch's words; gloo's, to itself
+GLOBAL = (
+    "the peer of a message is a global rank, also with group=: dist.get_global_rank(group, r) "
+    "gives that of group rank r"
+)
 PASSED = {
     "cpu": " after {:g} s of computing",
     "blocked": ", because every rank that still runs waits for another rank",
@@ -55,4 +60,6 @@ def _said(error: RankError) -> str:
     own = [line.strip() for line in lines[1:] if re.match(r"  (cell|line)", line)]
     if "(SIGABRT)" in lines[0]:  # the backend aborts after mismatched calls, without a message
         own.append("the calls of the ranks do not match: compare calls, peers and shapes by rank")
+    if NO_PEER.search(lines[0]):
+        own.append(GLOBAL)
     return ", ".join([lines[0], *own[-1:]])

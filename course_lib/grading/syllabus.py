@@ -35,6 +35,9 @@ NAMES = {
     "13b": "Serving on many ranks",
     "14": "The decision",
     "14b": "The plan arena",
+    "15": "True or false",
+    "16": "Interview day",
+    "16b": "Six katas",
 }
 ELECTIVE = {"08", "10"}  # and every deep dive, such as 06b
 MINUTES = re.compile(r"\*(\d+) minutes to read and run(?:, (\d+) to build)?")

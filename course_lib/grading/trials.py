@@ -216,7 +216,8 @@ def outside(given: Given, ranks: list[Observed]) -> str:
             if given.trial.beside > 1 and len(call.ranks) > given.n:
                 return (
                     f"rank {rank} sent to ranks {list(call.ranks)}: expected its calls to use the "
-                    f"group of the axis, which has {given.n} ranks; pass group=axis.group"
+                    f"group of the axis, which has {given.n} ranks; pass group=axis.group, or the "
+                    "group that the answer is given"
                 )
     return ""
 

@@ -172,7 +172,11 @@ class WireCalls(TorchDispatchMode):
                         f"wait() was called twice for the {call.op} with rank {call.peer}: a "
                         "message arrives once, so call wait() once on each handle"
                     )
-            found = method(work, *args, **kwargs)
+            pending, self._pending = self._pending, []  # gloo itself copies in some waits
+            try:
+                found = method(work, *args, **kwargs)
+            finally:
+                self._pending = pending
             for begun, calls in self._works:
                 if begun is work:
                     for call in calls:

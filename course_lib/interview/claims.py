@@ -9,13 +9,14 @@ from __future__ import annotations
 
 import tomllib
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cache
 from importlib import import_module
 from itertools import groupby
 from math import isfinite
 from pathlib import Path
+from typing import Any
 
 from course_lib.interview.checks import Numbers
 
@@ -23,7 +24,10 @@ TABLE = Path(__file__).with_name("claims.toml")
 PAGE = Path(__file__).parents[2] / "docs" / "claims.md"
 BY = ("formula", "run", "simulation", "source")
 VERDICTS = ("right", "wrong", "conditional", "illustrative")
+VOTES = {"right": "true", "wrong": "false", "conditional": "only"}  # by verdict
+KINDS = {"statement": "", "code": "### Code\n", "mnemonic": "### Mnemonics\n"}  # headings
 NONE = "none"
+YES = ("no", "yes")
 TITLES = {
     "000": "How DP, TP and PP work together",
     "001": "How to divide machines among DP, TP and PP",
@@ -47,6 +51,7 @@ all checks and compares each verdict with the result.
 Each entry shows the value that the claim states and the value that the check computes. A
 conditional claim has a third value, computed where the condition does not hold. Estimates of time
 come from the planner ([its accuracy](planner.md)), for the hardware that the statement names.
+[Lesson 15](../notebooks/15_true_or_false.ipynb) is a game with 25 of the claims.
 This page is written by `python -m course_lib.interview.claims`.
 """
 
@@ -56,7 +61,8 @@ class Claim:
     """A claim of a note, ``id`` as "001-07". ``by`` says how it was checked: one of ``BY``.
 
     ``tolerance`` is relative to the claimed value, and absolute where that is 0. ``unit`` is what
-    the values count. ``check`` is "module.function" below ``checks``, or "none".
+    the values count. ``check`` is "module.function" below ``checks``, or "none". ``corrected`` has
+    the values of the check as names in braces, see ``statement``. ``kind`` is one of ``KINDS``.
     """
 
     id: str
@@ -69,10 +75,15 @@ class Claim:
     unit: str = ""
     tolerance: float = 1e-6
     source: str = ""
+    kind: str = "statement"
 
     def run(self) -> Numbers | None:
         """Return the values of the check; None without a check."""
-        return None if self.check == NONE else find(self.check)()
+        return None if self.check == NONE else values_of(self.check)
+
+    def statement(self) -> str:
+        """Return ``corrected`` with the values of the check."""
+        return _filled(self.corrected, self.run() or ())
 
     def agrees(self, claimed: float, computed: float) -> bool:
         """Return whether the two values are equal within the tolerance."""
@@ -96,7 +107,7 @@ class Contradiction:
     """Claims, by id, that cannot all be right; ``decision`` says which one is, ``check`` why.
 
     The check returns the values of the sides, in the order of ``claims``, and last the value that
-    decides.
+    decides, {computed} in ``decision``.
     """
 
     id: str
@@ -107,7 +118,11 @@ class Contradiction:
 
     def run(self) -> Numbers:
         """Return the values of the sides, and the value that decides."""
-        return find(self.check)()
+        return values_of(self.check)
+
+    def statement(self) -> str:
+        """Return ``decision`` with the value that decides."""
+        return self.decision.format(computed=self.run()[-1])
 
 
 @dataclass(frozen=True)
@@ -116,6 +131,17 @@ class Table:
 
     claims: tuple[Claim, ...]
     contradictions: tuple[Contradiction, ...]
+    lesson: Mapping[str, tuple[str, ...]]  # ids of the claims that lesson 15 quotes, by subject
+
+    def claim(self, name: str) -> Claim:
+        """Return the claim with the id ``name``."""
+        return next(claim for claim in self.claims if claim.id == name)
+
+
+@cache
+def values_of(name: str) -> Numbers:
+    """Run the check ``name``, given as "module.function", once; return its values."""
+    return find(name)()
 
 
 def find(name: str) -> Callable[[], Numbers]:
@@ -132,12 +158,22 @@ def table() -> Table:
     """Return the table of claims.toml."""
     read = tomllib.loads(TABLE.read_text(encoding="utf-8"))
     return Table(
-        claims=tuple(Claim(note=entry["id"][:3], **entry) for entry in read["claim"]),
+        claims=tuple(map(_claim, read["claim"])),
         contradictions=tuple(
             Contradiction(**{**entry, "claims": tuple(entry["claims"])})
             for entry in read["contradiction"]
         ),
+        lesson={subject: tuple(ids) for subject, ids in read["lesson"].items()},
     )
+
+
+def _claim(entry: dict[str, Any]) -> Claim:
+    kind = "code" if entry["claim"].startswith("`") else "statement"
+    return Claim(**{"kind": kind, "note": entry["id"][:3], **entry})
+
+
+def _filled(text: str, values: Numbers) -> str:
+    return text.format(**dict(zip(("claimed", "computed", "otherwise"), values, strict=False)))
 
 
 def page() -> str:
@@ -147,30 +183,40 @@ def page() -> str:
     total = ", ".join(f"{counts[verdict]} {verdict}" for verdict in VERDICTS)
     parts = [INTRODUCTION, f"{len(claims)} claims: {total}.\n"]
     for note, group in groupby(claims, key=lambda claim: claim.note):
-        parts += [f"## {TITLES[note]}\n", *map(_entry, group)]
+        found = list(group)
+        parts.append(f"## {TITLES[note]}\n")
+        for kind, heading in KINDS.items():
+            own = [_entry(claim) for claim in found if claim.kind == kind]
+            parts += [heading, *own] if own and heading else own
     parts.append("## Contradictions\n")
     for one in table().contradictions:
-        *sides, decides = map(_number, one.run())
+        *sides, decides = map(number, one.run())
         says = ", ".join(f"{side} ({id})" for id, side in zip(one.claims, sides, strict=True))
         parts.append(
-            f"**{one.id}** {_upper(one.unit)}: claimed {says}; computed {decides}. {one.decision}\n"
+            f"**{one.id}** {_upper(one.unit)}: claimed {says}; computed {decides}. "
+            f"{one.statement()}\n"
         )
     return "\n".join(parts)
 
 
+def values_in_words(claim: Claim) -> str:
+    """Return the values of the check, with what they count; "" without a check."""
+    values = claim.run()
+    if values is None:
+        return ""
+    truth = claim.unit == "yes"
+    unit = "Holds" if truth else _upper(claim.unit)
+    shown = [YES[bool(value)] if truth else number(value) for value in values]
+    claimed, computed, *otherwise = shown
+    more = f", otherwise {otherwise[0]}" if otherwise else ""
+    return f"{unit}: claimed {claimed}, computed {computed}{more}. "
+
+
 def _entry(claim: Claim) -> str:
     """Return the paragraphs of a claim."""
-    show: Callable[[float], str] = _number
-    how = f"*{claim.verdict}*, by {claim.by}. "
-    if values := claim.run():
-        unit = _upper(claim.unit)
-        if claim.unit == "yes":
-            show, unit = _yes_or_no, "Holds"
-        claimed, computed, *otherwise = map(show, values)
-        how += f"{unit}: claimed {claimed}, computed {computed}"
-        how += f", otherwise {otherwise[0]}. " if otherwise else ". "
+    how = f"*{claim.verdict}*, by {claim.by}. {values_in_words(claim)}"
     source = f" Source: {claim.source}." if claim.source else ""
-    return f"**{claim.id}** “{claim.claim}”\n\n{how}{claim.corrected}{source}\n"
+    return f"**{claim.id}** “{claim.claim}”\n\n{how}{claim.statement()}{source}\n"
 
 
 def _upper(text: str) -> str:
@@ -178,11 +224,7 @@ def _upper(text: str) -> str:
     return text[:1].upper() + text[1:]
 
 
-def _yes_or_no(value: float) -> str:
-    return "yes" if value else "no"
-
-
-def _number(value: float) -> str:
+def number(value: float) -> str:
     """Return ``value`` with four digits."""
     return f"{value:,.0f}" if value == int(value) and abs(value) >= 1e4 else f"{value:.4g}"
 

@@ -37,12 +37,12 @@ class Verdict:
         return self.message
 
 
-def mark(question: Question, answer: str, language: str = "en") -> Verdict:
+def mark(question: Question, answer: str) -> Verdict:
     """Return the verdict on ``answer``. An answer that cannot be read is not marked wrong."""
-    written = texts(language)
+    written = texts(question.language)
     marks = written["marks"]
     try:
-        value = read(answer, question.unit)
+        value = read(answer, question.unit, written["units"])
     except Unreadable as error:
         kind = "unit" if isinstance(error, UnitMissing) else "unreadable"
         why = written["reading"][error.key].format(got=error.got, example=EXAMPLES[question.unit])

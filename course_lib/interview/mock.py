@@ -117,9 +117,7 @@ class _Interview:
         item.of = 1
         self.say(folded(one.text))
         spoken = self.numeric_in
-        verdict = quiz.answered(
-            one, spoken, self.recorded(item), lambda text: self.say(folded(text))
-        )
+        verdict = quiz.answered(one, self.recorded(item), lambda text: self.say(folded(text)))
         quizzed = texts(spoken)["loop"]
         item.points = int(verdict is not None and verdict.right)
         item.mistake = verdict.mistake if verdict else None

@@ -12,7 +12,7 @@ from fractions import Fraction
 from random import Random
 from typing import TYPE_CHECKING, Any
 
-from course_lib.interview.units import show
+from course_lib.interview.units import ENGLISH, show
 from course_lib.interview.written import written
 
 if TYPE_CHECKING:
@@ -82,6 +82,7 @@ class Question:
     steps: tuple[str, ...]
     mistakes: Mapping[str, float]
     given: Mapping[str, str]
+    language: str = "en"
 
     def __repr__(self) -> str:
         return self.text
@@ -89,7 +90,7 @@ class Question:
     @property
     def answer(self) -> str:
         """The right answer with its unit."""
-        return show(self.value, self.unit)
+        return show(self.value, self.unit, texts(self.language)["words"])
 
     def mark(self, answer: str) -> Verdict:
         """Return the verdict on ``answer``, such as "12 GB"."""
@@ -123,11 +124,11 @@ def texts(language: str = "en") -> dict[str, Any]:
 def make(template: Template, seed: int, language: str = "en") -> Question:
     """Return the question that ``template`` draws from ``seed``; the same for the same seed."""
     drawn = template.draw(Random(f"{template.id} {seed}"))
-    written = texts(language)["questions"][template.id]
-    given = {name: shown(value) for name, value in drawn.given.items()}
+    written, units = texts(language)["questions"][template.id], texts(language)["words"]
+    given = {name: shown(value, units) for name, value in drawn.given.items()}
     value = float(drawn.value)
-    words = given | {name: shown(each) for name, each in drawn.more.items()}
-    words["answer"] = show(value, template.unit)
+    words = given | {name: shown(each, units) for name, each in drawn.more.items()}
+    words["answer"] = show(value, template.unit, units)
     return Question(
         id=template.id,
         topic=template.topic,
@@ -140,11 +141,14 @@ def make(template: Template, seed: int, language: str = "en") -> Question:
         steps=tuple(step.format_map(words) for step in written["steps"]),
         mistakes=_apart(drawn.mistakes, value, template),
         given=given,
+        language=language,
     )
 
 
-def shown(value: Any) -> str:
+def shown(value: Any, words: Mapping[str, str] = ENGLISH) -> str:
     """Return ``value`` as a text shows it: a float with four digits, an amount with its unit."""
+    if isinstance(value, Amount):
+        return show(value.value, value.unit, words)
     if isinstance(value, float):
         return show(value, "count")
     return f"{value:,}" if isinstance(value, int) else str(value)

@@ -24,6 +24,7 @@ from course_lib.planner.configuration import suggestion
 
 DIAGNOSIS = 12  # questions
 SKIP = ("s", "skip")
+COLUMNS = {"en": 80, "zh": 40}  # characters of a line; a Chinese character takes two columns
 MOST = 1000  # questions at once
 READ_FIRST = 3  # lessons
 
@@ -129,35 +130,35 @@ def play(
     Ends early where ``ask`` raises EOFError (Ctrl-D). KeyboardInterrupt is the caller's.
     """
     written = texts(score.language)
-    loop = written["loop"]
+    loop, width = written["loop"], COLUMNS[score.language]
     for number, one in enumerate(asked, 1):
         topic = written["topics"][one.topic]
         say("\n" + loop["question"].format(number=number, count=len(asked), topic=topic))
-        say(fill(one.text, 80))
+        say(fill(one.text, width))
         try:
-            verdict = answered(one, score.language, ask, say)
+            verdict = answered(one, ask, say)
         except EOFError:
             say("")
             return
         score.marked.append((one, verdict))
         said = loop["skipped"].format(answer=one.answer) if verdict is None else verdict.message
-        say(fill(said, 80))
+        say(fill(said, width))
         say(loop["steps"])
         for step in one.steps:
-            say(fill(step, 80, initial_indent="  ", subsequent_indent="  "))
+            say(fill(step, width, initial_indent="  ", subsequent_indent="  "))
         say(loop["lesson"].format(lesson=one.lesson))
 
 
 def answered(
-    one: Question, language: str, ask: Callable[[str], str], say: Callable[[str], object]
+    one: Question, ask: Callable[[str], str], say: Callable[[str], object]
 ) -> Verdict | None:
     """Return the verdict on the first answer that can be marked; None if the reader skips."""
-    prompt = texts(language)["loop"]["prompt"]
+    prompt = texts(one.language)["loop"]["prompt"]
     while True:
         answer = ask(prompt).strip()
         if answer.lower() in SKIP:
             return None
-        verdict = mark(one, answer, language)
+        verdict = mark(one, answer)
         if verdict.counts:
             return verdict
-        say(fill(verdict.message, 80))
+        say(fill(verdict.message, COLUMNS[one.language]))

@@ -7,9 +7,12 @@ seconds, FLOPs, bytes per second, tokens per second, a share of 1, or a count.
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 from functools import cache
 from math import isfinite
+from types import MappingProxyType
 from typing import Any
+from unicodedata import normalize
 
 # The base unit of a question, and what pint calls it. Shares and counts need no pint.
 UNITS = {
@@ -31,6 +34,7 @@ EXAMPLES = {
     "count": "64",
 }
 LONGEST = 80  # characters of an answer
+ENGLISH: Mapping[str, str] = MappingProxyType({})
 MULTIPLES = {"k": 1e3, "thousand": 1e3, "m": 1e6, "million": 1e6, "g": 1e9, "b": 1e9}
 MULTIPLES |= {"billion": 1e9, "t": 1e12, "trillion": 1e12}
 NUMBER = re.compile(
@@ -66,24 +70,28 @@ class UnitMissing(Unreadable):
     """An answer that is a number without its unit."""
 
 
-def read(text: str, unit: str) -> float:
+def read(text: str, unit: str, words: Mapping[str, str] = ENGLISH) -> float:
     """Return the value of an answer, in the base unit ``unit``.
 
+    ``words`` are units of another language, with the English for each.
     Raises UnitMissing if a unit is needed and there is none, Unreadable for anything else that is
     no value of this quantity.
     """
-    words = re.sub(r"^(?:about|approx\.?|approximately|roughly|[~≈=])\s*", "", text.strip())
-    found = NUMBER.match(words) if len(words) <= LONGEST else None
+    plain = normalize("NFKC", text).strip() if words else text.strip()  # full width, as in １２％
+    for word, english in words.items():
+        plain = plain.replace(word, english).strip()
+    written = re.sub(r"^(?:about|approx\.?|approximately|roughly|[~≈=])\s*", "", plain)
+    found = NUMBER.match(written) if len(written) <= LONGEST else None
     if found is None:
         raise Unreadable("number", text.strip())
     value = _number(found)
-    rest = words[found.end() :].strip().rstrip(".")
+    rest = written[found.end() :].strip().rstrip(".")
     if unit == "count":
         return value * _multiple(rest)
     if unit == "share":
-        return _share(value, rest, words)
+        return _share(value, rest, written)
     if not rest:
-        raise UnitMissing("number", words)
+        raise UnitMissing("number", written)
     return _converted(value, rest, unit)
 
 
@@ -180,8 +188,11 @@ TIMES = ((172800, 86400, "days"), (7200, 3600, "hours"), (120, 60, "minutes"), (
 SHORT = ((1e-3, 1e-3, "ms"), (0, 1e-6, "us"))
 
 
-def show(value: float, unit: str) -> str:
-    """Return ``value`` in a unit that suits, with four digits: "12.5 GB", "35.4 %", "3.2 days"."""
+def show(value: float, unit: str, words: Mapping[str, str] = ENGLISH) -> str:
+    """Return ``value`` in a unit that suits, with four digits: "12.5 GB", "35.4 %", "3.2 days".
+
+    ``words`` replace "days", "hours", "minutes" and "bytes" in another language.
+    """
     if unit == "share":
         return f"{100 * value:.4g} %"
     if unit == "flop":
@@ -190,11 +201,11 @@ def show(value: float, unit: str) -> str:
         return f"{value:,.0f} tokens/s"
     if unit == "s":
         size, name = next((s, n) for least, s, n in (*TIMES, *SHORT) if abs(value) >= least)
-        return f"{_digits(value / size)} {name}"
+        return f"{_digits(value / size)} {words.get(name, name)}"
     if unit == "count":
         return _digits(value)
     size, prefix = next(((s, p) for s, p in PREFIXES if abs(value) >= s), (1.0, ""))
-    name = "B" if prefix else " bytes"
+    name = "B" if prefix else f" {words.get('bytes', 'bytes')}"
     return f"{_digits(value / size)} {prefix}{name}{'/s' if unit == 'byte/s' else ''}".replace(
         "  ", " "
     )

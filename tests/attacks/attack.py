@@ -74,18 +74,20 @@ def _table(exercise: Exercise, answer: Answers) -> Answers:
 
 
 @cache
-def _cells(folder: str, lesson: str) -> list[dict[str, Any]]:
+def _cells(folder: str, lesson: str, role: str) -> list[dict[str, Any]]:
     (path,) = (ROOT / folder).glob(f"{lesson}_*.ipynb")
-    return [cell for cell in json.loads(path.read_text())["cells"] if cell["cell_type"] == "code"]
+    cells = [cell for cell in json.loads(path.read_text())["cells"] if cell["cell_type"] == "code"]
+    return [cell for cell in cells if cell["metadata"].get("course", {}).get("role") == role]
 
 
 def written(exercise: Exercise, folder: str) -> tuple[Any, ...]:
-    """Return the answers in a notebook: the stub in ``exercises``, else the solution."""
+    """Return the answers in a notebook of ``folder``, called after today's given cells."""
     space: dict[str, Any] = {"__name__": "__main__"}
-    for number, cell in enumerate(_cells(folder, exercise.id.partition("-")[0])):
-        course = cell["metadata"].get("course", {})
-        given = course.get("role") == "given" and course.get("ex") in (None, exercise.id)
-        if given or (course.get("role") == "answer" and course.get("ex") == exercise.id):
+    lesson = exercise.id.partition("-")[0]
+    cells = [*_cells("exercises", lesson, "given"), *_cells(folder, lesson, "answer")]
+    for number, cell in enumerate(cells):
+        course = cell["metadata"]["course"]
+        if course.get("ex") == exercise.id or (course["role"], course.get("ex")) == ("given", None):
             text, file = "".join(cell["source"]), f"<{exercise.id} in {folder}, cell {number}>"
             linecache.cache[file] = (len(text), None, text.splitlines(True), file)
             with contextlib.redirect_stdout(io.StringIO()):
@@ -93,10 +95,13 @@ def written(exercise: Exercise, folder: str) -> tuple[Any, ...]:
     return tuple(space.get(name) for name in exercise.names)
 
 
-def attack(exercise: Exercise, seed: int = 0) -> Attack:
-    """Judge all answers to ``exercise``, and its stub, which must score 0."""
+def attack(exercise: Exercise, seed: int = 0, every: int = 1) -> Attack:
+    """Judge the answers to ``exercise``, and its stub, which must score 0.
+
+    Of the wrong answers, judge one out of ``every``, and all right ones.
+    """
     result, answers = Attack(exercise.id), answers_to(exercise)
-    for number, wrong in enumerate(answers.wrong):
+    for number, wrong in list(enumerate(answers.wrong))[::every]:
         verdict, good = _judge(exercise, wrong.answer, seed, partial(_rejects, wrong.wanted))
         result.wrong += 1
         result.rejected += good
@@ -129,11 +134,15 @@ def ranked(lessons: Container[str]) -> list[OnRanks]:
 
 
 def assert_stands(exercise: Exercise) -> None:
-    """Assert that an exercise rejects its wrong answers, of which it has six, and no right one."""
-    result = attack(exercise)
+    """Assert that an exercise rejects wrong answers and accepts right ones.
+
+    Half of the wrong answers, because launching ranks takes a second for each; ``make attack``,
+    which CI runs too, judges all of them. An exercise has at least six.
+    """
+    result = attack(exercise, every=2)
     assert not result.failures, table([result])
     assert (result.wrong, result.right) == (result.rejected, result.accepted)
-    assert result.wrong >= 6
+    assert len(answers_to(exercise).wrong) >= 6
     assert result.right >= 1
 
 

@@ -537,7 +537,7 @@ ATTACKS = {
             Wrong(_stops_early, words="must still pass on the blocks that other ranks wait for"),
             Wrong(_send_first, words="every rank waits in send"),
             Wrong(_gathers, words="messages only, got all_gather"),
-            Wrong(_passes_queries, words="n - 1 times K and V of one rank"),
+            Wrong(_passes_queries, words="bytes, K and V of all ranks but the next"),
             Wrong(_attends_to_all, words="expected rank 0 to call attend 1 times, got 2"),
             Wrong(_but(when="before"), words="the next block was waited for before"),
             Wrong(_but(when="after"), words="expected the next exchange to be started before"),

@@ -56,7 +56,7 @@ def test_help_lists_the_verbs():
 
 
 VERBS = (
-    "doctor tour lab groups schedule plan map list start check hint solution grade quiz "
+    "doctor tour lab groups schedule plan map list score start check hint solution grade quiz "
     "bench".split()
 )
 FAST = [
@@ -64,6 +64,8 @@ FAST = [
     *(f"{verb} --help" for verb in ("check", "grade", "bench", "tour", "doctor")),
     "list",
     "list --json",
+    "score",
+    "score --json",
     "start 03",
     "start 03 --fresh",
     "hint 03 1",

@@ -10,6 +10,7 @@ from lesson_words import WORDS, words, words_in
 
 from course_lib.grading.source import Lesson, read_lesson
 from course_lib.grading.syllabus import MINUTES
+from course_lib.interview.claims import table
 
 ROOT = Path(__file__).parents[2]
 SOURCES = sorted((ROOT / "notebooks").glob("[0-9][0-9]*_*.py"))
@@ -17,6 +18,9 @@ LARGEST = 1_000_000  # bytes of a notebook
 LONGEST = 60  # minutes to read and run
 UNTIMED = "*Untimed.*"  # an arena: rules and a table, no lesson in this form
 START = "00"  # teaches no technique: no lab, no cheat-sheet
+GAME = "15"  # votes on common claims instead of predictions, a lab and exercises
+INTERVIEW = "16"  # rehearses the others: no technique, no lab, no exercises
+PAGES = ("interview", "formulas", "questions", "claims", "glossary")  # to which it leads
 ANSWER = "<details><summary>Answer</summary>"
 
 
@@ -34,6 +38,12 @@ def section(text: str, heading: str) -> str:
     return found[1] if found else ""
 
 
+def minutes(text: str) -> tuple[str, str]:
+    """The banner's minutes to read and to build; "" for those that it does not say."""
+    read, build = (MINUTES.search(text) or re.match("()()", "")).groups()
+    return read, build or ""
+
+
 def shortcomings(lesson: Lesson) -> list[str]:
     """What the lesson lacks, or has too much of; [] where it is in form."""
     text, code = "\n".join(texts(lesson, "markdown")), "\n".join(texts(lesson, "code"))
@@ -41,25 +51,75 @@ def shortcomings(lesson: Lesson) -> list[str]:
     if (count := words(lesson)) > WORDS:
         missing[f"{count} words of explanation, of at most {WORDS}"] = True
     if UNTIMED not in text:
-        missing |= _timed(text, code)
-        if lesson.number != START:
+        missing |= _timed(text)
+        missing |= _game(text, code) if lesson.number == GAME else _voted(text, code)
+        if lesson.number == INTERVIEW:
+            missing |= _interview(lesson, text)
+        elif lesson.number != GAME:
+            missing |= _practiced(text)
+        if lesson.number not in (START, GAME, INTERVIEW):
             missing |= _technical(lesson.number, text, code)
     return [what for what, lacks in missing.items() if lacks]
 
 
-def _timed(text: str, code: str) -> dict[str, bool]:
-    read, build = (MINUTES.search(text) or re.match("()()", "")).groups()
+def _timed(text: str) -> dict[str, bool]:
+    read, _ = minutes(text)
     return {
-        "no banner with minutes to read and to build": not (read and build),
+        "no banner with minutes to read": not read,
         f"more than {LONGEST} minutes to read and run": bool(read) and int(read) > LONGEST,
+        "not five exit questions": section(text, "Exit questions").count(ANSWER) != 5,
+        "no source with a link": "](https://" not in section(text, "Sources"),
+    }
+
+
+def _voted(text: str, code: str) -> dict[str, bool]:
+    return {
         "fewer than two claims to vote on": len(re.findall(r"^vote_\d = None", code, re.M)) < 2,
         "a claim is not settled": len(re.findall(r"^\*\*Claim \d", text, re.M))
         != len(re.findall(r"^vote_\d = None", code, re.M)),
         "no typed prediction": not re.search(r"^predicted_\w+ = None", code, re.M),
-        "not five exit questions": section(text, "Exit questions").count(ANSWER) != 5,
-        "no source with a link": "](https://" not in section(text, "Sources"),
+    }
+
+
+def _practiced(text: str) -> dict[str, bool]:
+    return {
+        "no banner with minutes to read and to build": not all(minutes(text)),
         "no way to the exercises": "](../exercises/" not in section(text, "Your turn"),
         "nothing of the same in PyTorch": not section(text, "The same in PyTorch"),
+    }
+
+
+def _interview(lesson: Lesson, text: str) -> dict[str, bool]:
+    exercises = any(cell.ex for cell in lesson.cells)
+    missing = {f"no way to docs/{page}.md": f"](../docs/{page}.md)" not in text for page in PAGES}
+    return missing | {"minutes to build, or exercises": bool(minutes(text)[1]) or exercises}
+
+
+def _game(text: str, code: str) -> dict[str, bool]:
+    """A claim is settled by ``hear``, which runs its check; code is settled by runs on ranks."""
+    ids = [name for names in table().lesson.values() for name in names]
+    claims = [" ".join(table().claim(name).claim.split()) for name in ids]
+    told = re.findall(
+        r'^(\d+)\. A common claim[^:"]*: "(.*?)"(?=$| )', re.sub(r"\n {2,}", " ", text), re.M
+    )
+    votes = [f"vote_{n}" for n in range(1, len(claims) + 1)]
+    heard, first = [], 0
+    for subject, own in table().lesson.items():
+        heard.append(f'trial.hear("{subject}", {", ".join(votes[first : first + len(own)])})')
+        first += len(own)
+    return {
+        "a claim is not quoted in full": not set(claims) <= {quoted for _, quoted in told},
+        "the claims are not in the order of the table": [n for n, _ in told]
+        != [str(n) for n in range(1, len(claims) + 1)]
+        or [quoted for _, quoted in told] != claims,
+        "not one vote for each claim": re.findall(r"^(vote_\d+) = None$", code, re.M) != votes,
+        "a claim is not settled": re.findall(r"^trial\.hear\(.*\)$", code, re.M) != heard,
+        "no run on ranks that settles code": set(re.findall(r"^ *report\(.+?, (\w+)", code, re.M))
+        != {"one_line", "two_messages", "own_group_only", "fsdp_modules"},
+        "no contradiction decided": "trial.contradiction(" not in code,
+        "no score of the votes": "trial.tally(*VOTES)" not in code,
+        "no score of the predictions": "print(score())" not in code,
+        "no cheat-sheet": not section(text, "Cheat-sheet"),
     }
 
 
@@ -117,6 +177,41 @@ def changed(path: Path, tmp_path: Path, old: str, new: str) -> list[str]:
 )
 def test_what_a_lesson_lacks_is_said(tmp_path, old, new, words):
     path = next(path for path in SOURCES if path.name.startswith("03"))
+    assert any(words in one for one in changed(path, tmp_path, old, new))
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "words"),
+    [
+        (" to read and run.*", " to read.*", "no banner with minutes to read"),
+        (" to read and run.*", " to read and run, 10 to build.*", "minutes to build, or exercises"),
+        ("# **5.**", "# **5.**\n# " + ANSWER, "not five exit questions"),
+        ("](../docs/formulas.md)", "](formulas)", "no way to docs/formulas.md"),
+        ("# **Claim 2", "# Claim 2", "a claim is not settled"),
+    ],
+)
+def test_what_the_interview_lesson_lacks_is_said(tmp_path, old, new, words):
+    path = next(path for path in SOURCES if path.name.startswith(f"{INTERVIEW}_"))
+    assert any(words in one for one in changed(path, tmp_path, old, new))
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "words"),
+    [
+        ("*45 minutes to read and run.*", "", "no banner with minutes to read"),
+        ("4.86 TB", "5 TB", "a claim is not quoted in full"),
+        ("# 2. A common", "# 2. Another", "not in the order of the table"),
+        ("vote_7 = None", "", "not one vote for each claim"),
+        ('trial.hear("memory", vote_1,', 'trial.hear("memory", vote_2,', "a claim is not settled"),
+        ("    report(name, one_line", "    (name, one_line", "no run on ranks"),
+        ("print(score())", "", "no score of the predictions"),
+        ("trial.tally(*VOTES)", "", "no score of the votes"),
+        ("trial.contradiction(", "print(", "no contradiction decided"),
+        ("# **5.**", "# **5.**\n# " + ANSWER, "not five exit questions"),
+    ],
+)
+def test_what_the_game_lacks_is_said(tmp_path, old, new, words):
+    path = next(path for path in SOURCES if path.name.startswith(GAME))
     assert any(words in one for one in changed(path, tmp_path, old, new))
 
 

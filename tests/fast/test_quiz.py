@@ -162,8 +162,32 @@ BY_HAND = {  # what the steps say in words, from the numbers of the text
     "volume-ring": lambda g: (
         4 * g["seq"] * g["kv_heads"] * g["head_dim"] * (g["ranks"] - 1) / g["ranks"]
     ),
+    "fits-ranks": lambda g: power_of_two(16e9 * g["billions"] / g["room"]),
+    "fits-stages": lambda g: power_of_two(
+        (4 + 12 / g["dp"]) * 1e9 * g["billions"] / g["tp"] / g["room"]
+    ),
+    "fits-zero": lambda g: next(
+        stage
+        for stage, per in enumerate([16, 4 + 12 / g["ranks"], 2 + 14 / g["ranks"], 16 / g["ranks"]])
+        if per * 1e9 * g["billions"] <= g["room"]
+    ),
+    "fits-which": lambda g: next(
+        number
+        for number in (1, 2, 3)
+        if g["billions"]
+        * 1e9
+        / g[f"tp{number}"]
+        / g[f"pp{number}"]
+        * (4 + 12 / (g[f"dp{number}"] if g[f"zero{number}"] else 1))
+        <= g["room"]
+    ),
+    "kv-requests": lambda g: (g["room"] - g["weights"]) // (g["token"] * g["length"]),
     "volume-sp": lambda g: 8 * g["batch"] * g["seq"] * g["hidden"] * (1 - 1 / g["ranks"]),
 }
+
+
+def power_of_two(least: float) -> int:
+    return next(2**n for n in range(20) if 2**n >= least)
 
 
 def reached(g: dict[str, float]) -> float:
@@ -178,7 +202,10 @@ def run_seconds(g: dict[str, float]) -> float:
 def test_the_answer_by_hand(name):
     for seed in SEEDS:
         question = quiz.question(name, seed)
-        numbers = {key: float(text.replace(",", "")) for key, text in question.given.items()}
+        numbers = {
+            key: read(text, "byte" if text.endswith("B") else "count")
+            for key, text in question.given.items()
+        }
         assert BY_HAND[name](numbers) == pytest.approx(question.value, rel=4e-3), question.text
 
 
@@ -189,6 +216,39 @@ def test_every_message_is_used_and_has_its_fields():
     assert set(written["questions"]) == set(IDS)
     fields = {name for _, name, _, _ in Formatter().parse(written["marks"]["mistake"]) if name}
     assert fields == {"why", "answer"}
+
+
+def test_chinese_has_every_text_of_english_and_its_numbers():
+    def shape(part):
+        if isinstance(part, str):
+            return sorted({name for _, name, _, _ in Formatter().parse(part) if name})
+        if isinstance(part, list):
+            return [shape(each) for each in part]
+        return {key: shape(each) for key, each in part.items() if key != "units"}
+
+    assert shape(texts("zh")) == shape(texts("en"))
+    for template in TEMPLATES:
+        ours, theirs = make(template, 4), make(template, 4, "zh")
+        assert re.search("[\u4e00-\u9fff]", theirs.text)
+        assert (ours.value, ours.mistakes) == (theirs.value, theirs.mistakes)
+        assert theirs.answer in theirs.steps[-1]
+        assert theirs.mark(theirs.answer).message == f"正确：{theirs.answer}。"
+
+
+@pytest.mark.parametrize(
+    ("answer", "unit", "value"),
+    [
+        ("3.5 天", "s", 3.5 * 86400),
+        ("２．５ＧＢ", "byte", 2.5e9),
+        ("约 12 小时", "s", 43200),
+        ("64 个", "count", 64),
+        ("35％", "share", 0.35),
+        ("12000 token/秒", "token/s", 12000),
+        ("10 GPU 小时", "s", 36000),
+    ],
+)
+def test_units_as_people_write_them_in_chinese(answer, unit, value):
+    assert read(answer, unit, texts("zh")["units"]) == pytest.approx(value)
 
 
 def test_the_texts_have_no_word_that_the_prose_lint_forbids():

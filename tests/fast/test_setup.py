@@ -20,6 +20,7 @@ from course_lib.doctor import PYTHON, TORCH
 
 ROOT = Path(__file__).parents[2]
 CONDA_NAMES = {"torch": "pytorch", "playwright": "playwright-python"}
+PIP_ONLY = {"fsrs"}  # of environment.yml
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
 TARGETS = ("setup", "tour", "test", "test-long", "mutants", "lab", "lint", "fmt", "length", "clean")
 
@@ -38,7 +39,10 @@ def test_environment_names_the_packages_and_ranges_of_pyproject():
         *PROJECT["project"]["optional-dependencies"]["dev"],
     ]
     expected = {CONDA_NAMES.get(name, name): bounds for name, bounds in map(split, wanted)}
-    environment = yaml.safe_load((ROOT / "environment.yml").read_text())
+    text = (ROOT / "environment.yml").read_text()
+    by_pip = dict(map(split, re.findall(r'^#.* pip install .*?"(.+?)" -e \.$', text, re.MULTILINE)))
+    assert by_pip == {name: expected.pop(name) for name in PIP_ONLY}
+    environment = yaml.safe_load(text)
     assert all(isinstance(line, str) for line in environment["dependencies"]), "no pip section"
     found = dict(map(split, environment["dependencies"]))
     assert found.pop("pip") == frozenset()
@@ -160,7 +164,7 @@ def dry_run(target: str) -> str:
     return result.stdout
 
 
-def test_ci_runs_lints_tour_and_tests():
+def test_ci_runs_lints_tour_tests_and_attacks():
     text = (ROOT / ".ci" / "run").read_text()
     assert os.access(ROOT / ".ci" / "run", os.X_OK)
     assert "set -euo pipefail" in text
@@ -170,6 +174,7 @@ def test_ci_runs_lints_tour_and_tests():
         "make length",
         "make tour",
         "make test",
+        "make attack",
         "make site",
     ]
 

@@ -12,6 +12,7 @@ from nbclient import NotebookClient
 
 from course_lib.grading import build
 from course_lib.grading.kernels import AsyncLocalKernelManager
+from course_lib.interview.claims import table
 
 ROOT = Path(__file__).parents[2]
 FOLDERS = {kind: ROOT / kind for kind in build.KINDS}
@@ -620,6 +621,64 @@ def lesson_14_shows_a_decision(notebook):
     assert len(pictures(notebook)) == 1  # and the slider's, which is a widget
 
 
+def lesson_15_shows_verdicts(notebook):
+    text = outputs(notebook)
+    claims = [table().claim(name) for names in table().lesson.values() for name in names]
+    for n, claim in enumerate(claims, 1):
+        line = f"^{n} +{claim.verdict}, by {claim.by} \\(your vote: none\\)$"
+        assert re.search(line, text, re.MULTILINE), claim.id
+        assert claim.statement() in re.sub(r"\n +", " ", text)
+    for line in (
+        "DDP                    15.0       15.0       90.0  120.0     90.0",
+        "64 stages,   357 micro-batches: bubble 15%",
+        "dst=1                    Global rank 1 is not part of group",
+        "dst=2                    42.0",
+        "dst=2, async_op=True     send() got an unexpected keyword argument 'async_op'",
+        "all_reduce, async_op=True 42.0",
+        "own groups               activation 1, gradient 100",
+        "default group            activation 100, gradient 1",
+        "missing 1 required positional argument: 'transformer_layer_cls'",
+        "with its layer class     [3, 3]",
+        "async def, called        statements that ran: 0",
+        "4 layers: 2 per layer in forward, 4 in a step",
+        "def dp_across_nodes() -> Numbers:",
+        "all                 25              0        25",
+    ):
+        assert line in text
+    assert re.search(r"^own group only +(\[1001\.0, 110\.0,|deadline: \d of 4 ranks)", text, re.M)
+    rows = re.findall(r"^(\d+) +[\d.]+ +[\d.]+ +[\d.]+   (.*)$", text, re.MULTILINE)
+    orders = [order.split(" > ") for _, order in rows]
+    assert [n for n, _ in rows] == ["1", "32", "256", "1024"]
+    assert orders == [["TP", "DP", "PP"]] * 3 + [["TP", "PP", "DP"]]
+    assert re.search(r"^11 new_groups +3 +56 +0.05 ", text, re.MULTILINE)
+
+
+def lesson_16_shows_how_to_answer(notebook):
+    text = outputs(notebook)
+    for line in (
+        "58.5 GB  Not quite. You forgot the fp32 master weights",
+        "13 GB    Not quite. That is ZeRO-3",
+        "61.75    Please add a unit",
+        "13e9 x 4.75 bytes = 61.75 GB.",
+        "volume-dp: 0.50 of the answer.",
+        "rank 1: F0 F1 F2 B0 F3 B1 F4 B2 F5 B3 F6 B4 F7 B5 B6 B7\nyours equal: None",
+        "your votes: None None",
+        "What is data parallelism?",
+        "[2, 2]",
+        "[2, 1, 1]",
+        "2 of 4 limits broken. The worst: exposed communication",
+        "Nothing breaks. The smallest margin: MFU",
+    ):
+        assert line in text
+    close, kinds = map(int, re.search(r"^(\d+) of (\d+) kinds of questions", text, re.M).groups())
+    assert kinds / 2 < close < kinds
+    steps = re.findall(r"^(\w+) +([\d.]+) time units, (bubble .*), at most (\d+) in", text, re.M)
+    (gpipe, *same, eight), (one_f_one_b, *same_too, four) = steps
+    assert (gpipe, one_f_one_b, eight, four) == ("gpipe", "1f1b", "8", "4")
+    assert same == same_too
+    assert text.count("\n1. Draw") == 1
+
+
 def lesson_10_shows_tokens_that_travel(notebook):
     text = outputs(notebook)
     for line in (
@@ -670,6 +729,8 @@ SHOWS = {  # what a lesson must show
     "notebooks/13b_parallel_serving": lesson_13b_shows_many_ranks,
     "notebooks/14_the_decision": lesson_14_shows_a_decision,
     "notebooks/14b_plan_arena": lesson_14b_shows_plans,
+    "notebooks/15_true_or_false": lesson_15_shows_verdicts,
+    "notebooks/16_interview_day": lesson_16_shows_how_to_answer,
     "notebooks/10_expert_parallelism": lesson_10_shows_tokens_that_travel,
 }
 

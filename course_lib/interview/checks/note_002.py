@@ -176,6 +176,17 @@ def tp_across_nodes() -> Numbers:
     return 1, training(tp_size=16).step_seconds > 1.2 * training().step_seconds
 
 
+def stars_across_nodes() -> Numbers:
+    """1 if PP exposes fewer seconds than DP, and DP fewer than TP, each across nodes."""
+    config = model(LLAMA)
+    plan = configure(config, 64, tp=8, pp=2, zero=1, seq=8192, recompute="full")
+    stages = estimate(config, hardware("h100"), plan).communication
+    wide = training(tp_size=16).communication
+    seconds = (stages["pp"], stages["dp"], wide["tp"])
+    over_pp, over_dp, over_tp = (one.exposed_seconds for one in seconds)
+    return 1, over_pp < over_dp < over_tp
+
+
 def world_64() -> Numbers:
     return 64, make_layout(tp=8, pp=2, dp=4).world
 

@@ -287,7 +287,7 @@ def sp_activations() -> Numbers:
 
 def mnemonic_tp() -> Numbers:
     """Elements per layer by the convention of the note's 2M: an all-reduce counts twice."""
-    return 4, 4 * 2
+    return 4, 2 * four_all_reduces()[1]
 
 
 # --- PP ------------------------------------------------------------------------------------------

@@ -48,12 +48,12 @@ def _entry(one: Concept, labels: dict[str, str]) -> Iterator[str]:
     lesson = LESSONS[one.lesson]
     link = f"[{one.lesson}](../notebooks/{lesson.stem}.ipynb)"
     yield f"### {one.title}"
-    yield f"**{labels['short']}** {labels['lesson'].format(link)}"
+    yield f"**{labels['short']}**{labels['lesson'].format(link)}"
     yield one.short
     yield f"**{labels['whiteboard']}**"
     yield f"```text\n{one.drawing}\n```"
     yield "\n".join(f"{number}. {step}" for number, step in enumerate(one.whiteboard, 1))
-    yield f"**{labels['wrong']}** {labels['quote'].format(one.wrong)}"
+    yield f"**{labels['wrong']}**{labels['quote'].format(one.wrong)}"
     yield one.why_wrong
     yield f"**{labels['follow_ups']}**"
     yield "\n".join(f"- *{each.ask}* {each.answer}" for each in one.follow_ups)

@@ -256,8 +256,8 @@ def _one_process(given: Given) -> dict[str, Any]:
     return found | {"weights after the last step": runner.flat(parameters)}
 
 
-def _by_tower(given: Given, micro_batches: int | None = None) -> list[Tensor]:
-    """Return each rank's own gradients of the first step, [towers, elements of a tower]."""
+def own_gradients(given: Given, micro_batches: int | None = None) -> list[Tensor]:
+    """Return the flat gradients of each rank of step 1: of its first micro-batches, or of all."""
     found = []
     for own in given.ranks:
         towers = [[w.clone().requires_grad_() for w in tower] for tower in own["towers"]]
@@ -271,8 +271,14 @@ def _by_tower(given: Given, micro_batches: int | None = None) -> list[Tensor]:
             allow_unused=True,
             materialize_grads=True,
         )
-        found.append(runner.flat(gradients).view(len(towers), -1))
+        found.append(runner.flat(gradients))
     return found
+
+
+def _by_tower(given: Given, micro_batches: int | None = None) -> list[Tensor]:
+    """Return each rank's own gradients of the first step, [towers, elements of a tower]."""
+    towers = len(given["towers"][0])
+    return [flat.view(towers, -1) for flat in own_gradients(given, micro_batches)]
 
 
 def _flat_sum(parts: list[Tensor]) -> Tensor:

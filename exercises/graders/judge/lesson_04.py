@@ -165,7 +165,7 @@ def _bytes_sent(given: Given, ranks: list[Observed], right: Sequence[Fraction], 
 PADDED = "four ranks, one with padding only"
 
 
-def _step_inputs(trial: Trial, draw: Draw) -> Any:
+def step_inputs(trial: Trial, draw: Draw) -> Any:
     """In the second of three steps all gradients are zero, or they cancel."""
     elements = 3 * draw.size(2, 3) if trial.name == PADDED else draw.size(3, 20)
     elements = 1 if trial.n == 3 and draw.call else elements
@@ -175,20 +175,23 @@ def _step_inputs(trial: Trial, draw: Draw) -> Any:
         own[1] = 0
     if draw.call and trial.n > 1:
         gradients[0][1] = -gradients[1][1]
-    return [{"weights": weights, "gradients": own, "rate": rate} for own in gradients]
+    rule = {"rate": rate, "rule": runner.Momentum}
+    return [{"weights": weights, "gradients": own, **rule} for own in gradients]
 
 
-def _stepped(given: Given, weights: Tensor, *gradients: Tensor) -> list[Tensor]:
-    """Return the weights of one process after a step by each of ``gradients``."""
-    update, found = runner.Momentum(given["rate"][0]), []
+def _stepped(given: Given, weights: Tensor, *gradients: Tensor, **other: Any) -> list[Tensor]:
+    """Return the weights of one process after a step by each of ``gradients``. ``other`` are
+    arguments of the rule."""
+    update, found = given["rule"][0](given["rate"][0], **other), []
     for gradient in gradients:
         weights = update(weights, gradient)
         found.append(weights)
     return found
 
 
-def _after_steps(given: Given) -> dict[str, Any]:
-    after = _stepped(given, given["weights"][0], *_sum(given["gradients"]))
+def after_steps(given: Given, **other: Any) -> dict[str, Any]:
+    """Return the weights of one process after each step."""
+    after = _stepped(given, given["weights"][0], *_sum(given["gradients"]), **other)
     return {runner.after(step): new for step, new in enumerate(after, 1)}
 
 
@@ -280,8 +283,8 @@ STEP = OnRanks(
     axes=("weights",),
     trials=(*TRIALS, Trial(4, name=PADDED)),
     act=runner.stage_1,
-    draw=_step_inputs,
-    expected=_after_steps,
+    draw=step_inputs,
+    expected=after_steps,
     mistakes=tuple(Mistake(why, {AFTER_1: compute}) for why, compute in STEP_MISTAKES.items()),
     looks=(
         Look("outputs", "update gets one shard", _one_shard, one_rank=True),

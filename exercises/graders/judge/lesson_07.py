@@ -271,7 +271,7 @@ def _in_any_order(wanted: Messages) -> Callable[[Given, list[Observed]], str]:
             if got != right:
                 return f"expected {_listed(right)} from rank {rank}, got {_listed(got)}"
             if given.trial.beside > 1 and any(len(c.ranks) > given.n for c in observed.calls):
-                return f"rank {rank} used the group of all ranks: expected axis.group"
+                return f"rank {rank} used the group of all ranks: expected that of the axis"
         return ""
 
     return look
@@ -478,13 +478,13 @@ def _messages_of_step(given: Given, rank: int) -> list[tuple[str, int, int]]:
     return [(op, peer, size) for peer in peers for op in ("send", "recv")] * m
 
 
-def _in_order(given: Given, ranks: list[Observed]) -> str:
+def in_order(given: Given, ranks: list[Observed]) -> str:
     for rank, observed in enumerate(ranks):
         row = " ".join(f"{op}{mb}" for op, mb in given["row"][rank])
         if (done := observed.values[runner.DONE]) != row:
             return (
                 f"expected rank {rank} to do {row}, got {done or 'nothing with its stage'}: do the "
-                "actions of row in its order"
+                "expected actions in their order"
             )
     return ""
 
@@ -497,8 +497,8 @@ def _in_flight(given: Given, ranks: list[Observed]) -> str:
         if observed.values[runner.SAVED] > (most + 0.5) * one:
             return (
                 f"expected rank {rank} to store the activations of {most} micro-batches at most, "
-                f"got {observed.values[runner.SAVED] / one:.0f}: do the actions in the order of "
-                "the row, and drop x and y of a micro-batch after its backward"
+                f"got {observed.values[runner.SAVED] / one:.0f}: do the expected actions in their "
+                "order, and drop x and y of a micro-batch after its backward"
             )
     return ""
 
@@ -576,12 +576,12 @@ STEP = OnRanks(
             {runner.GRADIENT: lambda given: _gradients(given, lambda dx, x: x)},
         ),
         Mistake(
-            "backward uses the newest micro-batch: use the one that the row names",
+            "backward uses the newest micro-batch: use the expected one",
             {runner.GRADIENT: lambda given: _gradients(given, newest=True)},
         ),
     ),
     looks=(
-        Look("gradients", "forwards and backwards in the order of the row", _in_order),
+        Look("gradients", "forwards and backwards in the order of the row", in_order),
         Look("wire", "messages, peers and bytes", _in_any_order(_messages_of_step)),
         Look("peak", "saved activations", _in_flight),
     ),

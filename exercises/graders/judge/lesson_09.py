@@ -19,7 +19,7 @@ from course_lib.grading.graders.by_hand import by_hand
 from course_lib.grading.graders.runner import lesson_09 as runner
 from course_lib.grading.ranked import OnRanks
 from course_lib.grading.runner import Observed
-from course_lib.grading.trials import Given, Look, Mistake, Trial
+from course_lib.grading.trials import Given, Look, Mistake, Trial, ranks_of
 from course_lib.model import causal_attention
 
 # --- 09-2 ----------------------------------------------------------------------------------------
@@ -348,13 +348,14 @@ def _wrong_ring(message: str, **mistake: Any) -> Mistake:
 SOURCE = "in turn t rank r has the block of rank (r - t) mod n, not of another rank"
 
 
-def _block(given: Given) -> int:
-    return int(given["k"][0].nbytes + given["v"][0].nbytes)
+def _block(given: Given, rank: int = 0) -> int:
+    return int(given["k"][rank].nbytes + given["v"][rank].nbytes)
 
 
 def _messages(given: Given, ranks: list[Observed]) -> str:
-    sent = (given.n - 1) * _block(given)
     for rank, seen in enumerate(ranks):
+        following = (rank + 1) % given.n
+        sent = sum(_block(given, other) for other in ranks_of(given) if other != following)
         if others := sorted({call.op for call in seen.calls} - {"send", "recv"}):
             return (
                 f"expected rank {rank} to send messages only, got {', '.join(others)}: the ring "
@@ -368,8 +369,8 @@ def _messages(given: Given, ranks: list[Observed]) -> str:
         got = sum(call.payload for call in sends)
         if got != sent:
             return (
-                f"expected rank {rank} to send {sent:,} bytes, n - 1 times K and V of one rank, "
-                f"got {got:,} bytes"
+                f"expected rank {rank} to send {sent:,} bytes, K and V of all ranks but the "
+                f"next one, got {got:,} bytes"
             )
     return ""
 
@@ -424,7 +425,9 @@ RING = OnRanks(
         _wrong_ring("only the last block is in the result: merge all blocks", add="last"),
         _wrong_ring(SOURCE, late=1),
         _wrong_ring(SOURCE, late=-1),
-        _wrong_ring("blocks are sent to the previous rank: send to axis.next", backward=True),
+        _wrong_ring(
+            "blocks are sent to the previous rank: send them to the next one", backward=True
+        ),
     ),
     looks=(
         Look("wire", "messages to the next rank, K and V only", _messages),

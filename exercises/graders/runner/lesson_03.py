@@ -108,8 +108,8 @@ def overlap(answers: Answers, given: Inputs, axis: Axis, mesh: Mesh) -> Iterator
     if missing:  # at the end, because other ranks wait for the calls of this one
         raise Unfit(
             "expected a gradient for every parameter after finish, got None for one that this rank "
-            "did not use: its bucket is sent all the same, with zeros, and returns the sum of the "
-            "others"
+            "did not use: its bucket is sent all the same, with zeros, and the result of all ranks "
+            "is its gradient"
         )
     return found | {"weights after the last step": flat(parameters), "overwritten": overwritten}
 

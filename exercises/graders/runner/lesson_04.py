@@ -40,7 +40,7 @@ class Momentum:
 
 def stage_1(answers: Answers, given: Inputs, axis: Axis, mesh: Mesh) -> Iterator[Any]:
     """04-3: three steps; the two calls in turn."""
-    weights, update = given["weights"], Momentum(given["rate"])
+    weights, update = given["weights"], given["rule"](given["rate"])
     found: dict[str, Any] = {SIZES: update.sizes}
     for step, gradients in enumerate(given["gradients"], 1):
         new = answers[0](weights, gradients, update, axis)
