@@ -13,7 +13,7 @@ import pytest
 
 from course_lib import cli
 from course_lib.interview import mock, quiz
-from course_lib.interview.agenda import FOLLOW_UPS, group_of, make_plan, numeric_language
+from course_lib.interview.agenda import FOLLOW_UPS, group_of, make_plan
 from course_lib.interview.cases import CASES
 from course_lib.interview.concepts import Concept
 from course_lib.interview.design import Described
@@ -90,7 +90,7 @@ def plan(request):
 def test_a_whole_interview(plan, tmp_path):
     keeper = Keeper(tmp_path)
     sheet, candidate = held(plan, answers(plan), keeper)
-    said, spoken = written("interview", plan.language), texts(numeric_language(plan.language))
+    said, spoken = written("interview", plan.language), texts(plan.language)
     assert not candidate.given
     assert sheet.finished
     wrong, right, *concepts, case = sheet.items
