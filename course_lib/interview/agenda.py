@@ -12,7 +12,7 @@ from course_lib.interview.concepts import Concept, concepts
 from course_lib.interview.design import Described
 from course_lib.interview.questions import Question, texts
 from course_lib.interview.sheet import Item
-from course_lib.interview.written import languages, written
+from course_lib.interview.written import written
 from course_lib.planner.configuration import suggestion
 
 PARTS = {"numbers": (2, 5.0), "concepts": (2, 7.5), "design": (1, 20.0)}  # questions; minutes each
@@ -84,24 +84,20 @@ def make_plan(
         raise ValueError(f"no part is called {part!r}; {suggestion(part, PARTS)}")
     if case is not None and part not in (None, "design"):
         raise ValueError(f"case {case} belongs to the part design; leave out part {part}")
-    rng = Random(f"interview {seed}")
+    by_part = {name: Random(f"interview {name} {seed}") for name in PARTS}
     number, concept = PARTS["numbers"][0], PARTS["concepts"][0]
-    spoken = numeric_language(language)
-    topics = rng.sample(quiz.topics(), number)
+    topics = by_part["numbers"].sample(quiz.topics(), number)
     chosen: dict[str, list[Any]] = {
-        "numbers": [quiz.question(topic, seed, spoken) for topic in topics],
-        "concepts": _apart(rng, concepts(language), concept),
-        "design": [design.case((find(case) if case else rng.choice(CASES)).id, language)],
+        "numbers": [quiz.question(topic, seed, language) for topic in topics],
+        "concepts": _apart(by_part["concepts"], concepts(language), concept),
+        "design": [
+            design.case((find(case) if case else by_part["design"].choice(CASES)).id, language)
+        ],
     }
     parts = [name for name in PARTS if part in (None, name)]
     asked = tuple(one for name in parts for one in chosen[name])
     planned = sum(count * each for count, each in map(PARTS.__getitem__, parts))
     return Plan(seed, language, planned if minutes is None else minutes, asked)
-
-
-def numeric_language(language: str) -> str:
-    """Return the language of numeric questions: English where ``language`` has none."""
-    return language if language in languages("quiz") else "en"
 
 
 def _apart(rng: Random, known: tuple[Concept, ...], count: int) -> list[Concept]:
@@ -122,7 +118,7 @@ def _item(one: Question | Concept | Described, language: str) -> Item:
     """Return the empty line of the score sheet for a question, with the usual minutes."""
     if isinstance(one, Question):
         part, id, lesson = "numbers", one.id, one.lesson
-        title = texts(numeric_language(language))["topics"][one.topic]
+        title = texts(language)["topics"][one.topic]
     elif isinstance(one, Concept):
         part, id, lesson, title = "concepts", one.id, one.lesson, one.title
     else:

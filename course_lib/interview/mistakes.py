@@ -263,7 +263,6 @@ def words(tried: Tried) -> Words:
             "token_seconds": result.tpot_seconds,
             "first_seconds": result.ttft_seconds,
             "largest": largest,
-            "tp_seconds": result.decode.get("tp", 0.0),
         }
     held, experts = result.memory, case.model.experts
     return found | {

@@ -15,7 +15,7 @@ from time import monotonic
 from typing import Any
 
 from course_lib.interview import design, quiz
-from course_lib.interview.agenda import Plan, group_of, numeric_language
+from course_lib.interview.agenda import Plan, group_of
 from course_lib.interview.concepts import Concept
 from course_lib.interview.design import Answer, Described
 from course_lib.interview.lines import folded
@@ -62,16 +62,12 @@ class _Interview:
         self.said = written("interview", self.plan.language)
         self.loop: dict[str, str] = self.said["loop"]
         self.rng = Random(f"follow-ups {self.plan.seed}")
-        self.numeric_in = numeric_language(self.plan.language)
 
     def run(self) -> None:
         """Ask all questions."""
         plan = self.plan
         count, minutes = len(plan.asked), f"{plan.minutes:g}"
         self.tell("start", seed=plan.seed, count=count, minutes=minutes)
-        numeric = any(isinstance(one, Question) for one in plan.asked)
-        if numeric and self.numeric_in != plan.language:
-            self.tell("english")
         start = self.clock()
         for number, (one, item) in enumerate(zip(plan.asked, plan.items(), strict=True), 1):
             used = int(self.clock() - start)
@@ -92,6 +88,7 @@ class _Interview:
                 else:
                     self.design(one, item)
                 item.finished = True
+            self.tell("took", used=f"{item.seconds / 60:.1f}", planned=f"{item.planned:g}")
 
     @contextmanager
     def timed(self, item: Item) -> Iterator[None]:
@@ -115,9 +112,8 @@ class _Interview:
         """Ask a numeric question, and the follow-up of its mistake."""
         item.of = 1
         self.say(folded(one.text))
-        spoken = self.numeric_in
         verdict = quiz.answered(one, self.recorded(item), lambda text: self.say(folded(text)))
-        quizzed = texts(spoken)["loop"]
+        quizzed = texts(self.plan.language)["loop"]
         item.points = int(verdict is not None and verdict.right)
         item.mistake = verdict.mistake if verdict else None
         item.skipped = verdict is None

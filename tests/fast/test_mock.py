@@ -13,7 +13,7 @@ import pytest
 
 from course_lib import cli
 from course_lib.interview import mock, quiz
-from course_lib.interview.agenda import FOLLOW_UPS, group_of, make_plan, numeric_language
+from course_lib.interview.agenda import FOLLOW_UPS, group_of, make_plan
 from course_lib.interview.cases import CASES
 from course_lib.interview.concepts import Concept
 from course_lib.interview.design import Described
@@ -90,7 +90,7 @@ def plan(request):
 def test_a_whole_interview(plan, tmp_path):
     keeper = Keeper(tmp_path)
     sheet, candidate = held(plan, answers(plan), keeper)
-    said, spoken = written("interview", plan.language), texts(numeric_language(plan.language))
+    said, spoken = written("interview", plan.language), texts(plan.language)
     assert not candidate.given
     assert sheet.finished
     wrong, right, *concepts, case = sheet.items
@@ -108,6 +108,8 @@ def test_a_whole_interview(plan, tmp_path):
         assert item.follow_ups[0].ask in [each.ask for each in one.follow_ups]
         assert one.drawing in "\n".join(candidate.said)
     assert case.answers == PROPOSALS
+    took = said["loop"]["took"].format(used="1.0", planned=f"{case.planned:g}")
+    assert took.replace(" ", "") in candidate.heard.replace(" ", "")
     assert [row["mistake"] for row in case.proposals] == ["zero-rounds", None]
     assert (case.points, case.of, case.score) == (4, 4, (6, 6))
     assert len(case.follow_ups) == 2
