@@ -56,7 +56,7 @@ trial.hear("memory", vote_1, vote_2, vote_3, vote_4)
 # %% [markdown]
 # Claim 1 counts 12 bytes of Adam's state per parameter, and claim 2 counts 60 / 7.5 = 8, so they cannot both be right.
 # The ZeRO paper has 12: a master copy of the weight and two moments, each in float32. The 8 bytes leave out the master
-# copy, and they spread to every row of a common table of ZeRO's stages. Here is that table for 64 GPUs, with the
+# copy, and a common table of ZeRO's stages has this mistake in every row. Here is the table for 64 GPUs, with the
 # claimed sums in the last column:
 
 # %%
@@ -75,8 +75,8 @@ for stage, claimed in COPIED.items():
 
 # %% [markdown]
 # For stages 1 and 2 the claimed sums are nearly right, because 64 GPUs share the error. So a wrong formula can look
-# right for one set of numbers. Claim 3 divides all 18 bytes by 64, as ZeRO-3 does. With ZeRO-2 every GPU stores all
-# weights of its TP shard. Claim 4 leaves out an axis, because a GPU stores only the layers of its own stage.
+# right for one set of numbers. Claim 3 divides all 18 bytes by 64, as ZeRO-3 does. Claim 4 leaves out an axis, because
+# a GPU stores only the layers of its own stage.
 #
 # ## Traffic: six claims
 # 5. A common claim: "TP has two all-reduces per layer."
@@ -97,6 +97,13 @@ vote_10 = None
 
 # %%
 trial.hear("traffic", vote_5, vote_6, vote_7, vote_8, vote_9, vote_10)
+
+# %% [markdown]
+# What does a check look like? It returns the claimed value, the computed one, and for a conditional claim the value
+# under another condition. `trial.show(n)` prints the check of claim n, here of claim 8:
+
+# %%
+trial.show(8)
 
 # %% [markdown]
 # The bytes of TP and PP grow with the tokens of a step, and those of DP do not. So the order of claim 7 depends on the
@@ -136,7 +143,7 @@ vote_13 = None
 trial.hear("pipelines", vote_11, vote_12, vote_13)
 
 # %% [markdown]
-# Claim 13 is the tool for claim 11. It says how many micro-batches a replica needs for a bubble of 15 %, and then you
+# The formula of claim 13 decides claim 11. It says how many micro-batches a replica needs for a bubble of 15 %, and then you
 # can ask whether the batch is that large:
 
 # %%
@@ -149,7 +156,7 @@ for micro_batches in (64, 128, 357, 1024):
 
 # %% [markdown]
 # ## Code: eight claims
-# A line of code claims to run, and to do what its comment says. These lines are from programs for 64 GPUs with TP=8,
+# A line of code is a claim too: it runs, and it does what its comment says. These lines are from programs for 64 GPUs with TP=8,
 # PP=4 and DP=2, except for claim 14.
 #
 # 14. A common claim about the ranks of 512 GPUs: "`gpu_rank = 0-511`"
@@ -300,7 +307,8 @@ coroutine.close()
 # %% [markdown]
 # The right sums are 11 on ranks 0 and 1, and 1100 on ranks 2 and 3. You get 1001 and 110, or a hang, depending on the
 # order in which the ranks arrive. Both groups have the same name, because torch counts the calls. Ranks 0 and 3 came
-# first, found each other under that name, and summed across groups. The last cell of this section runs the checks:
+# first, found each other under that name, and summed across groups. With its
+# layer class, the policy wraps both layers, so each rank has three FSDP modules. Now the verdicts:
 
 # %%
 trial.hear("code", vote_14, vote_15, vote_16, vote_17, vote_18, vote_19, vote_20, vote_21)
@@ -324,8 +332,7 @@ trial.hear("decisions", vote_22, vote_23, vote_24, vote_25)
 
 # %% [markdown]
 # Claim 23 is a slip, but it changes a plan. With four nodes you would place both stages of PP inside a node, where TP=8
-# already fills all eight GPUs. Claim 24 has the order wrong. From inside to outside it is TP, CP, PP, DP, and with
-# tp=8 the next rank on cp is on another node.
+# already fills all eight GPUs.
 #
 # ## Claims that contradict each other
 # Some common claims cannot all be right. Look for such pairs when you study, because at least one side leaves
@@ -359,12 +366,12 @@ for name in ("C01", "C02", "C04"):
     trial.contradiction(name)
 
 # %% [markdown]
-# In the first, both sides are right and neither names the pass. In the second, one side states the payload, and the
-# other the limit of 2(n-1)/n for many ranks. The third is the master copy that claim 2 leaves out.
+# Both sides of the first pair are right, and neither names the pass. In the second pair neither side is the number of
+# bytes that one of eight ranks sends. The third pair is the one from claims 1 and 2.
 #
 # ## What you settled
-# Compare the three rows. If you settle most of the right claims and few of the wrong ones, you trust numbers too
-# much. If you miss the conditional ones, you decide before you ask for the sizes.
+# Compare the rows of the next table. If you settle most of the right claims and few of the wrong ones, you trust
+# numbers too easily. If you miss the conditional ones, ask for the sizes before you decide.
 
 # %%
 VOTES = (
@@ -409,7 +416,7 @@ for (lesson, name), (given, mistake) in FIRST_GUESSES.items():
 
 # %% [markdown]
 # ## Before you believe a number
-# **Cheat-sheet.** Most of the wrong claims fail one of these questions:
+# **Cheat-sheet.** Each wrong or conditional claim of this lesson fails one of these questions:
 #
 # | question | claims that fail it |
 # |---|---|
@@ -422,7 +429,7 @@ for (lesson, name), (given, mistake) in FIRST_GUESSES.items():
 # | Has the line ever been run? | 14, 17, 20, 21 |
 # | Does it fit the nodes? | 23, 24 |
 #
-# [A page](../docs/claims.md) has all claims of the table, each with its check.
+# [A page](../docs/claims.md) has all common claims that we checked, with the values and the verdict of each.
 #
 # **Exit questions.** Answer, then unfold.
 #

@@ -101,7 +101,7 @@ def due(
         return 0
     for card in (*queue, *unseen):
         progress = reviews.cards.get(card.id)
-        print(f"{progress.next_review if progress else 'new':<12}{card.front.splitlines()[0]}")
+        print(f"{progress.next_review if progress else 'new'!s:<12}{card.front.splitlines()[0]}")
     print(f"{len(queue)} due, {len(unseen)} new")
     return 0
 
@@ -123,14 +123,17 @@ def import_(
 @reviews_app.command()
 def export(
     folder: Annotated[Path, typer.Argument(metavar="DIR", help="Folder to write notes to.")],
+    topic: Annotated[
+        str | None, typer.Option(help="notes: only those that you imported; default: all.")
+    ] = None,
     language: Language = "en",
     today: Today = None,
 ) -> int:
     """Write notes with your progress."""
-    from course_lib.interview.cards import cards
     from course_lib.interview.review_notes import export_notes
 
-    reviews, made = _reviews(), cards(language)
+    reviews = _reviews()
+    made = _cards(reviews, topic, language)
     make_folder(folder, "export")
     report = export_notes(reviews, made, folder, today or date.today())
     return _reported("exported", report, folder)
@@ -151,16 +154,21 @@ def _say(reviews: Reviews) -> None:
     reviews.said.clear()
 
 
+def _cards(reviews: Reviews, topic: str | None, language: str) -> list[Card]:
+    """Return the imported notes and the cards of the course."""
+    from course_lib.interview.cards import cards, with_topic
+    from course_lib.interview.review_notes import note_cards
+
+    return with_topic([*note_cards(reviews), *cards(language)], topic)
+
+
 def _queue(
     reviews: Reviews, topic: str | None, new: int, language: str, today: date
 ) -> tuple[list[Card], list[Card]]:
     """Return the cards that are due, and those that start today."""
-    from course_lib.interview.cards import cards, with_topic
     from course_lib.interview.review import due, unseen
-    from course_lib.interview.review_notes import note_cards
 
-    made = with_topic([*note_cards(reviews), *cards(language)], topic)
-    by_id = {card.id: card for card in made}
+    by_id = {card.id: card for card in _cards(reviews, topic, language)}
     queue = [by_id[id] for id in due(reviews.cards, today) if id in by_id]
     return queue, [by_id[id] for id in unseen(by_id, reviews.cards, today, new)]
 

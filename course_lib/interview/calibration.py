@@ -36,6 +36,7 @@ OPERATORS: dict[type[ast.AST], Callable[..., float]] = {
     ast.USub: operator.neg,
     ast.UAdd: operator.pos,
 }
+DAMAGED = (ValueError, OSError, TypeError, AttributeError, KeyError, RecursionError)
 SMALL, NEAR = 0.1, 0.05  # below SMALL, an absolute error of NEAR is within a factor 2
 HEAD = "{:28}{:>15}{:>13}   {:20}{:>8}"
 
@@ -120,7 +121,7 @@ class Score:
             low = sum(guess.ratio < 1 for guess in off)
             yield f"\nWithin a factor 2: {self.within(2)} of {len(self.guesses)}."
             if off:
-                yield f"Of the others, {low} are too low and {len(off) - low} too high."
+                yield f"Too low: {low}. Too high: {len(off) - low}."
         if self.named:
             yield f"Groups, axes and ways named right: {_right(self.named)}."
         if self.blank:
@@ -204,7 +205,7 @@ def settled(path: Path, number: str) -> dict[str, str]:
 
 
 def score(root: Path = ROOT) -> Score:
-    """Read the learner's lessons in ``root``/work/notebooks; return the score."""
+    """Read the learner's lessons in the folder work of ``root`` and return the score."""
     from course_lib.grading.syllabus import lesson_files, number_of
 
     found = Score()
@@ -213,8 +214,11 @@ def score(root: Path = ROOT) -> Score:
         if own.exists():
             try:
                 _read(found, number_of(source), own, settled(source, number_of(source)))
-            except (ValueError, OSError) as error:
-                found.damaged.append(f"not read: {str(error).removeprefix(f'{root}/')}")
+            except DAMAGED:
+                found.damaged.append(
+                    f"{own.relative_to(root)} is not a notebook and does not count; course start "
+                    f"{number_of(source)} --fresh sets it aside."
+                )
     return found
 
 
@@ -243,7 +247,8 @@ def _read(found: Score, number: str, own: Path, votes: dict[str, str]) -> None:
             elif known is not None:
                 found.guesses.append(Guess(number, short, _number(given), known))
         except ValueError as error:
-            found.unread.append(f"{name} of lesson {number}: {error}, got {text.strip()[:60]}")
+            typed = text.partition("  #")[0].strip()
+            found.unread.append(f"{name} of lesson {number}: {error}, got {typed[:60]}")
 
 
 def _number(given: Any) -> float:

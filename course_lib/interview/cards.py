@@ -101,7 +101,8 @@ def _of_formulas() -> Iterator[Card]:
             same = row.quantity.startswith("the same")
             whole = whole if same else row.quantity
             name = f"{whole}; {row.quantity}" if same else whole
-            used = [f"{each}: {meaning}" for each, meaning, _ in SYMBOLS if each in row.symbols]
+            symbols = row.symbols
+            used = [f"{each}: {meaning}" for each, meaning, _ in SYMBOLS if each in symbols]
             yield Card(
                 id=f"formula-{re.sub(r'[^a-z0-9]+', '-', name.lower()).strip('-')}",
                 front="\n".join([texts["formula"].format(section=section, name=name), *used]),

@@ -74,7 +74,7 @@ class Note:
             key, text = match["key"], _plain(match["value"])
             read, expected = KEYS[key]
             found.pop(key, None)  # of several equal keys, YAML takes the last
-            nested = text in NULL and self._goes_on(number)
+            nested = not text and self._goes_on(number)
             if text in NULL and not nested:
                 continue
             try:
@@ -86,6 +86,11 @@ class Note:
                 where = f"line {number + 2}: expected {expected} after {key}:"
                 raise ValueError(f"{where} on the same line, got {got}") from None
         return found
+
+    def scalar(self, key: str) -> str:
+        """Return the text of a field on one line, known or not; empty if there is none."""
+        matches = [FIELD.fullmatch(line) for line in self.lines or ()]
+        return next((_plain(each["value"]) for each in matches if each and each["key"] == key), "")
 
     @property
     def tags(self) -> tuple[str, ...]:

@@ -48,7 +48,8 @@ def note_cards(reviews: Reviews) -> list[Card]:
             body = note.body.encode("utf-8", "surrogateescape").decode("utf-8", "replace")
             first, _, rest = body.lstrip().partition("\n")
             heading = first.startswith("# ")
-            front = first.removeprefix("# ").strip() if heading else Path(id).stem
+            title = first.removeprefix("# ").strip() if heading else note.scalar("title")
+            front = title or Path(id).stem
             back = (rest if heading else body).replace("\r\n", "\n").strip()
             found.append(Card(id, front, back, ("notes", *note.tags)))
     return found
@@ -65,6 +66,8 @@ def import_notes(reviews: Reviews, path: Path, known: Collection[str], today: da
     for name, file in _files(path):
         try:
             data = file.read_bytes()
+            if b"\0" in data:
+                raise ValueError("expected text in UTF-8, got a zero byte")
             values = parse(data).values
             own = file.stem in known
             id, source = (file.stem, "") if own else (name, str(file.resolve()))
@@ -94,7 +97,7 @@ def import_notes(reviews: Reviews, path: Path, known: Collection[str], today: da
 
 
 def export_notes(reviews: Reviews, made: Iterable[Card], folder: Path, today: date) -> Report:
-    """Write the imported notes and one note per reviewed card to ``folder``.
+    """Write those cards ``made`` that are imported notes or were reviewed to ``folder``.
 
     Of a note that was reviewed here only the lines of the fields that changed differ from the file
     in ``folder``, or from the imported note where ``folder`` has none. Other files there stay.
@@ -102,16 +105,14 @@ def export_notes(reviews: Reviews, made: Iterable[Card], folder: Path, today: da
     report, by_id = Report(), {card.id: card for card in made}
     for id, progress in sorted(reviews.cards.items()):
         name = id if progress.source else f"{id}.md"
-        target, copy, card = folder / name, reviews.copy_of(id), by_id.get(id)
-        here = target.exists()
+        target, here = folder / name, (folder / name).exists()
+        if id not in by_id:
+            continue
         if here:
             data = target.read_bytes()
-        elif progress.source and copy.exists():
-            data = copy.read_bytes()
-        elif card and progress.review_count:
-            data = _new_note(card)
         else:
-            continue
+            copy = reviews.copy_of(id)
+            data = copy.read_bytes() if progress.source else _new_note(by_id[id])
         try:
             after = _updated(parse(data), progress, today) if progress.graded else data
         except ValueError as error:

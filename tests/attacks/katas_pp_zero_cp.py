@@ -232,11 +232,6 @@ class _Coupled(_Zero):
     coupled = True
 
 
-class _OwnGradient(_Zero):
-    def reduced(self, gradients: Tensor) -> Tensor:
-        return self.cut(gradients)[self.rank]
-
-
 class _AllReduces(_Zero):
     def reduced(self, gradients: Tensor) -> Tensor:
         total = gradients.clone(memory_format=torch.contiguous_format)
@@ -279,13 +274,6 @@ class _StateOfAll(_Zero):
             torch.cat([*zeros[: self.rank], x, *zeros[self.rank + 1 :]]) for x in (w, g)
         )
         return super().updated(full_w, full_g, state, options)[own]
-
-
-class _NoGather(_Zero):
-    def gathered(self, w: Tensor, weights: Tensor) -> Tensor:
-        parts = list(self.cut(weights))
-        parts[self.rank] = w
-        return torch.cat(parts)[: len(weights)]
 
 
 class _NeverWaits(_Zero):
@@ -449,11 +437,6 @@ class _LocalMask(_Ring):
         return super().scores(k, True)
 
 
-class _NoMask(_Ring):
-    def scores(self, k: Tensor, causal: bool) -> Tensor:
-        return super().scores(k, False)
-
-
 class _Unscaled(_Ring):
     def scores(self, k: Tensor, causal: bool) -> Tensor:
         return super().scores(k, causal) * self.q.shape[-1] ** 0.5
@@ -462,11 +445,6 @@ class _Unscaled(_Ring):
 class _ScalesInPlace(_Ring):
     def __call__(self, q: Tensor, *others: Any) -> Any:
         return super().__call__(q.mul_(1.0), *others)
-
-
-class _SumsOutputs(_Ring):
-    def result(self) -> Any:
-        return sum(out for out, _ in self.found), super().result()[1]
 
 
 class _LseOfLast(_Ring):
@@ -498,7 +476,6 @@ ATTACKS: dict[str, Attacks] = {
                 _loop(pipeline.KeepsGraphs()), words="the activations of 2 micro-batches at most"
             ),
             Wrong(_loop(pipeline.WholeMean()), words="counts 1/m"),
-            Wrong(_loop(pipeline.ClearsAtFirst()), words="that were in .grad before the step"),
             Wrong(_loop(pipeline.ForgetsItsSends()), words="never waited for"),
             Wrong(_loop(_AddsUp()), words="in the second call"),
             Wrong(_loop(_IntoTheInput()), words="the input micro-batches to be unchanged"),
@@ -513,7 +490,6 @@ ATTACKS: dict[str, Attacks] = {
         wrong=(
             Wrong(_Averages(), words="the gradients are averaged over the ranks"),
             Wrong(_InTheWorld(), words=OUTSIDE),
-            Wrong(_OwnGradient(), words="with its own rank's gradient"),
             Wrong(_AllReduces(), words="each with a reduce-scatter of the padded gradients"),
             Wrong(_DropsTheRest(), words="weights after step"),
             Wrong(_NoState(), words="the moments of the first step are lost"),
@@ -522,7 +498,6 @@ ATTACKS: dict[str, Attacks] = {
             Wrong(_KeepsAView(), words="clone what is a view of a larger tensor"),
             Wrong(_Uncorrected(), words="not divided by 1 - beta**t"),
             Wrong(_Coupled(), words="AdamW takes it off the weights"),
-            Wrong(_NoGather(), words="gather the shards after the step"),
             Wrong(_NeverWaits(), words="never waited for"),
             Wrong(_InPlace(), words="the input weights to be unchanged"),
             Wrong(_ZeroByComm(), words=REFUSAL),
@@ -534,9 +509,7 @@ ATTACKS: dict[str, Attacks] = {
             Wrong(lambda *given: _Ring()(*given)[0], words="expected 2 values"),
             Wrong(_NoMaximum(), words="exponentials of large scores overflow"),
             Wrong(_LocalMask(), words="the causal mask was used on blocks of earlier ranks too"),
-            Wrong(_NoMask(), words="the own block needs the causal mask"),
             Wrong(_Unscaled(), words="not divided by sqrt(K)"),
-            Wrong(_SumsOutputs(), words="weigh them by their log-sum-exp"),
             Wrong(_LseOfLast(), words="log-sum-exp: "),
             Wrong(_Gathers(), words="messages only, got all_gather"),
             Wrong(_WaitsFirst(), words="start the exchange, compute, then wait"),

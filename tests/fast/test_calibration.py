@@ -221,7 +221,7 @@ def test_predictions_and_votes_are_compared(root):
     assert not found.unread + found.damaged + found.left_out
     text = str(found)
     assert re.search(r"^01  Why parallelism +2 of 4 +1 of 4 +close +1 of 2$", text, re.MULTILINE)
-    assert "Within a factor 2: 2 of 4.\nOf the others, 1 are too low and 1 too high." in text
+    assert "Within a factor 2: 2 of 4.\nToo low: 1. Too high: 1." in text
     assert "1 predictions" in text
     assert found.as_dict()["within_2"] == 2
     json.dumps(found.as_dict())
@@ -243,12 +243,24 @@ def test_a_damaged_notebook_is_named_and_the_others_count(root):
     typed(root, "03", predicted_calls="39", predicted_growth="open('x')", vote_1='"maybe"')
     found = score(root)
     assert len(found.guesses) == 1
-    assert [re.search(r"work/notebooks/(\d\d)_", said)[1] for said in found.damaged] == ["01", "02"]
+    assert [re.match(r"work/notebooks/(\d\d)_", said)[1] for said in found.damaged] == ["01", "02"]
+    assert "course start 02 --fresh" in found.damaged[1]
     assert [said.split(":")[0] for said in found.unread] == [
         "vote_1 of lesson 03",
         "predicted_growth of lesson 03",
     ]
     assert all(said in str(found) for said in found.unread + found.damaged)
+    assert found.unread[1].endswith("got open('x')")
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["", "[]", '"text"', '{"cells": {"a": 1}}', '{"cells": [{"source": [1]}]}', "[" * 100_000,
+     '{"cells": [{"cell_type": "code", "source": "predicted_alpha = 5", "outputs": ["x"]}]}'],
+)  # fmt: skip
+def test_no_file_crashes_the_score(root, text):
+    (root / "work" / "notebooks" / LESSONS["02"].name).write_text(text)
+    assert len(score(root).damaged) == 1
 
 
 @pytest.mark.parametrize(

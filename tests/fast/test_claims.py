@@ -10,7 +10,7 @@ from importlib import import_module
 
 import pytest
 
-from course_lib.interview import checks
+from course_lib.interview import checks, trial
 from course_lib.interview.claims import BY, KINDS, NONE, PAGE, VERDICTS, Claim, page, table
 
 CLAIMS = table().claims
@@ -132,3 +132,43 @@ def test_a_verdict_is_refused_unless_the_values_say_so(verdict, values, holds):
 
 def test_the_page_is_todays():
     assert PAGE.read_text(encoding="utf-8") == page(), "run python -m course_lib.interview.claims"
+
+
+def test_votes_are_heard_and_counted(capsys):
+    trial.hear("memory", "true", "false", True, None)
+    text = capsys.readouterr().out
+    heads = re.findall(r"^(\d) +(\w+), by \w+ \(your vote: (.*)\)$", text, re.MULTILINE)
+    assert heads == [
+        ("1", "right", "true, right"),
+        ("2", "wrong", "false, right"),
+        ("3", "conditional", "True, wrong"),
+        ("4", "wrong", "none"),
+    ]
+    assert "GB: claimed 90, computed 120." in text
+    assert "The paper's total is 120 GB: 15 + 15 + 90." in text
+    trial.tally(*["only if ..."] * 24, None)
+    rows = dict(re.findall(r"^(\w+) +(\d+ +\d+ +\d+)$", capsys.readouterr().out, re.MULTILINE))
+    assert {name: list(map(int, row.split())) for name, row in rows.items()} == {
+        "right": [6, 0, 0],
+        "wrong": [12, 0, 0],
+        "conditional": [7, 6, 1],
+        "all": [25, 6, 1],
+    }
+
+
+@pytest.mark.parametrize(
+    ("subject", "votes", "words"),
+    [
+        ("trivia", (), "expected a subject of memory, traffic"),
+        ("memory", (None,), "expected 4 votes on memory, got 1"),
+        ("pipelines", ("true", "perhaps", None), "vote_12: expected .*, got 'perhaps'"),
+    ],
+)
+def test_what_cannot_be_heard_is_said(subject, votes, words):
+    with pytest.raises(ValueError, match=words):
+        trial.hear(subject, *votes)
+
+
+def test_the_check_of_a_claim_is_shown(capsys):
+    trial.show(8)
+    assert capsys.readouterr().out.startswith("def dp_across_nodes() -> Numbers:")

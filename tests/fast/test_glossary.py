@@ -43,7 +43,8 @@ CHEAT_SHEETS = {  # words of each lesson's cheat-sheet
     "11": "group; clock; split; one order; overlapping groups",
     "12": "norm; axis; mesh; ZeRO-1; overlap",
     "13": "cache; row; request; tp; dp",
-    "14": "ZeRO-1; recomput; bubble; exposed; micro-batches; peak memory",
+    "14": "ZeRO-1; recomput; exposed; micro-batches; peak memory",
+    "15": "master weights; axis; ZeRO; micro-batch; payload",
 }
 NAMED = re.compile(
     r"ZeRO-\d|1F1B|ZB-H\d|FSDP\d|P2P|3D|b?float\d\d|"  # names that contain digits
@@ -114,6 +115,23 @@ def test_the_words_of_all_cheat_sheets_are_in_the_glossary():
         for word in words(text):
             assert plain(word) in found[lesson], f"lesson {lesson} has no {word!r}"
             assert re.search(rf"\b{re.escape(plain(word))}", plain(ENGLISH)), word
+
+
+def test_chinese_texts_use_the_terms_of_the_glossary():
+    instead = "流水并行 通信组 梯度累加 后向 混合切分 激活重算 上下文切分并行 微批量 优化器状况"
+    folder = TABLE.parent
+    paths = [*folder.glob("*_zh.toml"), *folder.glob("concepts/zh/*.toml"), TABLE]
+    paths += (ROOT / "docs").glob("*.zh.md")
+    assert len(paths) >= 8
+    for path in paths:
+        text = path.read_text(encoding="utf-8")
+        assert [term for term in instead.split() if term in text] == [], path.name
+    chinese = " ".join(term.zh for term in terms())
+    wanted = (
+        "数据并行 张量并行 流水线并行 上下文并行 专家并行 序列并行 优化器状态 激活值 重计算 微批次 "
+        "气泡 进程组 梯度累积 显存峰值"
+    )
+    assert [term for term in wanted.split() if term not in chinese] == []
 
 
 def test_no_number_is_typed_by_hand():

@@ -66,7 +66,7 @@ def reviewed(note: str | bytes, tmp_path: Path, rating: Rating = Rating.Good) ->
     report = import_notes(reviews, tmp_path / "in", (), DAY)
     assert report.refused == []
     reviews.record({"note.md": graded(reviews.cards["note.md"], rating, DAY)})
-    assert export_notes(reviews, [], tmp_path / "out", DAY).added == ["note.md"]
+    assert export_notes(reviews, note_cards(reviews), tmp_path / "out", DAY).added == ["note.md"]
     return (tmp_path / "out" / "note.md").read_bytes()
 
 
@@ -206,6 +206,14 @@ def test_a_note_without_front_matter_gets_one(note, tmp_path):
     assert set(parse(after.encode()).values) == set(KEYS)
 
 
+def by_yaml(front: bytes) -> dict:
+    """The fields as YAML reads them; empty if it refuses them."""
+    try:
+        return yaml.safe_load(front.decode("utf-8-sig").strip().removesuffix("---"))
+    except yaml.YAMLError:
+        return {}
+
+
 LINES = st.sampled_from(
     [
         "created: '2025-10-19'", "created: 2025-10-19 # day", "last_reviewed: null",
@@ -213,7 +221,7 @@ LINES = st.sampled_from(
         "review_count: 3", "difficulty: hard", "difficulty: Medium", "mastery_level: 0.4",
         "tags: [a, b]", "tags:\n- a\n-   'b c'", "# comment", "", "title: 'it''s: # not one'",
         "other:\n  created: 1999-01-01\n  list:\n  - review_count: 9",
-        "text: |\n  ---x\n  difficulty: no", "\todd\tline: 1", "Created: yesterday",
+        "text: |\n  ---x\n  difficulty: no", "Created: yesterday",
         "标题: 数据并行", "key without colon",
     ]
 )  # fmt: skip
@@ -223,7 +231,7 @@ ENDS = st.sampled_from(["\n", "\r\n"])
 @given(
     lines=st.lists(LINES, max_size=9),
     end=ENDS,
-    body=st.binary(max_size=60),
+    body=st.binary(max_size=60).map(lambda body: body.replace(b"\0", b"")),
     mark=st.sampled_from(["", "\ufeff"]),
     rating=st.sampled_from(list(Rating)),
 )
@@ -234,13 +242,13 @@ def test_import_and_export_keep_every_other_byte(lines, end, body, mark, rating,
     (tmp_path / "note.md").write_bytes(data)
     reviews = Reviews(tmp_path / "review")
     assert import_notes(reviews, tmp_path / "note.md", (), DAY).added == ["note.md"]
-    assert export_notes(reviews, [], tmp_path, DAY).unchanged == ["note.md"]
+    assert export_notes(reviews, note_cards(reviews), tmp_path, DAY).unchanged == ["note.md"]
     assert (tmp_path / "note.md").read_bytes() == data
-    export_notes(reviews, [], tmp_path / "out", days(3))
+    export_notes(reviews, note_cards(reviews), tmp_path / "out", days(3))
     assert (tmp_path / "out" / "note.md").read_bytes() == data
 
     reviews.record({"note.md": graded(reviews.cards["note.md"], rating, DAY)})
-    export_notes(reviews, [], tmp_path, DAY)
+    export_notes(reviews, note_cards(reviews), tmp_path, DAY)
     after = (tmp_path / "note.md").read_bytes()
     known = re.compile(rb"(?:%s)[ ]*:.*\n" % "|".join(KEYS).encode())
     start = len(data) - len(body)
@@ -250,6 +258,13 @@ def test_import_and_export_keep_every_other_byte(lines, end, body, mark, rating,
     assert new == old
     assert after[len(front) :] == body
     assert parse(after).values.items() >= {"last_reviewed": DAY, "mastery_level": 1.0}.items()
+    if before := by_yaml(data[:start]):
+        later = by_yaml(front)
+        assert {key: value for key, value in later.items() if key not in KEYS} == {
+            key: value for key, value in before.items() if key not in KEYS
+        }
+        assert str(later["last_reviewed"]) == str(DAY)
+        assert int(later["review_count"]) == parse(data).values.get("review_count", 0) + 1
     shutil.rmtree(tmp_path)
 
 
@@ -315,14 +330,34 @@ def test_a_second_import_keeps_the_newer_progress(tmp_path):
     path.write_text(NOTE.replace("review_count: 0", "review_count: 5"))
     assert import_notes(reviews, path, (), DAY).updated == ["note.md"]
     assert reviews.cards["note.md"].review_count == 5
-    assert export_notes(reviews, [], tmp_path, DAY).unchanged == ["note.md"]
+    assert export_notes(reviews, note_cards(reviews), tmp_path, DAY).unchanged == ["note.md"]
+
+
+def test_the_front_of_a_note_is_its_heading_or_its_title_or_its_name(tmp_path):
+    for name, text in {
+        "a.md": "---\ntitle: 'It''s TP'\n---\n# PP\nBody",
+        "b.md": "---\ntitle: 'It''s TP'\n---\nBody",
+        "c.md": "---\ntitle:\n---\nBody", "d.txt": "Body",
+    }.items():  # fmt: skip
+        (tmp_path / name).write_text(text)
+    reviews = Reviews(tmp_path / "review")
+    import_notes(reviews, tmp_path, (), DAY)
+    found = [(card.front, card.back) for card in note_cards(reviews)]
+    assert found == [(front, "Body") for front in ("PP", "It's TP", "c", "d")]
+
+
+def test_a_file_that_is_no_text_is_refused(tmp_path):
+    (tmp_path / "utf16.md").write_bytes("# Note".encode("utf-16"))
+    (sentence,) = import_notes(Reviews(tmp_path / "review"), tmp_path, (), DAY).refused
+    assert sentence.endswith("utf16.md: expected text in UTF-8, got a zero byte")
 
 
 def test_an_edited_note_keeps_its_text_when_progress_is_exported(tmp_path):
     reviewed(NOTE, tmp_path)
     target = tmp_path / "out" / "note.md"
     target.write_text(NOTE.replace("Activations.", "My words."))
-    export_notes(Reviews(tmp_path / "review").load(), [], tmp_path / "out", days(1))
+    reviews = Reviews(tmp_path / "review").load()
+    export_notes(reviews, note_cards(reviews), tmp_path / "out", days(1))
     assert "My words." in target.read_text()
     assert parse(target.read_bytes()).values["review_count"] == 1
     assert parse(target.read_bytes()).values["mastery_level"] < 1
@@ -458,11 +493,15 @@ def run(tmp_path, monkeypatch, *argv, answers=()) -> int:
     return cli.main(["review", *map(str, argv)])
 
 
+def exported_day(tmp_path) -> str:
+    return str(parse((tmp_path / "out" / "pp.md").read_bytes()).values["next_review"])
+
+
 def test_a_week_on_the_command_line(tmp_path, monkeypatch, capsys):
     (tmp_path / "notes").mkdir()
     (tmp_path / "notes" / "pp.md").write_text(NOTE)
     assert run(tmp_path, monkeypatch, "import", tmp_path / "notes", "--today", DAY) == 0
-    assert capsys.readouterr().out.startswith("1 notes added")
+    assert capsys.readouterr().out.startswith("Notes: 1 added")
     counts = []
     for number in range(7):
         today = days(number)
@@ -471,12 +510,18 @@ def test_a_week_on_the_command_line(tmp_path, monkeypatch, capsys):
         counts.append((len(data["due"]), len(data["new"])))
         answers = ["", "3"] * sum(counts[-1])
         assert run(tmp_path, monkeypatch, "--new", 2, "--today", today, answers=answers) == 0
-        assert f"{sum(counts[-1])} reviews." in capsys.readouterr().out
+        assert f"Reviews: {sum(counts[-1])}." in capsys.readouterr().out
     assert counts == [(1, 2), (0, 2), (3, 2), (2, 2), (2, 2), (2, 2), (2, 2)]
     assert run(tmp_path, monkeypatch, "--new", 2, "--today", days(6)) == 0
     assert f"Nothing is due on {days(6)}. The next card is due on" in capsys.readouterr().out
     assert run(tmp_path, monkeypatch, "export", tmp_path / "out", "--today", days(7)) == 0
-    assert "15 notes added" in capsys.readouterr().out
+    assert ": 15 added" in capsys.readouterr().out
+    assert run(tmp_path, monkeypatch, "export", tmp_path / "mine", "--topic", "notes") == 0
+    assert [path.name for path in (tmp_path / "mine").iterdir()] == ["pp.md"]
+    assert run(tmp_path, monkeypatch, "due", "--topic", "notes", "--today", days(60)) == 0
+    assert (
+        f"\n{exported_day(tmp_path)}  What does PP send?\n1 due, 0 new" in capsys.readouterr().out
+    )
     exported = parse((tmp_path / "out" / "pp.md").read_bytes()).values
     assert exported["review_count"] == 2
     assert 0.9 < exported["mastery_level"] < 1
@@ -517,5 +562,5 @@ def test_damage_is_said_on_the_command_line_and_the_review_goes_on(tmp_path, mon
         "state.json was damaged and is now state.json.damaged-1; the progress with no card could "
         "be read.\n"
     )
-    assert "1 reviews." in out
+    assert "Reviews: 1." in out
     assert (folder / "state.json.damaged-1").read_text() == "{]"
