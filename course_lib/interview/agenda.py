@@ -84,14 +84,16 @@ def make_plan(
         raise ValueError(f"no part is called {part!r}; {suggestion(part, PARTS)}")
     if case is not None and part not in (None, "design"):
         raise ValueError(f"case {case} belongs to the part design; leave out part {part}")
-    rng = Random(f"interview {seed}")
+    by_part = {name: Random(f"interview {name} {seed}") for name in PARTS}
     number, concept = PARTS["numbers"][0], PARTS["concepts"][0]
     spoken = numeric_language(language)
-    topics = rng.sample(quiz.topics(), number)
+    topics = by_part["numbers"].sample(quiz.topics(), number)
     chosen: dict[str, list[Any]] = {
         "numbers": [quiz.question(topic, seed, spoken) for topic in topics],
-        "concepts": _apart(rng, concepts(language), concept),
-        "design": [design.case((find(case) if case else rng.choice(CASES)).id, language)],
+        "concepts": _apart(by_part["concepts"], concepts(language), concept),
+        "design": [
+            design.case((find(case) if case else by_part["design"].choice(CASES)).id, language)
+        ],
     }
     parts = [name for name in PARTS if part in (None, name)]
     asked = tuple(one for name in parts for one in chosen[name])

@@ -92,6 +92,7 @@ class _Interview:
                 else:
                     self.design(one, item)
                 item.finished = True
+            self.tell("took", used=f"{item.seconds / 60:.1f}", planned=f"{item.planned:g}")
 
     @contextmanager
     def timed(self, item: Item) -> Iterator[None]:

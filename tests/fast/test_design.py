@@ -179,6 +179,27 @@ def fields_of(text: str) -> list[str]:
     return [name for _, name, _, _ in Formatter().parse(text) if name]
 
 
+def test_a_case_names_its_numbers():
+    text = " ".join(design.case("experts").text.split())
+    assert (
+        "mixtral-8x7b, which has 47 billion parameters and 32 layers, on 64 H100 in 8 nodes" in text
+    )
+    assert "Each layer has 8 experts, and each token visits 2 of them." in text
+    assert "A sequence has 8,192 tokens, and a step has 512 sequences." in text
+    assert "may use 78.1 GB" in text
+    assert (
+        "at most 25 % of a step and the bubble at most 10 %. The MFU must be at least 42 %." in text
+    )
+    text = " ".join(design.case("latency").text.split())
+    assert "within 3 s, each further token within 9 ms" in text
+    assert "at least 7,000 tokens/s" in text
+    text = design.case("two-kinds").text
+    assert "32 A100-80 in 4 nodes and 32 H100 in 4 nodes of 8" in text
+    text = design.answer("dense-180b", "tp=8 pp=4 microbatch=3").message
+    assert "4 x 3 = 12 does not divide the 2,048 sequences" in text
+    assert len(design.cases("zh")) == len(CASES)
+
+
 def test_a_mistake_has_the_number_of_the_plan_without_it():
     base = design.answer("dense-180b", "tp=8 pp=4").result
     zero = design.answer("dense-180b", "tp=8 pp=4 zero=2")

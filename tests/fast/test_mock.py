@@ -108,6 +108,8 @@ def test_a_whole_interview(plan, tmp_path):
         assert item.follow_ups[0].ask in [each.ask for each in one.follow_ups]
         assert one.drawing in "\n".join(candidate.said)
     assert case.answers == PROPOSALS
+    took = said["loop"]["took"].format(used="1.0", planned=f"{case.planned:g}")
+    assert took.replace(" ", "") in candidate.heard.replace(" ", "")
     assert [row["mistake"] for row in case.proposals] == ["zero-rounds", None]
     assert (case.points, case.of, case.score) == (4, 4, (6, 6))
     assert len(case.follow_ups) == 2
