@@ -85,7 +85,8 @@ for stage, claimed in COPIED.items():
 # 7. A common claim: "The volumes are ordered TP > DP > PP."
 # 8. A common claim: "DP across nodes is inefficient."
 # 9. A common claim: "ZeRO-1 does not change the volume of DP."
-# 10. A common claim, to be learned by heart: "DP sends 2M, FSDP 3M, TP 4 x B x S x H per layer."
+# 10. A common claim about a model of M bytes, a batch B, a sequence S and a hidden size H: "DP sends 2M, FSDP 3M, TP 4 x
+#     B x S x H per layer."
 
 # %%
 vote_5 = None
@@ -131,7 +132,7 @@ for micro_batches in (1, 32, 256, 1024):
 #
 # ## Pipelines: three claims
 # 11. A common claim about GPT-3 on 512 GPUs: "The pipeline bubble of PP=64 is 15 %."
-# 12. A common claim about P = 4 stages and M micro-batches of a batch B: "PP's volume is `3 * B/M * S * H * 2 bytes`."
+# 12. A common claim about P = 4 stages, where M now counts micro-batches: "PP's volume is `3 * B/M * S * H * 2 bytes`."
 # 13. A common claim: "The bubble ratio is (P-1)/(M+P-1)."
 
 # %%
@@ -367,7 +368,7 @@ for name in ("C01", "C02", "C04"):
 
 # %% [markdown]
 # Both sides of the first pair are right, and neither names the pass. In the second pair neither side is the number of
-# bytes that one of eight ranks sends. The third pair is the one from claims 1 and 2.
+# bytes that one of eight ranks sends.
 #
 # ## What you settled
 # Compare the rows of the next table. If you settle most of the right claims and few of the wrong ones, you trust

@@ -79,9 +79,9 @@ print(*question.steps, sep="\n")
 #    answer must be more than 52 GB. That rules out the second answer at once.
 #
 # ## Is a factor of two good enough?
-# Rounding to two digits is welcome. But a factor of two is not rounding. The next cell draws every kind of question of
-# the quiz and counts how many of them have a classic mistake that is at most twice as large, or half as large, as the
-# right answer. It leaves out the mistakes of units.
+# Rounding to two digits is welcome, but a factor of two is not rounding. The next cell draws every kind of question of
+# the quiz. It counts how many of them have a classic mistake whose value is between half and twice the right answer.
+# Mistakes of units do not count.
 
 # %%
 OF_UNITS = {"factor-2", "half", "gib-as-gb", "gb-as-gib"}
@@ -111,7 +111,7 @@ for name in ("volume-dp", "memory-activations-tp", "bubble-interleaved"):
 # avoided it, so the formula must. An estimate is fine if you say what you rounded.
 #
 # ## A drawing: 1F1B by hand
-# "Draw 1F1B for four stages and eight micro-batches." Use squared paper, and make a backward as long as two forwards.
+# "Draw 1F1B for four stages and eight micro-batches." Use graph paper, and make a backward as long as two forwards.
 # Then type what rank 1, the second one, does in order. `F0` is the forward of micro-batch 0, and `B0` its backward.
 
 # %%
@@ -160,8 +160,8 @@ print(one.title, "\n")
 print(fill(one.short, 110))
 
 # %% [markdown]
-# For the longer version take the pen. Draw first and explain what you have drawn, because a drawing shows the
-# interviewer where you are. Then put numbers on it:
+# For the longer version, take a pen. Draw first and explain what you have drawn, so that the interviewer can follow you
+# on the board. Then put numbers on the drawing:
 
 # %%
 print(one.drawing, "\n")

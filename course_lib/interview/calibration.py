@@ -205,7 +205,7 @@ def settled(path: Path, number: str) -> dict[str, str]:
 
 
 def score(root: Path = ROOT) -> Score:
-    """Read the learner's lessons in the folder work of ``root`` and return the score."""
+    """Read the learner's lessons in work/notebooks of the course in ``root``; return the score."""
     from course_lib.grading.syllabus import lesson_files, number_of
 
     found = Score()

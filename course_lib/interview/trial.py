@@ -83,7 +83,7 @@ def contradiction(name: str) -> None:
     one = next(each for each in table().contradictions if each.id == name)
     *sides, decides = one.run()
     for claim, side in zip(map(table().claim, one.claims), sides, strict=True):
-        _print(f'"{claim.claim}" says {number(side)}.')
+        _print(f'"{claim.claim}" says {number(side)} {one.unit}.')
     _print(f"{INDENT}Computed: {number(decides)} {one.unit}. {one.statement()}")
 
 
