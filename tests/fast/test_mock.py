@@ -225,6 +225,9 @@ def test_a_seed_draws_the_same_questions_of_different_topics():
     assert len({plan.asked[0].id for plan in drawn}) > 3
     assert [item.part for item in make_plan(5, part="design").items()] == ["design"]
     assert make_plan(5, part="design").minutes == 20
+    longer = make_plan(5, minutes=90)
+    assert longer.minutes == 90
+    assert [item.planned for item in longer.items()] == [10, 10, 15, 15, 40]
 
 
 def test_points_of_an_item_count_follow_ups():
