@@ -172,7 +172,8 @@ class _Interview:
             try:
                 given = design.answer(one.case, text, before, self.plan.language)
             except ValueError as error:
-                self.say(folded(f"{error}."))
+                stop = "" if str(error).endswith(("?", "？")) else self.loop["stop"]
+                self.say(folded(f"{error}{stop}"))
                 continue
             before = given
             item.answers.append(text)

@@ -14,15 +14,16 @@ from course_lib.planner.configuration import COUNTS, MOST, RECOMPUTE
 from course_lib.schedule.named import SCHEDULES
 
 NUMBERS = {
-    False: ("tp", "pp", "cp", "dp", "ep", "zero", "chunks", "micro_batch"),
+    False: ("tp", "pp", "cp", "dp", "ep", "zero", "chunks", "microbatch"),
     True: ("tp", "pp", "cp", "dp", "batch"),
 }
 WORDS: dict[bool, dict[str, Iterable[str]]] = {
     False: {"schedule": SCHEDULES, "recompute": RECOMPUTE, "overlap_tp": ("on", "off")},
     True: {"dtype": ("bf16", "fp8")},
 }
-ALIASES = {"microbatch": "micro_batch", "mbs": "micro_batch", "layers": "stage_layers"}
+ALIASES = {"micro_batch": "microbatch", "mbs": "microbatch", "stage_layers": "layers"}
 ALIASES |= {"tensor": "tp", "pipeline": "pp", "data": "dp", "context": "cp", "expert": "ep"}
+PLANNER = {"microbatch": "micro_batch", "layers": "stage_layers"}  # its names of these keys
 ZERO = 3  # the highest stage
 MOST_STAGES = 1000
 LONGEST = 400  # characters
@@ -38,13 +39,13 @@ def read(case: Case, text: str, language: str = "en") -> dict[str, Any]:
     found: dict[str, Any] = {}
     for key, value in _settings(text, said):
         known = (*NUMBERS[case.serving], *WORDS[case.serving])
-        known += () if case.serving else ("stage_layers",)
+        known += () if case.serving else ("layers",)
         if key in case.fixed:
             if value.replace(",", "") != str(case.fixed[key]):
                 raise ValueError(said["fixed"].format(key=key, value=f"{case.fixed[key]:,}"))
             continue
         if key not in known:
-            near = get_close_matches(key, known, n=2, cutoff=0.5)
+            near = get_close_matches(key, [*known, *case.fixed], n=2, cutoff=0.5)
             kind = "near" if near else "unknown"
             names = ", ".join(near or known)
             raise ValueError(said[kind].format(key=key[:40], names=names))
@@ -53,7 +54,7 @@ def read(case: Case, text: str, language: str = "en") -> dict[str, Any]:
         found[key] = _value(case, key, value, said)
     if case.serving and "batch" not in found:
         raise ValueError(said["batch"])
-    return found
+    return {PLANNER.get(key, key): value for key, value in found.items()}
 
 
 def _settings(text: str, said: dict[str, str]) -> Iterable[tuple[str, str]]:
@@ -79,7 +80,7 @@ def _settings(text: str, said: dict[str, str]) -> Iterable[tuple[str, str]]:
 def _value(case: Case, key: str, value: str, said: dict[str, str]) -> Any:
     """Return the value of ``key``."""
     shown = value[:40]
-    if key == "stage_layers":
+    if key == "layers":
         return _layers(value, said)
     if key in (choices := WORDS[case.serving]):
         if value not in choices[key]:

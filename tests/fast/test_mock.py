@@ -156,6 +156,23 @@ def test_nothing_is_lost_wherever_it_ends():
         assert bool(kept) == (stop > 0)
 
 
+def test_every_typed_line_is_kept_before_the_next_one_is_asked():
+    plan, kept, typed = make_plan(SEED, case="dense-180b"), [""], []
+
+    class Watched(Candidate):
+        def ask(self, prompt):
+            assert all(text in kept[0] for text in typed)
+            answer = super().ask(prompt)
+            typed.extend({answer} - {"", "y", "n"})
+            return answer
+
+    candidate = Watched(answers(plan))
+    sheet = Sheet(SEED, "en", 45, len(plan.asked), "2026-01-02")
+    keep = lambda sheet: kept.__setitem__(0, json.dumps(sheet.as_dict()))  # noqa: E731
+    mock.play(plan, sheet, ask=candidate.ask, say=candidate.say, keep=keep)
+    assert len(typed) == 10
+
+
 def test_skipped_and_malformed_answers(plan):
     given = ["12 bananas", "", "s", "skip", "s", "what?", "tp=8 pq=4", "s"]
     given = given[:3] + ["s"] + ["s"] * len(plan.asked[2:-1]) + given[5:]
@@ -165,6 +182,7 @@ def test_skipped_and_malformed_answers(plan):
     assert sheet.score == (0, sum(item.of for item in sheet.items))
     assert "'pq'" in candidate.heard or "“pq”" in candidate.heard
     assert plan.asked[-1].case.good in candidate.heard
+    assert not any(str(each).endswith(("?.", "？。", "？.")) for each in candidate.said)
 
 
 def test_a_yes_or_no_is_asked_again():
@@ -207,6 +225,9 @@ def test_a_seed_draws_the_same_questions_of_different_topics():
     assert len({plan.asked[0].id for plan in drawn}) > 3
     assert [item.part for item in make_plan(5, part="design").items()] == ["design"]
     assert make_plan(5, part="design").minutes == 20
+    longer = make_plan(5, minutes=90)
+    assert longer.minutes == 90
+    assert [item.planned for item in longer.items()] == [10, 10, 15, 15, 40]
 
 
 def test_points_of_an_item_count_follow_ups():
