@@ -239,7 +239,7 @@ SECTIONS: dict[str, tuple[Row, ...]] = {
             lambda s: cache_bytes(_llama(s), 1, s.S, tp=s.t)),
         Row("least seconds per decoded token, weights alone", "2 P/(t w)", "s", "13",
             lambda s: s.P * BF16.itemsize / (s.t * s.w)),
-        Row("batch from which decode is limited by compute", "C/w", "count", "13",
+        Row("rows from which a bf16 product is limited by compute", "C/w", "count", "13",
             lambda s: BF16.itemsize * s.C / (_per_parameter() / 3 * s.w)),
     ),
 }  # fmt: skip

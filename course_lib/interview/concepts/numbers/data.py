@@ -85,10 +85,11 @@ def in_inference() -> dict[str, Any]:
     config, gpu = model("llama-3-8b"), hardware(GPU)
     copies, shards = configure(config, 8, dp=8, zero=0), configure(config, 8, tp=8, zero=0)
     few, many = 8, 1024
-    values: dict[str, Any] = {"n": 8, "few": few, "many": many}
+    lengths = {"prompt": 512, "generate": 128}
+    values: dict[str, Any] = {"n": 8, "few": few, "many": many} | lengths
     for name, requests in (("few", few), ("many", many)):
-        plans = {"dp": serve(config, gpu, copies, batch=requests // 8)}
-        plans["tp"] = serve(config, gpu, shards, batch=requests)
+        plans = {"dp": serve(config, gpu, copies, batch=requests // 8, **lengths)}
+        plans["tp"] = serve(config, gpu, shards, batch=requests, **lengths)
         for axis, found in plans.items():
             values[f"{axis}_{name}"] = about(found.tpot_seconds, "s", 2)
             values[f"{axis}_{name}_rate"] = about(found.tokens_per_second, "token/s", 2)

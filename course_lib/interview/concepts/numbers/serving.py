@@ -13,20 +13,20 @@ from course_lib.planner.parameters import parameters
 from course_lib.planner.serve import Serving
 
 SMALL, LLAMA, H100 = "llama-3-8b", "llama-3-70b", "h100"
-PROMPT = 8192
+PROMPT, SHORT, ANSWER = 8192, 512, 128
 
 
-def _served(name: str, gpus: int, batch: int, *, prompt: int = 512, **degrees: Any) -> Serving:
+def _served(name: str, gpus: int, batch: int, *, prompt: int = SHORT, **degrees: Any) -> Serving:
     config = model(name)
     plan = configure(config, gpus, zero=0, **degrees)
-    return serve(config, hardware(H100), plan, batch=batch, prompt=prompt, generate=128)
+    return serve(config, hardware(H100), plan, batch=batch, prompt=prompt, generate=ANSWER)
 
 
 def decode() -> dict[str, Any]:
     """Llama 3 8B on one H100: 1 and 32 requests, with about 600 and with 8,192 positions."""
     config, gpu = model(SMALL), hardware(H100)
     one, some = _served(SMALL, 1, 1), _served(SMALL, 1, 32)
-    long = _served(SMALL, 1, 32, prompt=PROMPT - 128)
+    long = _served(SMALL, 1, 32, prompt=PROMPT - ANSWER)
     cache = cache_bytes(config, 1, PROMPT)
     return {
         "read": about(one.decode["weights"] * gpu.memory_bandwidth),
@@ -61,6 +61,8 @@ def layouts() -> dict[str, Any]:
         "n": 8,
         "few": 8,
         "many": 2048,
+        "prompt": SHORT,
+        "generate": ANSWER,
         "calls": 2 * config.layers + 1,
         "tp_sent": about(tp_wire_bytes(config, 1, 1, 8)),
         "pp_sent": about(pp_wire_bytes(config, 1, 1, 2)),
@@ -71,7 +73,7 @@ def cache() -> dict[str, Any]:
     """Llama 3 70B: bytes per token and request, with 8 heads and with 64, on 8 H100 GPUs."""
     config = model(LLAMA)
     every = replace(config, kv_heads=config.heads)
-    node = _served(LLAMA, 8, 1, prompt=PROMPT - 128, tp=8)
+    node = _served(LLAMA, 8, 1, prompt=PROMPT - ANSWER, tp=8)
     gpu = hardware(H100)
     left = (1 - RESERVE) * gpu.capacity_bytes - node.weights_bytes
     return {
