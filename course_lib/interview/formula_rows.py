@@ -144,7 +144,7 @@ def _bubble(s: Sizes, name: str, ideal: bool = False) -> float:
 
 SECTIONS: dict[str, tuple[Row, ...]] = {
     "Memory": (
-        Row("parameters per GPU with tp and pp", "P/(t p)", "count", "12",
+        Row("parameters per GPU with tp and pp, on average", "P/(t p)", "count", "12",
             lambda s: Fraction(s.P, s.t * s.p)),
         Row("bytes per parameter: weight, gradient, AdamW", "2 + 2 + 12", "byte", "01",
             lambda s: sum(RECIPES[16])),

@@ -85,7 +85,7 @@ def in_inference() -> dict[str, Any]:
     config, gpu = model("llama-3-8b"), hardware(GPU)
     copies, shards = configure(config, 8, dp=8, zero=0), configure(config, 8, tp=8, zero=0)
     few, many = 8, 1024
-    lengths = {"prompt": 512, "generate": 128}
+    lengths: dict[str, Any] = {"prompt": 512, "generate": 128}
     values: dict[str, Any] = {"n": 8, "few": few, "many": many} | lengths
     for name, requests in (("few", few), ("many", many)):
         plans = {"dp": serve(config, gpu, copies, batch=requests // 8, **lengths)}
