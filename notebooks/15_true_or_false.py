@@ -16,11 +16,11 @@
 # # 15 True or false: 25 common claims on trial
 #
 # *45 minutes to read and run.* "DDP needs about 90 GB for a 7.5B model." "The volumes are ordered TP > DP > PP." You
-# find such sentences in study notes, in blog posts and in guides to interviews. All of them sound certain. Some are
-# right and some are wrong. Many are right only under a condition that they leave out.
+# find such claims in study notes, blog posts and interview guides. All of them sound certain. Some are right, some are
+# wrong, and many are right only under a condition that they leave out.
 #
-# This lesson is a game. You read a claim and vote on it. Then you run its check, a function that computes the value
-# that the claim states. At the end you get two scores: one for your votes, and one for all predictions that you typed
+# This lesson is a game. You read a claim and vote on it. Then you run its check, a function that computes the quantity
+# that the claim is about. At the end you get two scores: one for your votes, and one for all predictions that you typed
 # in this course. You need lessons 00 to 08, 11, 12 and 14.
 #
 # Vote `"true"`, `"false"` or `"only if ..."` before you run the cell below the votes. There are three verdicts:
@@ -31,16 +31,16 @@
 # | wrong | `"false"` | another value |
 # | conditional | `"only if ..."` | the claimed value under a condition, and another value otherwise |
 #
-# If you vote `"only if ..."`, write the condition in place of the dots, and compare it with the corrected statement.
+# If you vote `"only if ..."`, write the condition in place of the dots, and compare it with the corrected statement. The
+# words before a quotation belong to the claim.
 #
 # ## Memory: four claims
-# 1. A common claim about Llama 3: "Adam's state for 405B takes 405B x 12 bytes = 4.86 TB."
-# 2. A common claim about plain data parallelism: "DDP needs about 90 GB for a 7.5B model." It adds 15 GB of weights, 15
-#    GB of gradients and 60 GB of optimizer state.
-# 3. A common claim about a 70B model with TP=8 and FSDP on 64 H100: "70B parameters x 18 bytes / 64 GPUs are about 20 GB
+# 1. About Llama 3: "Adam's state for 405B takes 405B x 12 bytes = 4.86 TB."
+# 2. About plain data parallelism: "DDP needs about 90 GB for a 7.5B model." It adds 15 GB of weights, 15 GB of gradients
+#    and 60 GB of optimizer state.
+# 3. About a 70B model on 64 H100, with TP=8 and ZeRO-2 or ZeRO-3: "70B parameters x 18 bytes / 64 GPUs are about 20 GB
 #    per GPU."
-# 4. A common claim about a 180B model on 128 GPUs with TP=8, PP=4 and DP=4: "180B x 2 bytes / 8 (TP) = 45 GB of weights
-#    per GPU."
+# 4. About a 180B model on 128 GPUs with TP=8, PP=4 and DP=4: "180B x 2 bytes / 8 (TP) = 45 GB of weights per GPU."
 
 # %%
 vote_1 = None
@@ -55,9 +55,9 @@ trial.hear("memory", vote_1, vote_2, vote_3, vote_4)
 
 # %% [markdown]
 # Claim 1 counts 12 bytes of Adam's state per parameter, and claim 2 counts 60 / 7.5 = 8, so they cannot both be right.
-# The ZeRO paper has 12: a master copy of the weight and two moments, each in float32. The 8 bytes leave out the master
-# copy, and a common table of ZeRO's stages has this mistake in every row. Here is the table for 64 GPUs, with the
-# claimed sums in the last column:
+# The ZeRO paper counts 12: a master copy of the weight and two moments, each in float32. The 8 bytes leave out the
+# master copy, and a common table of ZeRO's stages repeats this mistake in every row. The next cell prints the right
+# table for 64 GPUs, with 2 + 2 + 12 bytes per parameter (`recipe=16`), and the claimed sums in the last column:
 
 # %%
 from course_lib.planner.memory import state_bytes
@@ -74,19 +74,18 @@ for stage, claimed in COPIED.items():
     print(f"{name:18}{gb[0]:9.1f}{gb[1]:11.1f}{gb[2]:11.1f}{gb[3]:7.1f}{claimed:9.1f}")
 
 # %% [markdown]
-# For stages 1 and 2 the claimed sums are nearly right, because 64 GPUs share the error. So a wrong formula can look
-# right for one set of numbers. Claim 3 divides all 18 bytes by 64, as ZeRO-3 does. Claim 4 leaves out an axis, because
-# a GPU stores only the layers of its own stage.
+# For stages 1 and 2 the claimed sums are nearly right, because each GPU has only 1/64 of the error. A wrong formula can
+# look right for one set of numbers.
 #
 # ## Traffic: six claims
-# 5. A common claim: "TP has two all-reduces per layer."
-# 6. A common claim about GPT-3 on 512 GPUs with TP=8, PP=8 and DP=8: "The gradient synchronization of DP takes on the
-#    order of a second."
-# 7. A common claim: "The volumes are ordered TP > DP > PP."
-# 8. A common claim: "DP across nodes is inefficient."
-# 9. A common claim: "ZeRO-1 does not change the volume of DP."
-# 10. A common claim about a model of M bytes, a batch B, a sequence S and a hidden size H: "DP sends 2M, FSDP 3M, TP 4 x
-#     B x S x H per layer."
+# 5. "TP has two all-reduces per layer."
+# 6. About GPT-3 on 512 GPUs with TP=8, PP=8 and DP=8: "The gradient synchronization of DP takes on the order of a
+#    second."
+# 7. "The volumes are ordered TP > DP > PP."
+# 8. "DP across nodes is inefficient."
+# 9. About gradients and weights in the same number format: "ZeRO-1 does not change the volume of DP."
+# 10. About a model of M bytes, a batch B, a sequence S and a hidden size H: "DP sends 2M, FSDP 3M, TP 4 x B x S x H per
+#     layer."
 
 # %%
 vote_5 = None
@@ -100,16 +99,15 @@ vote_10 = None
 trial.hear("traffic", vote_5, vote_6, vote_7, vote_8, vote_9, vote_10)
 
 # %% [markdown]
-# What does a check look like? It returns the claimed value, the computed one, and for a conditional claim the value
-# under another condition. `trial.show(n)` prints the check of claim n, here of claim 8:
+# What does a check look like? `trial.show(8)` prints the check of claim 8, which returns three values:
 
 # %%
 trial.show(8)
 
 # %% [markdown]
-# The bytes of TP and PP grow with the tokens of a step, and those of DP do not. So the order of claim 7 depends on the
-# number of micro-batches. The planner counts the bytes that a GPU sends per step, for Llama 3 70B with tp=8, pp=4,
-# dp=4 and sequences of 8,192 tokens:
+# Now claim 7. The bytes of TP and PP grow with the tokens of a step, and the bytes of DP do not, so the order depends on
+# the number of micro-batches. The planner counts the bytes that a GPU sends per step, for Llama 3 70B with tp=8, pp=4,
+# dp=4 and micro-batches of one sequence of 8,192 tokens:
 
 # %%
 from course_lib.planner import configure, hardware, model
@@ -127,13 +125,14 @@ for micro_batches in (1, 32, 256, 1024):
 
 # %% [markdown]
 # With one micro-batch, TP sends less than twice as much as DP. With 1,024, PP sends more than DP. But the volume alone
-# does not decide where an axis belongs. A rank waits only for *exposed* communication, which no computing hides, and
-# claim 8 is conditional for the same reason.
+# does not decide where an axis belongs. A rank waits only for *exposed* communication, the part that no computation
+# hides. This is why the check of claim 8 compares seconds and not bytes.
 #
 # ## Pipelines: three claims
-# 11. A common claim about GPT-3 on 512 GPUs: "The pipeline bubble of PP=64 is 15 %."
-# 12. A common claim about P = 4 stages, where M now counts micro-batches: "PP's volume is `3 * B/M * S * H * 2 bytes`."
-# 13. A common claim: "The bubble ratio is (P-1)/(M+P-1)."
+# 11. About GPT-3 on 512 GPUs: "The pipeline bubble of PP=64 is 15 %."
+# 12. About a forward pass through four stages, where M now counts micro-batches: "PP's volume is
+#     `3 * B/M * S * H * 2 bytes`."
+# 13. About GPipe with P equal stages: "The bubble ratio is (P-1)/(M+P-1)."
 
 # %%
 vote_11 = None
@@ -144,8 +143,7 @@ vote_13 = None
 trial.hear("pipelines", vote_11, vote_12, vote_13)
 
 # %% [markdown]
-# The formula of claim 13 decides claim 11. It says how many micro-batches a replica needs for a bubble of 15 %, and then you
-# can ask whether the batch is that large:
+# The formula of claim 13 also decides claim 11. The next cell applies it to 64 stages and four numbers of micro-batches:
 
 # %%
 from course_lib.schedule import predicted_bubble
@@ -156,19 +154,20 @@ for micro_batches in (64, 128, 357, 1024):
     )
 
 # %% [markdown]
-# ## Code: eight claims
-# A line of code is a claim too: it runs, and it does what its comment says. These lines are from programs for 64 GPUs with TP=8,
-# PP=4 and DP=2, except for claim 14.
+# So the question for claim 11 is whether a replica has 357 micro-batches.
 #
-# 14. A common claim about the ranks of 512 GPUs: "`gpu_rank = 0-511`"
-# 15. A common claim about process groups: "`tp_group = dist.new_group(tp_ranks)`, and likewise for PP and DP: three calls
-#     on each rank."
-# 16. A common claim about the next stage of a pipeline: "`dist.send(tensor, dst=next_pp_rank, group=pp_group)`"
-# 17. A common claim about a send that overlaps: "`pp_handle = dist.send(pp_tensor, dst=next_stage, async_op=True)`"
-# 18. A common claim beside it: "`tp_handle = dist.all_reduce(tp_tensor, group=tp_group, async_op=True)`"
-# 19. A common claim: "`dist.send(pp_tensor, dst=next_stage)` communicates in the PP group."
-# 20. A common claim: "`async def concurrent_communication():` runs when it is called."
-# 21. A common claim about wrapping a model with FSDP: "`auto_wrap_policy=transformer_auto_wrap_policy`"
+# ## Code: eight claims
+# A line of code claims that it runs and does what its comment says. Except for claim 14, these lines are from programs
+# for 64 GPUs with TP=8, PP=4 and DP=2.
+#
+# 14. About the ranks of 512 GPUs: "`gpu_rank = 0-511`"
+# 15. About process groups: "`tp_group = dist.new_group(tp_ranks)`, and likewise for PP and DP: three calls on each rank."
+# 16. About the next stage of a pipeline: "`dist.send(tensor, dst=next_pp_rank, group=pp_group)`"
+# 17. About a send that overlaps: "`pp_handle = dist.send(pp_tensor, dst=next_stage, async_op=True)`"
+# 18. Beside it: "`tp_handle = dist.all_reduce(tp_tensor, group=tp_group, async_op=True)`"
+# 19. "`dist.send(pp_tensor, dst=next_stage)` communicates in the PP group."
+# 20. "`async def concurrent_communication():` runs when it is called."
+# 21. About wrapping a model with FSDP: "`auto_wrap_policy=transformer_auto_wrap_policy`"
 
 # %%
 vote_14 = None
@@ -231,9 +230,10 @@ for name in (*SENDS, "all_reduce, async_op=True"):
 # `dst=1` is refused, because global rank 1 is not in the group of rank 0. The global rank is accepted, and so is the
 # coordinate as `group_dst`. The fourth line is a TypeError, while `all_reduce` does take `async_op`.
 #
-# Claim 19 is more dangerous, because its mistake raises no error. Rank 0 sends an activation (1) and then a gradient
-# (100), and rank 1 receives the gradient first. Each message has a group of its own, and then both use the default
-# group:
+# Claim 19 is more dangerous, because its mistake raises no error. Take an interleaved pipeline (lesson 08) on two ranks:
+# rank 0 has stages 0 and 2, and rank 1 has stages 1 and 3. Rank 0 then sends rank 1 both activations of stage 0 and
+# gradients of stage 2. In the next cell it sends an activation (1) and then a gradient (100), but rank 1 receives the
+# gradient first. First each kind of message has its own group, then both use the default group:
 
 
 # %%
@@ -260,10 +260,12 @@ for name, separate in {"own groups": True, "default group": False}.items():
     report(name, two_messages, separate, n=2, pick=1)
 
 # %% [markdown]
-# In one group, messages between two ranks are matched by their order, so rank 1 took the activation for the gradient.
+# In one group, messages from one rank to another are matched by their order, so rank 1 took the activation for the
+# gradient. A `tag` separates the messages too, but NCCL does not support tags.
 #
-# The next cell tries claims 15, 20 and 21. Each of four ranks makes only its own group, (0 1) or (2 3), and ranks 1 and
-# 2 are a second late. Rank r then sums 10^r over its group, so the digits show which ranks took part:
+# The next cell tries claims 15, 20 and 21. For claim 15, each of four ranks creates only its own group, (0 1) or (2 3),
+# and ranks 1 and 2 are a second late. Rank r then contributes 10^r to a sum over its group, so the digits show which
+# ranks took part:
 
 
 # %%
@@ -307,20 +309,21 @@ coroutine.close()
 
 # %% [markdown]
 # The right sums are 11 on ranks 0 and 1, and 1100 on ranks 2 and 3. You get 1001 and 110, or a hang, depending on the
-# order in which the ranks arrive. Both groups have the same name, because torch counts the calls. Ranks 0 and 3 came
-# first, found each other under that name, and summed across groups. With its
-# layer class, the policy wraps both layers, so each rank has three FSDP modules. Now the verdicts:
+# order in which the ranks arrive. The reason is that torch names a group by counting the calls, so both groups have the
+# same name. Ranks 0 and 3 came first, found each other under that name, and summed across groups.
+#
+# FSDP calls the policy of claim 21 without a layer class, which is a TypeError. With the class, each rank has three FSDP
+# modules: the model and its two layers. Now the verdicts:
 
 # %%
 trial.hear("code", vote_14, vote_15, vote_16, vote_17, vote_18, vote_19, vote_20, vote_21)
 
 # %% [markdown]
 # ## Decisions: four claims
-# 22. A common claim: "Some projects use TP and DP without PP, TP inside a machine and DP across machines, such as
-#     CodeGeeX."
-# 23. A common claim about DP=4, TP=8, PP=2: "64 GPUs are 4 nodes of 8 GPUs."
-# 24. A common claim about Llama 3 405B: "CP is nested inside TP, in the same node."
-# 25. A common claim: "The golden rule: TP inside a node, FSDP across nodes."
+# 22. "Some projects use TP and DP without PP, TP inside a machine and DP across machines, such as CodeGeeX."
+# 23. About DP=4, TP=8, PP=2: "64 GPUs are 4 nodes of 8 GPUs."
+# 24. About Llama 3 405B: "CP is nested inside TP, in the same node."
+# 25. "The golden rule: TP inside a node, FSDP across nodes."
 
 # %%
 vote_22 = None
@@ -332,13 +335,12 @@ vote_25 = None
 trial.hear("decisions", vote_22, vote_23, vote_24, vote_25)
 
 # %% [markdown]
-# Claim 23 is a slip, but it changes a plan. With four nodes you would place both stages of PP inside a node, where TP=8
-# already fills all eight GPUs.
+# Claim 23 is a slip, but it changes a plan: with tp=8, each of eight nodes has room for one stage only.
 #
 # ## Claims that contradict each other
-# Some common claims cannot all be right. Look for such pairs when you study, because at least one side leaves
-# something out. Claim 5 is part of a pair, so we count the all-reduces of four layers on two ranks, in a forward pass
-# and in a training step. Below are three pairs:
+# Some common claims contradict each other. At least one side is wrong or leaves something out. Claim 5 is part of
+# such a pair. To decide it, the next cell counts the all-reduces of four layers on two ranks, in a forward pass and in a
+# training step. Then it prints three pairs:
 
 # %%
 from course_lib import tp
@@ -367,12 +369,12 @@ for name in ("C01", "C02", "C04"):
     trial.contradiction(name)
 
 # %% [markdown]
-# Both sides of the first pair are right, and neither names the pass. In the second pair neither side is the number of
-# bytes that one of eight ranks sends.
+# In the first pair, one side counts a forward pass and the other a training step. In the second pair, neither side is
+# what one of eight ranks sends. The third pair is behind claims 1 and 2.
 #
 # ## What you settled
-# Compare the rows of the next table. If you settle most of the right claims and few of the wrong ones, you trust
-# numbers too easily. If you miss the conditional ones, ask for the sizes before you decide.
+# Compare the rows of the next table. If you missed mainly wrong claims, you trust numbers too easily. If you missed
+# mainly conditional ones, ask for the sizes before you decide.
 
 # %%
 VOTES = (
@@ -383,9 +385,8 @@ trial.tally(*VOTES)
 
 # %% [markdown]
 # ## How good are your numbers?
-# Each lesson asked you for predictions before you ran it. The next cell reads those that you typed in your copies in
-# `work/`, and compares each with the true value. It reads files, so save this notebook first. A prediction that is
-# `None` does not count. In a terminal, `course score` prints the same table after any lesson.
+# Each lesson asked you for predictions. The next cell reads those that you typed in your copies in `work/`, and compares
+# each with the true value. It reads files, so save this notebook first.
 
 # %%
 from course_lib.interview.calibration import score
@@ -393,9 +394,9 @@ from course_lib.interview.calibration import score
 print(score())
 
 # %% [markdown]
-# Aim for a factor 2 everywhere, and for 10 % where a formula gives the number. The column `median` shows whether you
-# typically guess too low or too high. The factor of a single prediction often names the mistake behind it, as in these
-# common first guesses:
+# Aim for a factor 2 everywhere, and for 10 % where a formula gives the number. In the table, the column `median` shows
+# whether you typically guess too low or too high. The ratio of a single guess to the true value often reveals the mistake
+# behind it. Here are some common first guesses:
 
 # %%
 from course_lib.interview.calibration import Guess
@@ -426,6 +427,7 @@ for (lesson, name), (given, mistake) in FIRST_GUESSES.items():
 # | Forward, or a training step? A micro-batch, or a step? | 5, 12 |
 # | Payload, or bytes that a rank sends? | 10 |
 # | At how many tokens, micro-batches and GPUs? | 7, 8, 11, 25 |
+# | A share of what: of the total time, or of the ideal time? | 13 |
 # | Which ranks make this call, and in which group? | 15, 16, 19 |
 # | Has the line ever been run? | 14, 17, 20, 21 |
 # | Does it fit the nodes? | 23, 24 |
@@ -437,7 +439,7 @@ for (lesson, name), (given, mistake) in FIRST_GUESSES.items():
 # **1.** A colleague says that ZeRO-2 sends as much as DDP. Which condition do you ask for?
 #
 # <details><summary>Answer</summary>
-# One micro-batch per step. With M micro-batches it reduces gradients M times.
+# One micro-batch per step. With several, ZeRO-2 reduces the gradients of each.
 # </details>
 #
 # **2.** A plan claims 20 GB per GPU for 70B with TP=8 on 64 GPUs. What do you compute first?
@@ -452,16 +454,18 @@ for (lesson, name), (given, mistake) in FIRST_GUESSES.items():
 # When a step has many micro-batches. PP sends activations for each, and DP sends its gradients once.
 # </details>
 #
-# **4.** A pipeline sends activations and gradients with `dist.send` and no group. It works. Why is it wrong?
+# **4.** An interleaved pipeline on two ranks sends activations and gradients with `dist.isend` and no group. It works.
+# Why is it fragile?
 #
 # <details><summary>Answer</summary>
-# Messages between two ranks are matched by their order. A rank that receives in another order takes one for the other.
+# Messages from one rank to another are matched by their order. After a change of the schedule, a rank may receive in
+# another order and take an activation for a gradient.
 # </details>
 #
 # **5.** Two sources disagree by a factor 2 about an all-reduce. How can both be right?
 #
 # <details><summary>Answer</summary>
-# One states the payload, the other the bytes that a rank sends, 2(n-1)/n times as many.
+# One states the payload, the other the bytes that a rank sends, on many ranks almost twice the payload.
 # </details>
 #
 # **Sources.**

@@ -100,7 +100,9 @@ def _game(text: str, code: str) -> dict[str, bool]:
     ids = [name for names in table().lesson.values() for name in names]
     claims = [" ".join(table().claim(name).claim.split()) for name in ids]
     told = re.findall(
-        r'^(\d+)\. A common claim[^:"]*: "(.*?)"(?=$| )', re.sub(r"\n {2,}", " ", text), re.M
+        r'^(\d+)\. (?:About [^:"]*: |Beside it: )?"(.*?)"(?=$| )',
+        re.sub(r"\n {2,}", " ", text),
+        re.M,
     )
     votes = [f"vote_{n}" for n in range(1, len(claims) + 1)]
     heard, first = [], 0
@@ -200,7 +202,7 @@ def test_what_the_interview_lesson_lacks_is_said(tmp_path, old, new, words):
     [
         ("*45 minutes to read and run.*", "", "no banner with minutes to read"),
         ("4.86 TB", "5 TB", "a claim is not quoted in full"),
-        ("# 2. A common", "# 2. Another", "not in the order of the table"),
+        ("# 2. About plain", "# 2. Plain", "not in the order of the table"),
         ("vote_7 = None", "", "not one vote for each claim"),
         ('trial.hear("memory", vote_1,', 'trial.hear("memory", vote_2,', "a claim is not settled"),
         ("    report(name, one_line", "    (name, one_line", "no run on ranks"),

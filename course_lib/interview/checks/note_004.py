@@ -132,7 +132,8 @@ def q5_states() -> Numbers:
 
 
 def bytes_per_parameter() -> Numbers:
-    return 18, state_bytes(1e9).total / 1e9
+    """Bytes of all states per parameter: fp32 gradients, and bf16 gradients."""
+    return 18, *(state_bytes(1e9, recipe=recipe).total / 1e9 for recipe in (18, 16))
 
 
 def q180_weights() -> Numbers:
@@ -304,7 +305,9 @@ def backward_in_the_figure() -> Numbers:
 
 
 def bubble_formula() -> Numbers:
-    return 7 / (32 + 7), simulate(make("gpipe", 8, 32), Costs.make(f=1, b=2)).bubble_of_total
+    """Bubble of 8 stages and 32 micro-batches: share of total time, and of ideal time."""
+    found = simulate(make("gpipe", 8, 32), Costs.make(f=1, b=2))
+    return 7 / (32 + 7), found.bubble_of_total, found.bubble_of_ideal
 
 
 def _simulated(name: str, chunks: int | None = None) -> float:
@@ -466,9 +469,9 @@ def q180_fsdp() -> Numbers:
     return 4, make_layout(128, tp=8, pp=4).sizes["dp"]
 
 
-def _falcon(stage: int) -> Estimate:
+def _falcon(stage: int, recompute: str = "full") -> Estimate:
     config = model(F180)
-    plan = configure(config, 128, tp=8, pp=4, dp=4, zero=stage, seq=2048, recompute="full")
+    plan = configure(config, 128, tp=8, pp=4, dp=4, zero=stage, seq=2048, recompute=recompute)
     return estimate(config, hardware("h100"), plan)
 
 
@@ -478,8 +481,12 @@ def q180_zero_2() -> Numbers:
 
 
 def q180_fits() -> Numbers:
-    """1 if the proposed plan fits on GPUs of 80 GB."""
-    return 1, _falcon(2).fits
+    """1 if the proposed plan fits on GPUs of 80 GB with ZeRO-1, and not without ZeRO."""
+
+    def fits(stage: int) -> list[bool]:
+        return [_falcon(stage, recompute).fits for recompute in ("full", "none")]
+
+    return 1, all(fits(1)) and not any(fits(0))
 
 
 def fsdp_over_network() -> Numbers:
@@ -516,7 +523,8 @@ def golden_rule() -> Numbers:
 
 
 def flash_and_cp() -> Numbers:
-    """GB of a layer's activations at 131,072 tokens with a fused kernel, tp=8: 0 as claimed."""
+    """1 if a plan without CP fits, with a fused kernel: 8,192 tokens, and 131,072."""
     config = model(LLAMA)
-    plan = configure(config, 8, tp=8, seq=131072)
-    return 0, layer_activations(config, plan, 0).total / 1e9
+    long = configure(config, 64, tp=8, zero=3, seq=131072)
+    assert layer_activations(config, long, 0).total > 4e9
+    return 1, *(_fits(LLAMA, 64, tp=8, zero=3, seq=seq) for seq in (8192, 131072))
