@@ -15,7 +15,7 @@ from html import escape
 from itertools import count
 from pathlib import Path
 
-from course_lib.interview.claims import table
+from course_lib.interview.claims import stated, table
 from course_lib.interview.concepts import concepts
 from course_lib.interview.formula_rows import SECTIONS, SYMBOLS
 from course_lib.interview.glossary import terms
@@ -118,7 +118,7 @@ def _of_claims() -> Iterator[Card]:
             yield Card(
                 id=f"claim-{claim.id}",
                 front=texts["claim"].format(claim=claim.claim),
-                back=f"{texts['verdicts'][claim.verdict]} {claim.corrected}",
+                back=f"{texts['verdicts'][claim.verdict]} {stated()[claim.id]}",
                 tags=("claims", claim.verdict),
             )
 

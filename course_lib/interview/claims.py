@@ -1,12 +1,14 @@
 """The table of common claims (claims.toml), and the page that is made from it.
 
-``python -m course_lib.interview.claims`` writes docs/claims.md. A check is a function of
+``python -m course_lib.interview.claims`` writes docs/claims.md, and claims_stated.json for readers
+without PyTorch. A check is a function of
 :mod:`course_lib.interview.checks`; it returns the value that the claim states, the value that is
 computed, and for a conditional claim also the value where the condition does not hold.
 """
 
 from __future__ import annotations
 
+import json
 import tomllib
 from collections import Counter
 from collections.abc import Callable, Mapping
@@ -21,6 +23,7 @@ from typing import Any
 from course_lib.interview.checks import Numbers
 
 TABLE = Path(__file__).with_name("claims.toml")
+STATED = Path(__file__).with_name("claims_stated.json")
 PAGE = Path(__file__).parents[2] / "docs" / "claims.md"
 BY = ("formula", "run", "simulation", "source")
 VERDICTS = ("right", "wrong", "conditional", "illustrative")
@@ -167,6 +170,18 @@ def table() -> Table:
     )
 
 
+@cache
+def stated() -> Mapping[str, str]:
+    """Return the statement of each claim, by id, without running a check."""
+    found: dict[str, str] = json.loads(STATED.read_text(encoding="utf-8"))
+    return found
+
+
+def statements() -> dict[str, str]:
+    """Run all checks and return the statement of each claim, by id."""
+    return {claim.id: claim.statement() for claim in table().claims}
+
+
 def _claim(entry: dict[str, Any]) -> Claim:
     kind = "code" if entry["claim"].startswith("`") else "statement"
     return Claim(**{"kind": kind, "note": entry["id"][:3], **entry})
@@ -231,3 +246,5 @@ def number(value: float) -> str:
 
 if __name__ == "__main__":
     PAGE.write_text(page(), encoding="utf-8")
+    shown = json.dumps(statements(), indent=1, ensure_ascii=False)
+    STATED.write_text(f"{shown}\n", encoding="utf-8")

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from datetime import date, datetime
 
 BANDS = ("easy", "medium", "hard")
+MOST = 1_000_000  # reviews of a note
 Value = date | int | float | str
 MARK = re.compile(r"\ufeff?---[ \t]*\r?\n")
 END = re.compile(r"(?:---|\.\.\.)[ \t]*(?:\r?\n)?")
@@ -29,7 +30,7 @@ def _date(text: str) -> date:
 
 
 def _count(text: str) -> int:
-    if (count := int(text)) < 0:
+    if not 0 <= (count := int(text)) <= MOST:
         raise ValueError
     return count
 
@@ -82,7 +83,7 @@ class Note:
                     raise ValueError
                 found[key] = read(text)
             except ValueError:
-                got = "several lines" if nested else repr(text)
+                got = "several lines" if nested else repr(text[:60])
                 where = f"line {number + 2}: expected {expected} after {key}:"
                 raise ValueError(f"{where} on the same line, got {got}") from None
         return found
@@ -156,7 +157,7 @@ def parse(data: bytes) -> Note:
             lines.append(line)
             continue
         first = next((each for each in lines if each.strip() and each[0] != "#"), ":")
-        if first[0] in "{[- \t":
+        if first[0] in "{[-? \t":
             raise ValueError("expected fields that begin their line, such as review_count: 0")
         if ":" not in first:  # text between two horizontal rules
             break

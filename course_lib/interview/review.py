@@ -1,7 +1,7 @@
 """When to review which card: FSRS schedules, and a JSON file stores the progress.
 
 The day is always an argument. Progress is in ``state.json`` of a folder, and the imported notes
-are below ``notes`` in it. Damaged files are renamed, never overwritten.
+are below ``notes`` in it. A damaged file is copied before it is written again.
 """
 
 from __future__ import annotations
@@ -9,7 +9,8 @@ from __future__ import annotations
 import json
 import os
 import shutil
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, field, replace
 from datetime import UTC, date, datetime, time
 from itertools import count
@@ -22,6 +23,11 @@ from fsrs import Rating, Scheduler, State
 
 from course_lib.interview.front_matter import BANDS, Value
 from course_lib.interview.written import written
+
+try:
+    import fcntl
+except ImportError:  # two sessions at once are then not kept apart
+    fcntl = None  # type: ignore[assignment]
 
 if TYPE_CHECKING:
     from course_lib.interview.cards import Card
@@ -146,9 +152,30 @@ class Reviews:
         return self.folder / "notes" / id
 
     def load(self) -> Reviews:
-        """Read the file again; a damaged one is renamed, and its readable entries are used."""
+        """Read the file again; a damaged one is copied, and its readable entries are used."""
+        if self.path.exists():
+            with self._alone():
+                self._load()
+        return self
+
+    @contextmanager
+    def _alone(self) -> Iterator[None]:
+        """Run the body while no other process reads and writes the file."""
+        self.folder.mkdir(parents=True, exist_ok=True)
+        if fcntl is None:
+            yield
+            return
+        folder = os.open(self.folder, os.O_RDONLY)
+        try:
+            with suppress(OSError):  # a file system without locks
+                fcntl.flock(folder, fcntl.LOCK_EX)
+            yield
+        finally:
+            os.close(folder)
+
+    def _load(self) -> None:
         if not self.path.exists():
-            return self
+            return
         found: dict[str, Progress] = {}
         try:
             entries = dict(json.loads(self.path.read_bytes())["cards"])
@@ -166,24 +193,28 @@ class Reviews:
                 f"{self.path.name} was damaged and is now {aside.name}; the progress with {good} "
                 "could be read"
             )
-        return self
 
     def record(self, progress: Mapping[str, Progress]) -> None:
         """Store the progress with these cards; the progress with others is read again first."""
-        self.load()
-        self.cards |= progress
-        self._write()
+        with self._alone():
+            self._load()
+            self.cards |= progress
+            self._write()
 
     def _write(self) -> None:
         shown = {id: asdict(one) for id, one in sorted(self.cards.items())}
-        text = json.dumps({"cards": shown}, indent=1, default=str, ensure_ascii=False)
+        text = json.dumps({"cards": shown}, indent=1, default=str)
         write_atomically(self.path, f"{text}\n".encode())
 
     def _aside(self) -> Path:
-        """Rename the file to the first free name ``state.json.damaged-1``, ``-2`` ..."""
+        """Copy the file to the first free name ``state.json.damaged-1``, ``-2`` ...
+
+        A copy, so that a full disk leaves the file as it is.
+        """
         names = (self.path.with_name(f"{self.path.name}.damaged-{n}") for n in count(1))
         free = next(name for name in names if not name.exists())
-        return self.path.rename(free)
+        write_atomically(free, self.path.read_bytes())
+        return free
 
 
 def due(reviews: Mapping[str, Progress], today: date) -> list[str]:
@@ -244,7 +275,7 @@ def _lines(text: str, language: str) -> str:
 
 def write_atomically(path: Path, data: bytes) -> None:
     """Write ``data`` so that ``path`` always has the old bytes or the new ones."""
-    path = path.resolve()  # a link stays a link
+    path = Path(os.path.realpath(path))  # a link stays a link
     path.parent.mkdir(parents=True, exist_ok=True)
     new = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:

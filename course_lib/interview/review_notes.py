@@ -43,16 +43,29 @@ def note_cards(reviews: Reviews) -> list[Card]:
     """Return a card for each imported note: its heading or name in front, its text behind."""
     found = []
     for id, progress in sorted(reviews.cards.items()):
-        if progress.source and (path := reviews.copy_of(id)).exists():
-            note = parse(path.read_bytes())
-            body = note.body.encode("utf-8", "surrogateescape").decode("utf-8", "replace")
+        if progress.source and (path := reviews.copy_of(id)).is_file():
+            note = _note(path.read_bytes())
+            body = _readable(note.body.removeprefix("\ufeff"))
             first, _, rest = body.lstrip().partition("\n")
             heading = first.startswith("# ")
             title = first.removeprefix("# ").strip() if heading else note.scalar("title")
-            front = title or Path(id).stem
+            front = _readable(title or Path(id).stem)
             back = (rest if heading else body).replace("\r\n", "\n").strip()
-            found.append(Card(id, front, back, ("notes", *note.tags)))
+            found.append(Card(id, front, back, ("notes", *map(_readable, note.tags))))
     return found
+
+
+def _note(data: bytes) -> Note:
+    """Return the note in ``data``; all of it is text if its front matter cannot be edited."""
+    try:
+        return parse(data)
+    except ValueError:
+        return Note("", None, "", data.decode("utf-8", "surrogateescape"))
+
+
+def _readable(text: str) -> str:
+    """Return ``text`` with a mark in place of bytes that are not UTF-8."""
+    return text.encode("utf-8", "surrogateescape").decode("utf-8", "replace")
 
 
 def import_notes(reviews: Reviews, path: Path, known: Collection[str], today: date) -> Report:
@@ -65,22 +78,20 @@ def import_notes(reviews: Reviews, path: Path, known: Collection[str], today: da
     report, found = Report(), dict[str, Progress]()
     for name, file in _files(path):
         try:
-            data = file.read_bytes()
-            if b"\0" in data:
-                raise ValueError("expected text in UTF-8, got a zero byte")
+            data = _text_of(file)
             values = parse(data).values
             own = file.stem in known
             id, source = (file.stem, "") if own else (name, str(file.resolve()))
-            old = reviews.cards.get(id)
+            old = found.get(id) or reviews.cards.get(id)
             if old and old.source != source and _another(data, reviews.copy_of(id)):
                 raise ValueError(
                     f"another note of this name was imported from {old.source}; rename one of them"
                 )
+            if not own:
+                write_atomically(reviews.copy_of(id), data)
         except (ValueError, OSError) as error:
             report.refused.append(f"{file}: {error}")
             continue
-        if not own:
-            write_atomically(reviews.copy_of(id), data)
         new = replace(from_fields(values, today), source=source)
         if own:  # as if reviewed here, so that an export writes it
             new = replace(new, graded=new.review_count)
@@ -100,7 +111,8 @@ def export_notes(reviews: Reviews, made: Iterable[Card], folder: Path, today: da
     """Write those cards ``made`` that are imported notes or were reviewed to ``folder``.
 
     Of a note that was reviewed here only the lines of the fields that changed differ from the file
-    in ``folder``, or from the imported note where ``folder`` has none. Other files there stay.
+    in ``folder``, or from the imported note where ``folder`` has none. Other files there stay:
+    a file that is no note of this card, or that counts more reviews, is refused.
     """
     report, by_id = Report(), {card.id: card for card in made}
     for id, progress in sorted(reviews.cards.items()):
@@ -108,22 +120,44 @@ def export_notes(reviews: Reviews, made: Iterable[Card], folder: Path, today: da
         target, here = folder / name, (folder / name).exists()
         if id not in by_id:
             continue
-        if here:
-            data = target.read_bytes()
-        else:
-            copy = reviews.copy_of(id)
-            data = copy.read_bytes() if progress.source else _new_note(by_id[id])
         try:
-            after = _updated(parse(data), progress, today) if progress.graded else data
-        except ValueError as error:
+            made_here = (
+                reviews.copy_of(id).read_bytes() if progress.source else _new_note(by_id[id])
+            )
+            data = _text_of(target) if here else made_here
+            note = parse(data)
+            if here:
+                _expect_ours(note, parse(made_here), progress, target)
+            after = _updated(note, progress, today) if progress.graded else data
+            if after != data or not here:
+                write_atomically(target, after)
+        except (ValueError, OSError) as error:
             report.refused.append(f"{target}: {error}")
             continue
-        if here and after == data:
-            report.unchanged.append(name)
-        else:
-            write_atomically(target, after)
-            (report.updated if here else report.added).append(name)
+        done = report.added if not here else report.unchanged if after == data else report.updated
+        done.append(name)
     return report
+
+
+def _text_of(file: Path) -> bytes:
+    """Return the bytes of ``file``; ValueError if it is no text."""
+    data = file.read_bytes()
+    if b"\0" in data:
+        raise ValueError("expected text in UTF-8, got a zero byte")
+    return data
+
+
+def _expect_ours(there: Note, ours: Note, progress: Progress, target: Path) -> None:
+    """Raise ValueError if ``target`` is another file, or a note with more reviews than here."""
+    own = str(target.resolve()) == progress.source or there.body == ours.body
+    if not own and not there.values:
+        raise ValueError("this file is no note that was exported; export to another folder")
+    count = there.values.get("review_count", 0)
+    if isinstance(count, int) and count > progress.review_count:
+        raise ValueError(
+            f"this note counts {count} reviews, and {progress.review_count} are known here; "
+            "import it first"
+        )
 
 
 def _another(data: bytes, copy: Path) -> bool:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import io
 import json
+import re
 import sqlite3
 import subprocess
 import sys
@@ -60,7 +61,7 @@ def test_every_source_has_its_cards():
 def test_the_answer_is_on_the_back():
     by_id = {card.id: card for card in ENGLISH}
     claim = next(claim for claim in table().claims if claim.verdict == "wrong")
-    assert by_id[f"claim-{claim.id}"].back == f"False. {claim.corrected}"
+    assert by_id[f"claim-{claim.id}"].back == f"False. {claim.statement()}"
     assert claim.claim in by_id[f"claim-{claim.id}"].front
     one = concepts()[0]
     assert by_id[f"concept-{one.id}"].back.startswith(one.short)
@@ -70,6 +71,12 @@ def test_the_answer_is_on_the_back():
     assert bubble.back == "(p-1)/M"
     assert "M: micro-batches" in bubble.front
     assert by_id["term-rank"].back.endswith("\nrank（进程编号）")
+
+
+@pytest.mark.parametrize("made", [ENGLISH, CHINESE], ids=["en", "zh"])
+def test_no_card_shows_a_name_in_braces(made):
+    named = re.compile(r"\{[a-z_]+(:[^}]*)?\}")
+    assert [card.id for card in made if named.search(f"{card.front} {card.answer}")] == []
 
 
 def test_a_topic_is_a_tag_and_an_unknown_one_is_suggested():

@@ -11,7 +11,18 @@ from importlib import import_module
 import pytest
 
 from course_lib.interview import checks, trial
-from course_lib.interview.claims import BY, KINDS, NONE, PAGE, VERDICTS, Claim, page, table
+from course_lib.interview.claims import (
+    BY,
+    KINDS,
+    NONE,
+    PAGE,
+    VERDICTS,
+    Claim,
+    page,
+    stated,
+    statements,
+    table,
+)  # fmt: skip
 
 CLAIMS = table().claims
 BY_ID = {claim.id: claim for claim in CLAIMS}
@@ -132,6 +143,7 @@ def test_a_verdict_is_refused_unless_the_values_say_so(verdict, values, holds):
 
 def test_the_page_is_todays():
     assert PAGE.read_text(encoding="utf-8") == page(), "run python -m course_lib.interview.claims"
+    assert stated() == statements(), "run python -m course_lib.interview.claims"
 
 
 def test_votes_are_heard_and_counted(capsys):

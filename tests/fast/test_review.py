@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import errno
 import io
 import json
+import os
 import re
 import shutil
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from datetime import date, timedelta
 from pathlib import Path
@@ -307,7 +310,9 @@ def test_a_wrong_field_refuses_the_note_and_no_other(front, said, tmp_path):
     assert said in sentence
 
 
-@pytest.mark.parametrize("front", ["{created: 2025-10-19}", "- a: 1", "  title: x", "[1: 2]"])
+@pytest.mark.parametrize(
+    "front", ["{created: 2025-10-19}", "- a: 1", "  title: x", "[1: 2]", "? created\n: 2025-10-19"]
+)
 def test_front_matter_that_cannot_be_edited_is_refused(front):
     with pytest.raises(ValueError, match="expected fields that begin their line"):
         parse(f"---\n{front}\n---\n".encode())
@@ -441,6 +446,121 @@ def test_a_damaged_entry_costs_no_other_one(change, tmp_path):
 def test_an_id_cannot_leave_the_folder(tmp_path):
     Reviews(tmp_path).record({"../x": GOOD, "/x": GOOD, "a/b": GOOD})
     assert Reviews(tmp_path).load().cards.keys() == {"a/b"}
+
+
+def test_sessions_at_the_same_time_lose_no_grade(tmp_path):
+    ids = [[f"card-{session}-{n}" for n in range(15)] for session in range(4)]
+
+    def session(own: list[str]) -> None:
+        reviews = Reviews(tmp_path)
+        for id in own:
+            reviews.record({id: Progress(DAY, DAY)})
+
+    with ThreadPoolExecutor() as pool:
+        list(pool.map(session, ids))
+    assert Reviews(tmp_path).load().cards.keys() == {id for own in ids for id in own}
+
+
+def test_a_full_disk_leaves_a_damaged_file_where_it_is(tmp_path, monkeypatch):
+    reviews = Reviews(tmp_path)
+    reviews.record({"a": Progress(DAY, DAY), "b": Progress(DAY, DAY)})
+    damaged = reviews.path.read_text().replace('"graded": 0', '"graded": -1', 1)
+    reviews.path.write_text(damaged)
+    with monkeypatch.context() as full:
+        full.setattr(Path, "write_bytes", _no_space)
+        with pytest.raises(OSError, match="No space"):
+            reviews.load()
+    assert [each.name for each in tmp_path.iterdir()] == ["state.json"]
+    assert reviews.path.read_text() == damaged
+    again = Reviews(tmp_path).load()
+    assert list(again.cards) == ["b"]
+    assert "1 of 2 cards" in again.said[0]
+
+
+def _no_space(path: Path, data: bytes) -> int:
+    raise OSError(errno.ENOSPC, "No space left on device")
+
+
+def imported(tmp_path: Path, **notes: bytes) -> Reviews:
+    """The progress with ``notes``, which were imported and reviewed once."""
+    (tmp_path / "notes").mkdir()
+    for name, data in notes.items():
+        (tmp_path / "notes" / f"{name}.md").write_bytes(data)
+    reviews = Reviews(tmp_path / "work")
+    import_notes(reviews, tmp_path / "notes", (), DAY)
+    reviews.record({id: graded(one, Rating.Good, DAY) for id, one in reviews.cards.items()})
+    return reviews
+
+
+def _fill(target: Path, data: bytes) -> None:
+    target.write_bytes(data)
+
+
+@pytest.mark.parametrize(
+    ("make", "data", "said"),
+    [
+        (_fill, b"# Another file\n", "no note that was exported"),
+        (_fill, b"---\nreview_count: 50\n---\n# a", "50 reviews, and 1 are known here"),
+        (_fill, b"\x89PNG\0", "a zero byte"),
+        (lambda target, _: target.mkdir(), b"", "s a directory"),
+    ],
+    ids=["another", "newer", "binary", "folder"],
+)
+def test_an_export_refuses_one_file_and_writes_the_others(make, data, said, tmp_path):
+    reviews = imported(tmp_path, a=b"# a", b=b"# b")
+    (out := tmp_path / "out").mkdir()
+    make(out / "a.md", data)
+    report = export_notes(reviews, note_cards(reviews), out, DAY)
+    assert (report.added, report.updated, report.unchanged) == (["b.md"], [], [])
+    (sentence,) = report.refused
+    assert said in sentence
+    assert not data or (out / "a.md").read_bytes() == data
+
+
+def test_a_link_to_itself_is_replaced(tmp_path):
+    reviews = imported(tmp_path, a=b"# a")
+    (out := tmp_path / "out").mkdir()
+    (out / "a.md").symlink_to("a.md")
+    assert export_notes(reviews, note_cards(reviews), out, DAY).added == ["a.md"]
+
+
+def test_bytes_that_are_not_utf_8_stop_no_review(tmp_path):
+    odd = os.fsdecode(b"caf\xe9")
+    front = b"---\ntitle: caf\xe9\ntags: [\xe9]\n---\n"
+    reviews = imported(tmp_path, a=front, **{odd: b"text"})
+    made = note_cards(reviews)
+    assert [card.front for card in made] == ["caf\ufffd", "caf\ufffd"]
+    assert "\ufffd" in made[0].tags
+    assert export_notes(reviews, made, tmp_path / "out", DAY).added == ["a.md", f"{odd}.md"]
+    assert (tmp_path / "out" / "a.md").read_bytes().startswith(front[:20])
+
+
+def test_a_damaged_copy_of_a_note_costs_no_other_note(tmp_path):
+    reviews = imported(tmp_path, a=b"# a", b=b"\xef\xbb\xbf# b", c=b"# c")
+    reviews.copy_of("a.md").write_bytes(b"---\n- x\n---\ntext")
+    reviews.copy_of("c.md").unlink()
+    reviews.copy_of("c.md").mkdir()
+    assert [card.front for card in note_cards(reviews)] == ["a", "b"]
+
+
+def test_a_note_whose_copy_cannot_be_written_is_refused_alone(tmp_path):
+    reviews = imported(tmp_path, a=b"# a")
+    (tmp_path / "more" / "a.md").mkdir(parents=True)
+    for name in ("a.md/b.md", "c.md"):
+        (tmp_path / "more" / name).write_bytes(b"# x")
+    report = import_notes(reviews, tmp_path / "more", (), DAY)
+    assert report.added == ["c.md"]
+    assert "b.md" in report.refused[0]
+    assert set(Reviews(tmp_path / "work").load().cards) == {"a.md", "c.md"}
+
+
+def test_of_two_notes_with_one_card_the_one_with_more_reviews_counts(tmp_path):
+    for name, count in (("a", 9), ("b", 1)):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "term-rank.md").write_text(f"---\nreview_count: {count}\n---\n")
+    reviews = Reviews(tmp_path / "work")
+    import_notes(reviews, tmp_path, ("term-rank",), DAY)
+    assert reviews.cards["term-rank"].review_count == 9
 
 
 def test_two_sessions_lose_no_grade(tmp_path):
