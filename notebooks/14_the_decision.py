@@ -563,14 +563,14 @@ for label, found in {
 # |---|---|
 # | GPUs | tp x pp x cp x dp = `gpus`; ep uses the ranks of dp x cp, so it divides dp x cp |
 # | tp | divides the heads. Its groups are neighbors inside a node: tp divides `per_node`, unless all `gpus` are in one node |
-# | pp, dp, ep | pp divides the layers, dp the batch (in sequences), ep the experts |
+# | pp, dp, ep | pp divides the layers, dp the batch (in sequences), ep the experts; without experts, ep is 1 |
 # | cp | 2 cp divides the tokens of a sequence, unless cp is 1 |
 # | memory | `needed(model, layout)` is at most 92 % of `memory` bytes |
 #
 # The time of a step is `seconds(model, layout, per_node)`, and your layout may be up to 10 % slower than the fastest
 # one. The cell below has both formulas and the 20 graded clusters. For each of them, the check also draws two variants
 # with another model, memory and batch. `model` is a dict, in which `dense` is the number of parameters outside the
-# experts, and `expert` the number of parameters of one expert in all layers.
+# experts, and `expert` the number of parameters of one expert in all layers. A model without experts has 0 `experts`.
 
 # %% course={"ex": "14-1", "role": "given"}
 FLOPS, NODE, NETWORK = 400e12, 200e9, 25e9  # of a GPU; bytes per second inside and between nodes
@@ -646,7 +646,7 @@ CLUSTERS = (  # model, GPUs, GPUs per node, GB per GPU
 
 # %% course={"ex": "14-1", "role": "answer"}
 def choose(model, gpus, per_node, memory):
-    """{"tp": 4, "pp": 2, "dp": 8}, also with cp and ep, or None if nothing fits."""
+    """Return sizes such as {"tp": 4, "pp": 2, "dp": 8}, also of cp and ep, or None if none fit."""
     # BEGIN SOLUTION
     best, least = None, float("inf")
     for tp in divisors(gpus):
@@ -704,7 +704,7 @@ check("14-1", choose)
 
 # %% course={"ex": "14-2", "role": "answer"}
 def peak(shards, units, prefetch, reshard):
-    """Bytes at the fullest moment of forward and backward."""
+    """Return the largest number of bytes in memory in forward and backward."""
     # BEGIN SOLUTION
     most = 0
     for k, (weights, _) in enumerate(units):
@@ -727,14 +727,14 @@ check("14-2", peak)
 # %% [markdown] course={"ex": "14-3"}
 # ## 14-3 Axes on nodes
 # Return the order of the axes, the fastest first, for which the fewest GB cross nodes. `sizes` has the size of each
-# axis, and `sent` the GB that a GPU sends over it per step. Rank r is on node r // `per_node`. If at least one group of
-# an axis has ranks on two nodes, count all GB of this axis, otherwise none. Sizes need not be powers of two, and an
-# axis may be larger than a node. Several orders may be right.
+# axis, and `sent` the GB that a GPU sends per step in its group of each axis. Rank r is on node r // `per_node`. If at
+# least one group of an axis has ranks on two nodes, count all GB of this axis, `sent[axis]`, otherwise none. Sizes need
+# not be powers of two, and an axis may be larger than a node. Several orders may be right.
 
 
 # %% course={"ex": "14-3", "role": "answer"}
 def place(sizes, sent, per_node):
-    """A list such as ["tp", "dp", "pp"]."""
+    """Return the order of the axes, the fastest first, such as ["tp", "dp", "pp"]."""
     # BEGIN SOLUTION
     from itertools import permutations
     from math import prod
@@ -768,8 +768,9 @@ check("14-3", place)
 # %% [markdown] course={"ex": "14-4"}
 # ## 14-4 What helps most
 # `parts` has the seconds of each part of a step: `forward`, `backward`, `recompute`, `bubble`, and the exposed
-# communication of `tp`, `cp`, `pp` and `dp`. You may make one change. Return the name of the change with the shortest
-# step, or `"none"` if no change makes the step shorter, and the seconds of the new step.
+# communication of `tp`, `cp`, `pp` and `dp`. The step takes their sum. `links` has `"node"` or `"network"` for each of
+# these four axes. You may make one change. Return the name of the change with the shortest step, or `"none"` if no
+# change makes the step shorter, and the seconds of the new step, which you do not round.
 #
 # | change | effect |
 # |---|---|
@@ -781,7 +782,7 @@ check("14-3", place)
 
 # %% course={"ex": "14-4", "role": "answer"}
 def helps(parts, links, saved, free):
-    """(change, seconds of the new step)"""
+    """Return the name of the change and the seconds of the new step."""
     # BEGIN SOLUTION
     step = sum(parts.values())
     computing = parts["forward"] + parts["backward"] + parts["recompute"]

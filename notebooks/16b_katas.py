@@ -81,7 +81,8 @@ def ring_all_reduce(x: Tensor, group: dist.ProcessGroup) -> Tensor:
     Use messages only: n-1 turns of reduce-scatter, then n-1 turns of all-gather. In each turn a
     rank sends one of n shards to one neighbor in the ring and receives one from the other neighbor.
     Shards may differ by one element, but do not pad them: a rank sends 2(n-1)/n of the bytes of x.
-    At most three times the bytes of x may be alive at once. On one rank, return x or a copy.
+    Besides x, tensors may take at most three times its bytes at any time. On one rank, return x or
+    a copy.
     """
     # BEGIN SOLUTION
     n, rank = dist.get_world_size(group), dist.get_rank(group)
@@ -412,8 +413,9 @@ def ring_attention(
     that the query sees. Scores may be so large that exp of them overflows.
 
     Send K and V around the ring, rank r to rank r + 1 and the last rank to rank 0, so that every
-    block visits every rank: n - 1 turns, with messages only. Do the matrix products on one block
-    while the next block is in flight. Do not write into q, k and v.
+    block visits every rank: n - 1 turns, with messages only. K and V of a block may be one message
+    or two. Do the matrix products on one block while the next block is in flight. Do not write into
+    q, k and v.
     """
     # BEGIN SOLUTION
     n, rank = dist.get_world_size(group), dist.get_rank(group)

@@ -437,6 +437,24 @@ class _LocalMask(_Ring):
         return super().scores(k, True)
 
 
+class _EqualOffsets(_Ring):
+    """The positions of rank r begin at r times the length of the own shard."""
+
+    def compute(self, turn: int, block: list[Tensor]) -> None:
+        self.turn = turn
+        super().compute(turn, block)
+
+    def scores(self, k: Tensor, causal: bool) -> Tensor:
+        s = self.q.shape[1]
+        hidden = torch.arange(k.shape[1]) > (self.turn * s + torch.arange(s))[:, None]
+        return super().scores(k, False).masked_fill(hidden[:, None], -torch.inf)
+
+
+class _Unmasked(_Ring):
+    def compute(self, turn: int, block: list[Tensor]) -> None:
+        self.found.append(self.attend(*block, False))
+
+
 class _Unscaled(_Ring):
     def scores(self, k: Tensor, causal: bool) -> Tensor:
         return super().scores(k, causal) * self.q.shape[-1] ** 0.5
@@ -509,6 +527,8 @@ ATTACKS: dict[str, Attacks] = {
             Wrong(lambda *given: _Ring()(*given)[0], words="expected 2 values"),
             Wrong(_NoMaximum(), words="exponentials of large scores overflow"),
             Wrong(_LocalMask(), words="the causal mask was used on blocks of earlier ranks too"),
+            Wrong(_EqualOffsets(), words="takes all shards to be equally long"),
+            Wrong(_Unmasked(), words="no score is masked"),
             Wrong(_Unscaled(), words="not divided by sqrt(K)"),
             Wrong(_LseOfLast(), words="log-sum-exp: "),
             Wrong(_Gathers(), words="messages only, got all_gather"),

@@ -296,7 +296,9 @@ RINGS: Mapping[str, dict[str, Any]] = {
         "halves": 1
     },
     "each shard comes from one rank only: in the first n-1 turns, add the shard that arrives to "
-    "your own": {"adds": lambda turn, n: False},
+    "your own, and begin the second half with the shard that you summed last": {
+        "adds": lambda turn, n: False
+    },
     "shards were added in the second half too: in its turns the sum that arrives replaces your own "
     "shard": {"adds": lambda turn, n: True},
 }

@@ -419,6 +419,7 @@ RING = OnRanks(
             turns=1,
         ),
         _wrong_ring("queries saw keys of later ranks: only pass these blocks on", later=True),
+        _wrong_ring("no score is masked: a query sees no later position", later=True, own=False),
         _wrong_ring("the causal mask was used on blocks of earlier ranks too", other=True),
         _wrong_ring("the own block needs the causal mask: a query sees no later key", own=False),
         _wrong_ring("the blocks' outputs are summed: weigh them by their log-sum-exp", add="sum"),

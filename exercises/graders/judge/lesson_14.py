@@ -75,14 +75,16 @@ def unfit(model: Model, gpus: int, per_node: int, memory: float, layout: Sizes) 
         return f"dp={dp} does not divide {model['batch']} sequences"
     if cp > 1 and model["seq"] % (2 * cp):
         return f"2 cp = {2 * cp} does not divide the {model['seq']} tokens of a sequence"
+    if ep > 1 and not model["experts"]:
+        return f"ep={ep}, but this model has no experts: leave ep out"
     if (model["experts"] or 1) % ep:
         return f"ep={ep} does not divide {model['experts']} experts"
     if dp * cp % ep:
         return f"ep={ep} does not divide dp x cp = {dp * cp}: it uses these ranks"
     if (bytes_ := needed(model, layout)) > RESERVE * memory:
         return (
-            f"the fullest GPU needs {bytes_ / 1e9:.1f} GB, and {RESERVE:.0%} of its memory are "
-            f"{RESERVE * memory / 1e9:.1f} GB"
+            f"the fullest GPU needs {bytes_ / 1e9:.1f} GB, but a layout may use at most "
+            f"{RESERVE * memory / 1e9:.1f} GB, which is {RESERVE:.0%} of its memory"
         )
     return ""
 
@@ -135,14 +137,14 @@ def _layout(value: Any) -> dict[str, int] | None:
 def _misfit(args: Instance, got: dict[str, int] | None) -> str:
     best = _fastest(**args)
     if got is None:
-        return f"nothing was chosen, but {_said(best)} fits" if best else ""
+        return f"expected a layout, because {_said(best)} fits, got None" if best else ""
     if fault := unfit(layout=got, **args):
         return f"got {_said(got)}: {fault}"
     took, least = (
         seconds(args["model"], layout, args["per_node"]) for layout in (got, best or got)
     )
     if took > SLOWER * least:
-        return f"got {_said(got)}: a step takes {took:.3g} s, and another layout {least:.3g} s"
+        return f"got {_said(got)}: a step takes {took:.3g} s, but {least:.3g} s with {_said(best)}"
     return ""
 
 
@@ -256,17 +258,17 @@ Units = Sequence[tuple[int, int]]  # bytes of weights and of saved activations
 def _peak(
     shards: int, units: Units, prefetch: bool, reshard: bool,
     *, gradient: bool = True, saved: bool = True, forward: bool = True, following: bool = False,
-    freed: bool = True, own: bool = True,
+    freed: bool = True, own: bool = True, stays: bool = False, again: bool = False,
 ) -> int:  # fmt: skip
     """The largest sum of what is in memory while a unit computes, or what a mistake computes."""
     weights, activations = (list(column) for column in zip(*units, strict=True))
     moments = []
     for k in range(len(units)):
         held = sum(activations[: k + 1] if freed else activations) * saved
-        full = weights[k] if reshard else sum(weights[: k + 1])
+        full = weights[k] if reshard else sum(weights if stays else weights[: k + 1])
         full = full if own else 0
         ahead = weights[k + 1] if prefetch and k + 1 < len(units) else 0
-        behind = weights[k - 1] if prefetch and reshard and k > 0 else 0
+        behind = weights[k - 1] if prefetch and (reshard or again) and k > 0 else 0
         moments.append(held + full + ahead)
         if not forward:
             moments.pop()
@@ -338,12 +340,12 @@ PEAK = Function(
         ),
         Wrong(
             partial(_peak, gradient=False),
-            "In backward the unsharded gradient of the unit is there too.",
+            "In backward the unsharded gradient of the unit is in memory too.",
         ),
         Wrong(partial(_peak, saved=False), "The saved activations are missing."),
         Wrong(
             partial(_peak, freed=False),
-            "When unit k computes in backward, those above it have freed their activations.",
+            "When unit k computes in backward, the later units have freed their activations.",
         ),
         Wrong(
             lambda shards, units, prefetch, reshard: _peak(shards, units, False, reshard),
@@ -351,7 +353,16 @@ PEAK = Function(
         ),
         Wrong(
             lambda shards, units, prefetch, reshard: _peak(shards, units, prefetch, True),
-            "Without resharding, the weights stay from forward until their backward.",
+            "Without resharding, the weights of a unit stay in memory from its forward until the "
+            "end of its backward.",
+        ),
+        Wrong(
+            partial(_peak, stays=True),
+            "Without resharding, the weights of a unit are freed at the end of its backward.",
+        ),
+        Wrong(
+            partial(_peak, again=True),
+            "Backward without resharding gathers nothing: all weights are still in memory.",
         ),
         Wrong(
             lambda shards, units, prefetch, reshard: _peak(shards, units, True, reshard),
@@ -466,7 +477,7 @@ def _cluster(rng: random.Random, sizes: Sequence[int], per_node: int) -> Instanc
 
 
 def _gigabytes(rng: random.Random, sizes: Sizes) -> dict[str, float]:
-    return {axis: rng.randint(10, 99) / 10 * 10 ** rng.randint(0, 2) for axis in sizes}
+    return {axis: rng.randint(10, 99) * 10 ** rng.randint(0, 2) / 10 for axis in sizes}
 
 
 PLACE = Function(
@@ -477,12 +488,12 @@ PLACE = Function(
     mistakes=(
         Wrong(
             _by_bytes,
-            "The axis with most bytes is not always first: where it does not fit into a node, it "
-            "pushes out axes that would.",
+            "Do not sort by bytes: an axis that does not fit into a node crosses nodes in every "
+            "place, and in the first place it makes other axes cross too.",
         ),
         Wrong(
             lambda *given: _by_bytes(*given)[::-1],
-            "This is the order backwards: the axis that is named first varies fastest.",
+            "This order is reversed: the first axis of the list varies fastest.",
         ),
         Wrong(
             lambda sizes, sent, per_node: sorted(sizes, key=lambda axis: sizes[axis]),
@@ -648,6 +659,12 @@ def _mistaken(mistake: str) -> Callable[..., tuple[str, float]]:
     return lambda *given: _helped(*given, mistake=mistake)
 
 
+def _never_none(*given: Any) -> tuple[str, float]:
+    found = times(*given)
+    best = min(CHANGES[1:], key=lambda change: found[change])
+    return best, found[best]
+
+
 def _saving(*given: Any) -> tuple[str, float]:
     change, after = _helped(*given)
     return change, sum(given[0].values()) - after
@@ -665,21 +682,32 @@ BOTTLENECK = Function(
         ),
         Wrong(
             _mistaken("no memory"),
-            "Without recomputation, saved GB are needed, and only free GB are there.",
+            "Without recomputation, the activations need saved GB, but only free GB are free: the "
+            "change is possible only if saved <= free.",
         ),
         Wrong(
             _mistaken("bubble stays"),
-            "The bubble is a share of the computing: with less to compute, it shrinks as well.",
+            "Without recomputation the bubble shrinks too, in proportion to forward + backward + "
+            "recompute.",
         ),
-        Wrong(_mistaken("all links"), "Only axes whose link is the network become faster with it."),
-        Wrong(_mistaken("all hidden"), "dp hides behind backward, as far as backward lasts."),
+        Wrong(
+            _mistaken("all links"),
+            'A faster network only helps axes whose entry in links is "network".',
+        ),
+        Wrong(
+            _mistaken("all hidden"),
+            "Backward can hide only as many seconds of dp as it takes itself: the rest stays "
+            "exposed.",
+        ),
         Wrong(
             _mistaken("hidden behind all"),
             "Gradients exist only in backward: forward and recomputation hide none of them.",
         ),
-        Wrong(_mistaken("chunks are free"), "Twice as many chunks send twice as much over pp."),
+        Wrong(_mistaken("chunks are free"), "Two chunks per rank double pp."),
+        Wrong(_never_none, 'If no change makes the step shorter, return "none".'),
         Wrong(
-            _largest, "The largest part is not what helps most: compare what each change leaves."
+            _largest,
+            "Do not choose by the largest part: compare the whole new step of each change.",
         ),
     ),
     reference=_helped,

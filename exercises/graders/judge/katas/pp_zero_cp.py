@@ -25,7 +25,7 @@ def _in_order(given: Given, ranks: list[Observed]) -> str:
         "rank r begins with min(p - 1 - r, m) forwards, then takes a forward and a backward in "
         "turn, and ends with the backwards that are left"
     )
-    found = lesson_07.in_order(given, ranks)
+    found, _, _ = lesson_07.in_order(given, ranks).partition(":")
     return found and f"{found}: {why}"
 
 
@@ -40,6 +40,10 @@ LOOP = replace(
         Trial(4, size=6, name="four ranks, then one micro-batch"),
         Trial(3, size=2, name="three ranks, two micro-batches"),
         Trial(1, size=3),
+    ),
+    mistakes=tuple(
+        replace(each, message=each.message.replace("the expected one", "the oldest one in flight"))
+        for each in lesson_07.STEP.mistakes
     ),
     looks=(
         Look("gradients", "forwards and backwards in the order of 1F1B", _in_order),
@@ -145,6 +149,19 @@ def _unscaled(given: Given) -> list[Tensor]:
     return _attention(replace(given, ranks=ranks, whole=whole))["outputs"]
 
 
+def _equal_shards(given: Given) -> list[Tensor]:
+    """Return the outputs with a mask that takes each shard to be as long as the rank's own."""
+    found = []
+    for rank, q in enumerate(given["q"]):
+        s, blocks = q.shape[1], given["k"][: rank + 1]
+        keys = torch.cat([source * s + torch.arange(x.shape[1]) for source, x in enumerate(blocks)])
+        hidden = keys > (rank * s + torch.arange(s))[:, None]
+        scores = torch.einsum("bshk,bthk->bhst", q, torch.cat(blocks, 1)) / q.shape[-1] ** 0.5
+        weights = scores.masked_fill(hidden, -torch.inf).softmax(-1)
+        found.append(torch.einsum("bhst,bthk->bshk", weights, torch.cat(given["v"][: rank + 1], 1)))
+    return found
+
+
 def _not_finite(given: Given, ranks: list[Observed], name: str) -> str:
     got = [rank.values[name] for rank in ranks]
     if all(x.isfinite().all() for x in got if isinstance(x, Tensor)):
@@ -186,6 +203,11 @@ RING = replace(
     mistakes=(
         *lesson_09.RING.mistakes,
         Mistake("the scores are not divided by sqrt(K)", {"outputs": _unscaled}),
+        Mistake(
+            "the causal mask takes all shards to be equally long: the positions of rank r begin at "
+            "sum(lengths[:r])",
+            {"outputs": _equal_shards},
+        ),
     ),
     explain=_not_finite,
     looks=(
