@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 RELATIVE, ABSOLUTE = 1e-4, 1e-5  # for float32 sums in another order; a mistake is much larger
+SHORT = 16  # terms of a sum that was rounded to float32
 
 
 def agrees(got: Any, wanted: Tensor, terms: int | None = None) -> bool:
@@ -83,6 +84,11 @@ def difference(
         return f"expected {what} of {right.dtype} on rank {rank}, got {value.dtype}"
     if (k := _common_factor(got, wanted)) is not None:
         return f"your {what} are {times(k)}" if terms is None else f"{what}: {times(k)}"
+    if terms is not None and right.dtype == torch.float64 and _as_float32(got, wanted):
+        return (
+            f"{what}: right only to the precision of float32; compute and send in float64, "
+            "the dtype of the inputs"
+        )
     if terms is not None:
         return f"{what}: {_pattern(got, wanted, terms) or _place(bad, len(got))}: " + _worst(
             value, right, rank, terms
@@ -90,6 +96,14 @@ def difference(
     numbers = f"rank{'s' * (len(bad) > 1)} {', '.join(map(str, bad))} only"
     where = "every rank" if len(bad) == len(got) else numbers
     return f"{what} are wrong on {where}: {_worst(value, right, rank, terms)}"
+
+
+def _as_float32(got: Sequence[Any], wanted: Sequence[Tensor]) -> bool:
+    """Return whether float64 results are wrong only by rounding to float32."""
+    return all(
+        isinstance(value, Tensor) and agrees(value.float(), right.float(), SHORT)
+        for value, right in zip(got, wanted, strict=True)
+    )
 
 
 def _place(bad: list[int], n: int) -> str:

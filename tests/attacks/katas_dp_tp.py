@@ -34,19 +34,29 @@ def _ring(
     equal: bool = False,
     ranks: int | None = None,
     scale: bool = False,
+    rest: bool = False,
+    unnamed: bool = False,
+    dtype: torch.dtype | None = None,
 ) -> Tensor:
     """A ring in the other direction, with isend and irecv; right, or with a mistake."""
     group = dist.group.WORLD if world else group
     n, rank = dist.get_world_size(group), dist.get_rank(group)
-    flat = x.contiguous().view(-1)
+    flat = x.contiguous().view(-1).to(dtype or x.dtype)
     shards = list(flat.view(n, -1) if equal else flat.tensor_split(n))
+    if rest:  # the last shard takes the remainder
+        size = len(flat) // n
+        shards = list(flat.split([size] * (n - 1) + [len(flat) - (n - 1) * size]))
     turns = (ranks or n) - 1
     works = []
     for turn in range(halves * turns):
         leaving, arriving = (rank + turn) % n, (rank + turn + 1) % n
         got = torch.empty_like(shards[arriving])
         peers = (rank - 1) % n, (rank + 1) % n
-        if local:  # ranks of the group, where torch expects global ones
+        if unnamed:  # messages in the group of all ranks
+            to, source = (dist.get_global_rank(group, peer) for peer in peers)
+            works += [dist.isend(shards[leaving], to)]
+            dist.irecv(got, source).wait()
+        elif local:  # ranks of the group, where torch expects global ones
             works += [dist.isend(shards[leaving], peers[0], group)]
             dist.irecv(got, peers[1], group).wait()
         else:
@@ -61,7 +71,7 @@ def _ring(
     for work in works if waits else ():
         work.wait()
     total = torch.cat(list(shards)).view(x.shape)
-    return total / n if scale else total
+    return (total / n if scale else total).to(x.dtype)
 
 
 def _rings(**mistake: Any) -> Callable[[Tensor, Any], Tensor]:
@@ -120,12 +130,30 @@ def _two_halves(x: Tensor, group: Any) -> Tensor:
     return total.view(x.shape)
 
 
+def _by_parity(x: Tensor, group: Any) -> Tensor:
+    """Blocking calls: even ranks send first. No message for an empty shard."""
+    n, rank = group.size(), group.rank()
+    total = x.clone(memory_format=torch.contiguous_format)
+    shards = total.view(-1).tensor_split(n)
+    for turn in range(2 * (n - 1)):
+        leaving, arriving = shards[(rank - turn) % n], shards[(rank - turn - 1) % n]
+        got = torch.empty_like(arriving)
+        for sends in (True, False) if rank % 2 == 0 else (False, True):
+            if sends and leaving.numel():
+                dist.send(leaving, group=group, group_dst=(rank + 1) % n)
+            elif not sends and got.numel():
+                dist.recv(got, group=group, group_src=(rank - 1) % n)
+        arriving.copy_(arriving + got if turn < n - 1 else got)
+    return total
+
+
 # --- 16b-2
 class Right:
     """Closures as hooks, a count per bucket, and an average before the sum; or with a mistake."""
 
     waits, hooks, ordered, resets, every_backward = True, True, True, True, False
     waits_in_hook, skips_unused, world, divides = False, False, False, True
+    exclusive = 0  # bytes
     limit: ClassVar[int | None] = None
 
     def __init__(self, parameters: list[nn.Parameter], bucket_bytes: int, group: Any) -> None:
@@ -134,7 +162,8 @@ class Right:
         self.on, self.sent, limit = True, [], self.limit or bucket_bytes
         self.buckets: list[list[nn.Parameter]] = [[]]
         for p in parameters[::-1]:
-            if self.buckets[-1] and sum(q.nbytes for q in self.buckets[-1]) + p.nbytes > limit:
+            used = sum(q.nbytes for q in self.buckets[-1]) + self.exclusive
+            if self.buckets[-1] and used + p.nbytes > limit:
                 self.buckets.append([])
             self.buckets[-1].append(p)
         self.left = [len(bucket) for bucket in self.buckets]
@@ -230,6 +259,27 @@ class SkipsUnused(Right):
 
 class OneBucket(Right):
     limit = 10**9
+
+
+class NeverQuiteFull(Right):
+    """A bucket has fewer than bucket_bytes."""
+
+    exclusive = 1
+
+
+class LosesEarlier(Right):
+    """Sends zeros for a parameter whose hook did not fire in the last backward."""
+
+    def hook(self, number: int) -> None:
+        self.fired = [*getattr(self, "fired", []), number] if self.on else []
+        super().hook(number)
+
+    def finish(self) -> None:
+        for number in range(len(self.sent), len(self.buckets)):
+            if number not in self.fired:
+                for p in self.buckets[number]:
+                    p.grad = None
+        super().finish()
 
 
 class AsTheyFill(Right):
@@ -392,6 +442,38 @@ def _row_straight_through(h: Tensor, weight: Tensor, bias: Tensor, group: Any) -
     return (part - part.detach()) + total + bias
 
 
+def _row_sums_bias(h: Tensor, weight: Tensor, bias: Tensor, group: Any) -> Tensor:
+    return _row()(h, weight, _Operator.apply(bias, group, _same, _sum), group)
+
+
+def _column_without_bias(x: Tensor, weight: Tensor, bias: Tensor, group: Any) -> Tensor:
+    return _column()(x, weight, None, group)
+
+
+def _row_of_three_dims(h: Tensor, weight: Tensor, bias: Tensor, group: Any) -> Tensor:
+    return _row()(h.flatten(0, -2), weight, bias, group).view(len(h), -1, len(bias))
+
+
+class _ColumnAtOnce(torch.autograd.Function):
+    """The all-reduce runs while the gradient of the weight is computed."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor, group: Any) -> Tensor:
+        ctx.save_for_backward(x, weight)
+        ctx.group = group
+        return x @ weight.mT + bias
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Any:  # type: ignore[override]
+        x, weight = ctx.saved_tensors
+        dx = (gradient @ weight).contiguous()
+        work = dist.all_reduce(dx, group=ctx.group, async_op=True)
+        flat = gradient.flatten(0, -2)
+        dw = flat.mT @ x.flatten(0, -2)
+        work.wait()
+        return dx, dw, flat.sum(0), None
+
+
 def _row_by_comm(h: Tensor, weight: Tensor, bias: Tensor, group: Any) -> Tensor:
     return comm.reduce_from(F.linear(h, weight), make_mesh().world) + bias
 
@@ -407,13 +489,16 @@ ATTACKS = {
             Wrong(_rings(equal=True), words="is invalid for input of size"),
             Wrong(_rings(ranks=2), words="outputs: wrong on every rank"),
             Wrong(_rings(scale=True), words="this is the average"),
+            Wrong(_rings(rest=True), words="shards may differ by one element"),
+            Wrong(_rings(unnamed=True), words=ELSEWHERE),
+            Wrong(_rings(dtype=torch.float32), words="the precision of float32"),
             Wrong(_rings(halves=1), words="the second half, n-1 turns"),
             Wrong(_first_result, words="in the second call of this launch"),
             Wrong(_whole_x_around, words="messages from rank 0, got 1"),
             Wrong(_gathers_and_sums, words="called all_gather: expected send and recv only"),
             Wrong(lambda x, group: comm.ring_all_reduce(x, make_mesh().world), words=REFUSAL),
         ),
-        right=(_two_halves,),
+        right=(_two_halves, _by_parity),
     ),
     "16b-2": Attacks(
         wrong=(
@@ -427,6 +512,8 @@ ATTACKS = {
             Wrong(NeverResets, words="step 1 is right and a later one is not"),
             Wrong(EveryBackward, words="only the first micro-batch"),
             Wrong(SkipsUnused, words="got None for one that this rank did not use"),
+            Wrong(NeverQuiteFull, words="Fill the buckets from the last parameter to the first"),
+            Wrong(LosesEarlier, words="that only the backwards inside accumulate() used"),
             Wrong(AsTheyFill, words="in the same order"),
             Wrong(LeavesTheRest, words="finish sends what is left"),
             Wrong(OneBucket, words="Fill the buckets from the last parameter to the first"),
@@ -445,10 +532,13 @@ ATTACKS = {
             ),
             Wrong(
                 (_column(), _row_with_bias_first(lambda group: 1 / dist.get_world_size(group))),
-                words="gradient of bias_out: exactly 2 times too small",
+                words="each rank added 1/n of the outer bias",
             ),
-            Wrong((_column(), _row(back=_sum)), words="exactly 2 times too large"),
-            Wrong((_column(back=_mean), _row()), words="gradient of x: exactly 2 times too small"),
+            Wrong((_column(), _row(back=_sum)), words="the backward of row_linear sums"),
+            Wrong((_column(back=_mean), _row()), words="averages the gradient of x"),
+            Wrong((_column(), _row_sums_bias), words="the gradient of the outer bias is summed"),
+            Wrong((_column_without_bias, _row()), words="the inner bias is missing"),
+            Wrong((_column(), _row_of_three_dims), words="outputs of shape"),
             Wrong((_column(), _row(there=_world)), words=ELSEWHERE),
             Wrong((_column(), _row(there=_unwaited)), words="never waited for it"),
             Wrong((_column(), _row(there=_gathered_sum)), words="all_gather of"),
@@ -458,6 +548,6 @@ ATTACKS = {
             Wrong((_column_of_first_weights, _row()), words="weight "),
             Wrong((_column(), _row_by_comm), words=REFUSAL),
         ),
-        right=((_column_by_hook, _row_straight_through),),
+        right=((_column_by_hook, _row_straight_through), (_ColumnAtOnce.apply, _row())),
     ),
 }

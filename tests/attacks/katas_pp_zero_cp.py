@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import attacks_07 as pipeline
@@ -14,6 +15,7 @@ from torch import Tensor, nn
 
 from course_lib import comm, cp
 from course_lib.grading.exercise import Answer, Wrong
+from course_lib.grading.graders.runner.lesson_16b import AdamW
 from course_lib.mesh import Axis, rank_context
 
 REFUSAL = "this is what you are asked to write"
@@ -80,6 +82,38 @@ class _AddsUp(pipeline.Step):
     def __call__(self, *args: Any) -> float:
         type(self).before += super().__call__(*args)
         return type(self).before
+
+
+def _keeps_inputs(stage: nn.Module, batches: Any, loss: Any, group: Group) -> Any:
+    """The stage's inputs are in a list until the end."""
+    inputs: list[Any] = []
+    watching = stage.register_forward_pre_hook(lambda _, given: inputs.append(given))
+    total = _loop(pipeline.Step())(stage, batches, loss, group)
+    watching.remove()
+    return total
+
+
+def _alone(stage: nn.Module, batches: Any, loss: Any, group: Group) -> Any:
+    """On one rank, a single backward at the end."""
+    if dist.get_world_size(group) > 1:
+        return _loop(pipeline.Step())(stage, batches, loss, group)
+    total = sum(loss(stage(x), target) for x, target in batches) / len(batches)
+    total.backward()
+    return total.item()
+
+
+def _divides_all(stage: nn.Module, batches: Any, loss: Any, group: Group) -> Any:
+    """The sum over micro-batches, then .grad / m, with what was in it before."""
+    m = len(batches)
+    total = _loop(pipeline.Step())(stage, batches, lambda *pair: m * loss(*pair), group)
+    for p in stage.parameters():
+        p.grad /= m
+    return total / m
+
+
+def _mean_over_ranks(stage: nn.Module, batches: Any, loss: Any, group: Group) -> Any:
+    k = len(batches) / dist.get_world_size(group)
+    return _loop(pipeline.Step())(stage, batches, lambda *pair: k * loss(*pair), group) / k
 
 
 class _ByComm(pipeline.Step):
@@ -287,6 +321,29 @@ class _InPlace(_Zero):
         return weights.copy_(super().gathered(w, weights))
 
 
+class _PadsInFront(_Zero):
+    def cut(self, x: Tensor) -> tuple[Tensor, ...]:
+        return F.pad(x, (-len(x) % self.n, 0)).chunk(self.n)
+
+    def gathered(self, w: Tensor, weights: Tensor) -> Tensor:
+        parts = [torch.empty_like(w) for _ in range(self.n)]
+        dist.all_gather(parts, w, group=self.group)
+        return torch.cat(parts)[-len(weights) :]
+
+
+@dataclass
+class _Slips(_Zero):
+    """The update of one classic mistake."""
+
+    slip: str
+
+    def updated(self, w: Tensor, g: Tensor, state: Options, options: Options) -> Tensor:
+        rule = state.setdefault("rule", AdamW(options["lr"], self.slip))
+        new = rule(w, g)
+        state["moments"] = rule.moments
+        return new
+
+
 class _ZeroByComm(_Zero):
     def reduced(self, gradients: Tensor) -> Tensor:
         return comm.reduce_scatter(torch.cat(self.cut(gradients)), _axis(self.group))
@@ -450,9 +507,60 @@ class _EqualOffsets(_Ring):
         return super().scores(k, False).masked_fill(hidden[:, None], -torch.inf)
 
 
-class _Unmasked(_Ring):
+class _WaitsBetween(_Ring):
+    """Waits after the scores, before the product with V."""
+
+    works: tuple[Any, ...] | list[Any] = ()
+
+    def exchange(self, *blocks: Any) -> list[Any]:
+        self.works = super().exchange(*blocks)
+        return []
+
+    def compute(self, turn: int, block: list[Tensor]) -> None:
+        super().compute(turn, block)
+        self.wait(list(self.works))
+        self.works = ()
+
+    def scores(self, k: Tensor, causal: bool) -> Tensor:
+        found = super().scores(k, causal)
+        self.wait(list(self.works))
+        self.works = ()
+        return found
+
+
+class _NotCausal(_Ring):
     def compute(self, turn: int, block: list[Tensor]) -> None:
         self.found.append(self.attend(*block, False))
+
+
+class _LocalMaskOnAll(_Ring):
+    def compute(self, turn: int, block: list[Tensor]) -> None:
+        self.found.append(self.attend(*block, True))
+
+
+class _OwnKeyHidden(_Ring):
+    def scores(self, k: Tensor, causal: bool) -> Tensor:
+        hidden = torch.ones(self.q.shape[1], k.shape[1], dtype=torch.bool).triu()
+        return super().scores(k, False).masked_fill(hidden[:, None] & causal, -torch.inf)
+
+
+class _LseWithout(_Ring):
+    """The log-sum-exp without the largest score, or that score alone."""
+
+    alone = False
+
+    def scores(self, k: Tensor, causal: bool) -> Tensor:
+        found = super().scores(k, causal)
+        self.most = torch.maximum(found.amax(-1), self.most if self.found else found.amax(-1))
+        return found
+
+    def result(self) -> Any:
+        out, lse = super().result()
+        return out, self.most if self.alone else lse - self.most
+
+
+class _LseIsMost(_LseWithout):
+    alone = True
 
 
 class _Unscaled(_Ring):
@@ -499,6 +607,10 @@ ATTACKS: dict[str, Attacks] = {
             Wrong(_loop(_IntoTheInput()), words="the input micro-batches to be unchanged"),
             Wrong(_loop(_GroupRanks()), words="the peer of a message is a global rank"),
             Wrong(_loop(_SendsAndWaits()), words="every rank waits in send"),
+            Wrong(_keeps_inputs, words="drop x, y and the graph of the loss"),
+            Wrong(_alone, words="rank r begins with min(p - 1 - r, m)"),
+            Wrong(_divides_all, words="what .grad held before the step is divided by m too"),
+            Wrong(_mean_over_ranks, words="expected 1/m, for the mean over micro-batches"),
             Wrong(_loop(_ByComm()), words=REFUSAL),
             Wrong(_in_the_world, words=OUTSIDE),
         ),
@@ -518,9 +630,15 @@ ATTACKS: dict[str, Attacks] = {
             Wrong(_Coupled(), words="AdamW takes it off the weights"),
             Wrong(_NeverWaits(), words="never waited for"),
             Wrong(_InPlace(), words="the input weights to be unchanged"),
+            Wrong(_PadsInFront(), words="with its padding at the end"),
+            Wrong(_Slips("decay without lr"), words="the weight decay is not multiplied by lr"),
+            Wrong(_Slips("decay last"), words="after the update: apply it before"),
+            Wrong(_Slips("eps inside"), words="eps is inside the square root"),
+            Wrong(_Slips("eps first"), words="eps is added before v is divided"),
+            Wrong(_Slips("t stays 1"), words="t is 1 in every step"),
             Wrong(_ZeroByComm(), words=REFUSAL),
         ),
-        right=(_Zero(), _ZeroByTorch()),
+        right=(_Zero(), _ZeroByTorch(), _Slips("")),
     ),
     "16b-6": Attacks(
         wrong=(
@@ -528,7 +646,12 @@ ATTACKS: dict[str, Attacks] = {
             Wrong(_NoMaximum(), words="exponentials of large scores overflow"),
             Wrong(_LocalMask(), words="the causal mask was used on blocks of earlier ranks too"),
             Wrong(_EqualOffsets(), words="takes all shards to be equally long"),
-            Wrong(_Unmasked(), words="no score is masked"),
+            Wrong(_NotCausal(), words="no score is masked"),
+            Wrong(_LocalMaskOnAll(), words="add the position where each block begins"),
+            Wrong(_OwnKeyHidden(), words="a query sees its own key"),
+            Wrong(_LseWithout(), words="lacks the largest score"),
+            Wrong(_LseIsMost(), words="this is the largest score"),
+            Wrong(_WaitsBetween(), words="both matrix products on one block"),
             Wrong(_Unscaled(), words="not divided by sqrt(K)"),
             Wrong(_LseOfLast(), words="log-sum-exp: "),
             Wrong(_Gathers(), words="messages only, got all_gather"),

@@ -238,6 +238,7 @@ def _towers(trial: Trial, draw: Draw) -> Any:
         ]
         rows = ROWS * micro_batches * trial.n
         ranks.append({"towers": weights, "orders": orders, "batches": batches, "rows": rows})
+        ranks[-1]["earlier"] = orders
     return ranks
 
 
@@ -249,8 +250,8 @@ def _one_process(given: Given) -> dict[str, Any]:
     for step in range(STEPS):
         optimizer.zero_grad()
         for own in given.ranks:
-            for x, y in own["batches"][step]:
-                (runner.loss_of(towers, own["orders"][step], x, y) / own["rows"]).backward()
+            for order, (x, y) in zip(runner.used(own, step), own["batches"][step], strict=True):
+                (runner.loss_of(towers, order, x, y) / own["rows"]).backward()
         found[f"gradients of step {step + 1}"] = runner.flat([p.grad for p in parameters])
         optimizer.step()
     return found | {"weights after the last step": runner.flat(parameters)}
@@ -262,8 +263,10 @@ def own_gradients(given: Given, micro_batches: int | None = None) -> list[Tensor
     for own in given.ranks:
         towers = [[w.clone().requires_grad_() for w in tower] for tower in own["towers"]]
         losses = [
-            runner.loss_of(towers, own["orders"][0], x, y) / own["rows"]
-            for x, y in own["batches"][0][:micro_batches]
+            runner.loss_of(towers, order, x, y) / own["rows"]
+            for order, (x, y) in list(zip(runner.used(own, 0), own["batches"][0], strict=True))[
+                :micro_batches
+            ]
         ]
         gradients = torch.autograd.grad(
             sum(losses, torch.zeros(())),

@@ -411,7 +411,7 @@ def _forward(given: Given) -> list[list[Tensor]]:
     return found
 
 
-def _gradients(
+def gradients_of(
     given: Given,
     hand: Hand = lambda dx, x: dx,
     *,
@@ -462,7 +462,7 @@ def _fed_with_the_batch(given: Given) -> list[Tensor]:
 
 
 def _step(given: Given) -> dict[str, list[Tensor]]:
-    gradients = _gradients(given)
+    gradients = gradients_of(given)
     weights = [runner.flat(stage.parameters()) for stage in given["stage"]]
     return {
         "loss": _by_rank(given, torch.stack(_losses(given)).mean()),
@@ -554,30 +554,30 @@ STEP = OnRanks(
             {
                 runner.GRADIENT: lambda given: [
                     len(given["micro-batches"][0]) * each
-                    for each in _gradients(given, before=False)
+                    for each in gradients_of(given, before=False)
                 ]
             },
         ),
         Mistake(
             "only the gradients of the last micro-batch are left: backward must add to .grad",
-            {runner.GRADIENT: lambda given: _gradients(given, only_last=True)},
+            {runner.GRADIENT: lambda given: gradients_of(given, only_last=True)},
         ),
         Mistake(
             "the gradients that were in .grad before the step are lost: add to them",
-            {runner.GRADIENT: lambda given: _gradients(given, before=False)},
+            {runner.GRADIENT: lambda given: gradients_of(given, before=False)},
         ),
         Mistake(
             "a rank before the last begins its backward anew, as if from y.sum(): use the gradient "
             "that it received",
-            {runner.GRADIENT: lambda given: _gradients(given, lambda dx, x: torch.ones_like(x))},
+            {runner.GRADIENT: lambda given: gradients_of(given, lambda dx, x: torch.ones_like(x))},
         ),
         Mistake(
             HANDS_ON + "the input itself",
-            {runner.GRADIENT: lambda given: _gradients(given, lambda dx, x: x)},
+            {runner.GRADIENT: lambda given: gradients_of(given, lambda dx, x: x)},
         ),
         Mistake(
             "backward uses the newest micro-batch: use the expected one",
-            {runner.GRADIENT: lambda given: _gradients(given, newest=True)},
+            {runner.GRADIENT: lambda given: gradients_of(given, newest=True)},
         ),
     ),
     looks=(

@@ -341,7 +341,7 @@ def _ring(
     return found
 
 
-def _wrong_ring(message: str, **mistake: Any) -> Mistake:
+def wrong_ring(message: str, **mistake: Any) -> Mistake:
     return Mistake(message, {"outputs": lambda given: _ring(given, **mistake)})
 
 
@@ -414,19 +414,19 @@ RING = OnRanks(
     },
     terms=64,
     mistakes=(
-        _wrong_ring(
+        wrong_ring(
             "each rank attended to its own block alone: the blocks of earlier ranks are missing",
             turns=1,
         ),
-        _wrong_ring("queries saw keys of later ranks: only pass these blocks on", later=True),
-        _wrong_ring("no score is masked: a query sees no later position", later=True, own=False),
-        _wrong_ring("the causal mask was used on blocks of earlier ranks too", other=True),
-        _wrong_ring("the own block needs the causal mask: a query sees no later key", own=False),
-        _wrong_ring("the blocks' outputs are summed: weigh them by their log-sum-exp", add="sum"),
-        _wrong_ring("only the last block is in the result: merge all blocks", add="last"),
-        _wrong_ring(SOURCE, late=1),
-        _wrong_ring(SOURCE, late=-1),
-        _wrong_ring(
+        wrong_ring("queries saw keys of later ranks: only pass these blocks on", later=True),
+        wrong_ring("no score is masked: a query sees no later position", later=True, own=False),
+        wrong_ring("the causal mask was used on blocks of earlier ranks too", other=True),
+        wrong_ring("the own block needs the causal mask: a query sees no later key", own=False),
+        wrong_ring("the blocks' outputs are summed: weigh them by their log-sum-exp", add="sum"),
+        wrong_ring("only the last block is in the result: merge all blocks", add="last"),
+        wrong_ring(SOURCE, late=1),
+        wrong_ring(SOURCE, late=-1),
+        wrong_ring(
             "blocks are sent to the previous rank: send them to the next one", backward=True
         ),
     ),

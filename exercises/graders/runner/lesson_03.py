@@ -70,6 +70,13 @@ def loss_of(towers: Any, order: Sequence[int], x: Tensor, y: Tensor) -> Tensor:
     return (y**2).sum()
 
 
+def used(own: Inputs, step: int) -> list[list[int]]:
+    """Return the towers that each micro-batch of a step uses, in their order: ``orders`` are those
+    of the last micro-batch, ``earlier`` those of the others."""
+    many = len(own["batches"][step])
+    return [own["earlier"][step]] * (many - 1) + [own["orders"][step]]
+
+
 def overlap(answers: Answers, given: Inputs, axis: Axis, mesh: Mesh) -> Iterator[Any]:
     """03-4: steps of SGD; two instances in turn.
 
@@ -85,9 +92,12 @@ def overlap(answers: Answers, given: Inputs, axis: Axis, mesh: Mesh) -> Iterator
         first.register_post_accumulate_grad_hook(lambda _: made.append(len(wire.calls)))
     sync = answers[0](towers[::-1], axis)
     yield
-    for step, (order, batches) in enumerate(zip(given["orders"], given["batches"], strict=True)):
+    for step, batches in enumerate(given["batches"]):
         optimizer.zero_grad()
-        losses = [loss_of(towers, order, x, y) / given["rows"] for x, y in batches]
+        losses = [
+            loss_of(towers, order, x, y) / given["rows"]
+            for order, (x, y) in zip(used(given, step), batches, strict=True)
+        ]
         before = len(wire.calls)
         with wire:
             with sync.accumulate():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Iterator, Sequence
 from functools import partial
 from typing import Any
@@ -79,10 +80,23 @@ def linears(answers: Answers, given: Inputs, axis: Axis, mesh: Mesh) -> Any:
 
 # --- 16b-4 ---------------------------------------------------------------------------------------
 
+INPUTS = "inputs alive"  # the most inputs of the stage that were alive when a forward began
+
 
 def one_f_one_b(answers: Answers, given: Inputs, axis: Axis, mesh: Mesh) -> Any:
     """16b-4: the step of 07-5, whose row the answer does not get."""
-    return in_group(lesson_07.step, [lambda row, *others: answers[0](*others)], given, axis, mesh)
+    alive: list[weakref.ref[Tensor]] = []
+    most = [0]
+
+    def count(_: Any, inputs: tuple[Tensor]) -> None:
+        alive[:] = [x for x in alive if x() is not None] + [weakref.ref(inputs[0])]
+        most[0] = max(most[0], len(alive))
+
+    watching = given["stage"].register_forward_pre_hook(count)
+    answer = [lambda row, *others: answers[0](*others)]
+    found = in_group(lesson_07.step, answer, given, axis, mesh)
+    watching.remove()
+    return found | {INPUTS: most[0]}
 
 
 # --- 16b-5 ---------------------------------------------------------------------------------------
@@ -94,29 +108,31 @@ class AdamW:
     eps is large, because a wrong factor of the gradients would not show with a small one.
     """
 
-    def __init__(
-        self, rate: float, corrected: bool = True, decoupled: bool = True, remembers: bool = True
-    ) -> None:
+    def __init__(self, rate: float, slip: str = "") -> None:
         self.options = {"lr": rate, "betas": (0.9, 0.95), "eps": 0.5, "weight_decay": 0.2}
-        self.corrected, self.decoupled, self.remembers = corrected, decoupled, remembers
+        self.slip = slip  # a classic mistake
         self.t, self.moments, self.sizes = 0, (0, 0), []  # type: int, Any, list[int]
 
     def __call__(self, weights: Tensor, gradients: Tensor) -> Tensor:
         rate, betas, eps, decay = self.options.values()
-        if self.decoupled:
-            weights = weights * (1 - rate * decay)
-        else:
+        if self.slip == "coupled":
             gradients = gradients + decay * weights
-        if not self.remembers:
+        elif self.slip != "decay last":
+            weights = weights * (1 - (1 if self.slip == "decay without lr" else rate) * decay)
+        if self.slip == "forgets":
             self.t, self.moments = 0, (0, 0)
-        self.t += 1
+        self.t = 1 if self.slip == "t stays 1" else self.t + 1
         pairs = zip(betas, self.moments, (gradients, gradients**2), strict=True)
         self.moments = tuple(b * old + (1 - b) * new for b, old, new in pairs)
         m, v = (
-            moment / (1 - b**self.t) if self.corrected else moment
+            moment if self.slip == "uncorrected" else moment / (1 - b**self.t)
             for b, moment in zip(betas, self.moments, strict=True)
         )
-        return weights - rate * m / (v**0.5 + eps)
+        if self.slip == "eps first":
+            eps /= (1 - betas[1] ** self.t) ** 0.5
+        below = (v + eps) ** 0.5 if self.slip == "eps inside" else v**0.5 + eps
+        kept = 1 - rate * decay if self.slip == "decay last" else 1
+        return (weights - rate * m / below) * kept
 
 
 def zero_1(answers: Answers, given: Inputs, axis: Axis, mesh: Mesh) -> Iterator[Any]:
@@ -129,7 +145,7 @@ def zero_1(answers: Answers, given: Inputs, axis: Axis, mesh: Mesh) -> Iterator[
     found = yield from lesson_04.stage_1([step], given, axis, mesh)
     stored = {x.untyped_storage().data_ptr(): x for x in tensors_in(state)}
     sizes = [x.untyped_storage().nbytes() // x.element_size() for x in stored.values()]
-    return found | {"state": sizes}
+    return found | {"state": sizes, "moments": [x.detach().flatten() for x in tensors_in(state)]}
 
 
 # --- 16b-6 ---------------------------------------------------------------------------------------
@@ -149,9 +165,9 @@ class _Products(TorchDispatchMode):
         self, func: Any, types: Any, args: tuple = (), kwargs: Any = None
     ) -> Any:
         name = func.overloadpacket.__name__
-        if name.endswith(("mm", "mv")) or "attention" in name:
-            receives = [call for call in self.calls if call.op == "recv"]
-            self.seen.append((len(receives), sum(call.waited for call in receives)))
+        products = 2 if "attention" in name else name.endswith(("mm", "mv"))
+        receives = [call for call in self.calls if call.op == "recv"]
+        self.seen += [(len(receives), sum(call.waited for call in receives))] * products
         return func(*args, **(kwargs or {}))
 
 
