@@ -15,10 +15,11 @@
 # %% [markdown]
 # # 16 Interview day: a number, a drawing, an answer, a design
 #
-# *20 minutes to read and run.* "A model of 13 billion parameters, 16 GPUs, ZeRO-1. How many bytes of states does each GPU
-# store?" You have one minute and a pen. A candidate answers 58.5 GB. The right number is 61.75 GB, so the answer is
-# only 5 % too small. This lesson shows what an interviewer learns from these 5 %, and how to answer the four kinds of
-# questions that such an interview consists of. It needs no other lesson, but it rehearses all of them.
+# *20 minutes to read and run.* "A model of 13 billion parameters trains on 16 GPUs with ZeRO-1. Weights and gradients are
+# in bf16, and Adam has fp32 moments and master weights. How many bytes of states does each GPU store?" You have one
+# minute and a pen. A candidate answers 58.5 GB. The right number is 61.75 GB, so the answer is only 5 % too small.
+# This lesson shows what an interviewer learns from these 5 %, and how to answer the four kinds of questions that such an
+# interview consists of. It needs no other lesson, but it rehearses all of them.
 #
 # Vote first: `"true"`, `"false"` or `"only if ..."`.
 #
@@ -41,7 +42,7 @@ vote_2 = None
 # | a design | 20 to 40 minutes | assumptions, numbers, the limit that decides | `course interview` |
 #
 # One rule serves all four: **say your assumptions first**. The number format of the gradients decides between 16 and 18
-# bytes per parameter, and a causal mask halves the FLOPs of the scores. If you name the assumption, the interviewer can
+# bytes per parameter, and a kernel that uses the causal mask halves the FLOPs of the scores. If you name the assumption, the interviewer can
 # follow your number or change the assumption. If you do not name it, your number only looks wrong.
 #
 # ## A number: formula first, then digits
@@ -58,8 +59,8 @@ question
 predicted_gb = None
 
 # %% [markdown]
-# The marking knows the values that classic mistakes give, so it can tell what went wrong from the number alone. A good
-# interviewer does the same. We let it mark three common answers, and yours:
+# The quiz knows the values that classic mistakes give, so it can say what went wrong from the number alone. A good
+# interviewer does the same. The next cell marks three common answers, and yours:
 
 # %%
 for said in ("58.5 GB", "13 GB", "61.75", f"{predicted_gb} GB"):
@@ -73,23 +74,23 @@ print(*question.steps, sep="\n")
 # and say each of them aloud:
 #
 # 1. **Repeat** the question with its units, and add your assumptions.
-# 2. **Write the formula** with symbols: (2 + 2 + 12/n) P.
+# 2. **Write the formula** with symbols: (2 + 2 + 12/n) P bytes, for P parameters on n GPUs.
 # 3. **Insert the numbers**, and round to two digits: 4.75 bytes times 13 billion is about 62 GB.
 # 4. **Check the size** against something that you know. Weights and gradients alone are 4 bytes times 13 billion, so the
 #    answer must be more than 52 GB. That rules out the second answer at once.
 #
 # ## Is a factor of two good enough?
-# Rounding to two digits is welcome, but a factor of two is not rounding. The next cell draws every kind of question of
-# the quiz. It counts how many of them have a classic mistake whose value is between half and twice the right answer.
-# Mistakes of units do not count.
+# Rounding to two digits is welcome, but a factor of two is not rounding. The next cell draws one question of each kind in
+# the quiz. It counts how many of them have a classic mistake whose value is between half and twice the right answer. Two
+# sorts of mistakes do not count: GB for GiB, and a factor of two without a known cause.
 
 # %%
-OF_UNITS = {"factor-2", "half", "gib-as-gb", "gb-as-gib"}
+NOT_COUNTED = {"factor-2", "half", "gib-as-gb", "gb-as-gib"}
 
 
 def close_mistakes(question):
     """The classic mistakes within a factor of two of the answer."""
-    named = {name: value for name, value in question.mistakes.items() if name not in OF_UNITS}
+    named = {name: value for name, value in question.mistakes.items() if name not in NOT_COUNTED}
     return [name for name, value in named.items() if 0.5 <= value / question.value <= 2]
 
 
@@ -107,7 +108,7 @@ for name in ("volume-dp", "memory-activations-tp", "bubble-interleaved"):
 
 # %% [markdown]
 # **Claim 1: false.** In most kinds of questions a classic mistake changes the answer by a factor of two or less: a ring
-# without its second pass, gradients in the wrong format, the wrong base of a bubble. Your number cannot show that you
+# without its second pass, a forgotten tp=2, the wrong base of a bubble. Your number cannot show that you
 # avoided it, so the formula must. An estimate is fine if you say what you rounded.
 #
 # ## A drawing: 1F1B by hand
@@ -143,7 +144,7 @@ print("your votes:", vote_1, vote_2)
 # %% [markdown]
 # **Claim 2: false.** Both steps take equally long. 1F1B replaced GPipe because of memory: the first rank stores
 # activations of 4 micro-batches instead of 8, and the number does not grow with the number of micro-batches. The same
-# bubble has two percentages, so say the base whenever you name one.
+# bubble has two percentages, so name the base with each percentage.
 #
 # ## A concept: 60 seconds, then five minutes
 # A concept question has two lengths. In the first minute say what it is, why it works, what it costs, and when not to use
@@ -187,7 +188,7 @@ print("chunk:       ", [len(part) for part in x.chunk(3)])
 print("tensor_split:", [len(part) for part in x.tensor_split(3)])
 
 # %% [markdown]
-# A ring all-reduce over three ranks that is built on `chunk` fails here, because there are only two parts. The six
+# `chunk` returns only two parts, so a ring all-reduce over three ranks that relies on it fails. The six
 # [katas](16b_katas.ipynb) are tasks of this kind, and their checks try all four cases.
 #
 # ## A design: find the limit that decides
@@ -202,7 +203,7 @@ design.case("dense-180b")
 
 # %% [markdown]
 # Take a minute and decide on tp, pp, dp and the stage of ZeRO. The course answers a proposal as an interviewer would:
-# with the limits that it breaks, or with its smallest margin. This proposal is often made:
+# with the limits that it breaks, or with its smallest margin. Many candidates make this proposal:
 
 # %%
 often = design.answer("dense-180b", "tp=8 pp=4 dp=4 zero=2")
@@ -210,7 +211,8 @@ print(often)
 print("\nNext question:", fill(often.follow_up.ask, 110))
 
 # %% [markdown]
-# The next one differs from it in one digit. Put your own proposal in its place and run the cell again:
+# Two limits are broken: exposed communication and the MFU. The next proposal differs in one digit. Then put your own in
+# its place and run the cell again:
 
 # %%
 design.answer("dense-180b", "tp=8 pp=4 dp=4 zero=1")
@@ -221,9 +223,9 @@ design.answer("dense-180b", "tp=8 pp=4 dp=4 zero=1")
 # say what you would change if it broke.
 #
 # ## When you do not know
-# Say what you know, derive what you can, and mark where your knowledge ends. "I have not used DualPipe. It feeds
-# micro-batches from both ends of the pipeline, so I expect each rank to store two stages" is a good answer, because it
-# separates the fact from the guess. Do not invent a number. If the interviewer corrects you, use the correction at once.
+# Say what you know, derive what you can, and mark where your knowledge ends. Here is
+# a good answer: "I have not used DualPipe. It feeds micro-batches from both ends of the pipeline, so I expect each rank to
+# store two stages." It separates the fact from the guess. Do not invent a number. If the interviewer corrects you, use the correction at once.
 #
 # ## One week left
 # [Seven days to an interview](../docs/interview.md) is a route of at most ninety minutes per day. It ends with a mock
@@ -239,8 +241,8 @@ design.answer("dense-180b", "tp=8 pp=4 dp=4 zero=1")
 # | `course review` | the cards that are due today; `course cards` exports them |
 # | `course interview` | a timed mock interview with a score sheet |
 #
-# Whatever you practice, answer before you read. In the experiments of Roediger and Karpicke, students who tested
-# themselves remembered more after a week than students who read the same text again.
+# Whatever you practice, answer before you read. In the experiments of Roediger and Karpicke, students who recalled
+# a text from memory knew more of it after a week than students who read it again.
 #
 # **Exit questions.** Answer aloud, then unfold.
 #

@@ -30,12 +30,13 @@
 #
 # ## The rules
 # - **30 minutes for each kata**, the whole function or class at once. Set a timer, and do not open the lesson.
-# - **Raw `torch.distributed`.** The functions of `course_lib` that send refuse to run, and so do the classes of torch that
-#   would be the answer, such as `DistributedDataParallel`.
-# - **The signature and the docstring** are all that you get. They say exactly what is expected.
+# - **Raw `torch.distributed`.** The functions of `course_lib` that communicate refuse to run, and so do the classes of
+#   torch that would be the answer, such as `DistributedDataParallel`.
+# - **The signature and the docstring** are all that you get. They state everything that the check expects.
 # - **`group` is a process group that the course has made**, and in some launches it is not the world. In the group of the
 #   global ranks 1 and 3, global rank 3 has group rank 1. `dist.get_rank(group)` and `dist.get_world_size(group)` count
-#   inside the group, but the peer of a message is a global rank: `dist.get_global_rank(group, r)` converts.
+#   inside the group, but `dist.send` and `dist.recv` expect a global rank. `dist.get_global_rank(group, r)`
+#   returns the global rank of group rank r.
 # - **One rank is a group too.** Your code must work there.
 #
 # ## How to work
@@ -47,8 +48,8 @@
 # Repeat a kata after some days with `course start 16b --fresh`, until it takes you 20 minutes.
 #
 # ## What the check tests
-# - **Results**: outputs, gradients and weights, compared with one process. The launches have one to four ranks,
-#   and in one of them the group is only a part of the world. Sizes are odd: n divides them only if the docstring says so.
+# - **Results**: outputs, gradients and weights, compared with one process. The launches have one to four ranks, and in
+#   one of them the group is only a part of the world. Do not expect n to divide a size, unless the docstring says so.
 # - **Traffic**: operations, bytes, and the ranks to which you send.
 # - **Waits**: each asynchronous call is waited for before its result is used and before its input is overwritten.
 # - **Side effects**: inputs are not changed, unless the docstring asks for it.
