@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import re
 import subprocess
@@ -516,6 +517,16 @@ def test_the_end_of_the_input_ends_with_the_score():
     result = quiz_of("", "--seed", "1")
     assert (result.returncode, result.stderr) == (0, "")
     assert result.stdout.rstrip().endswith("No question was answered.")
+
+
+def test_bytes_that_are_no_text_are_asked_again(monkeypatch, capsys):
+    one = quiz.questions(seed=1, count=1)[0]
+    typed = b"\xff\xfe 12\n" + one.answer.encode() + b"\n"
+    monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(typed), encoding="utf-8"))
+    assert cli.main(["quiz", "--seed", "1", "--count", "1"]) == 0
+    said = capsys.readouterr().out
+    assert "Please answer again" in said
+    assert "1 of 1 right" in said
 
 
 def test_an_interrupt_ends_with_the_score(monkeypatch, capfd):
