@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -10,9 +9,9 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from course_lib.cli.app import AsJson, Language, app
-from course_lib.cli.errors import INTERRUPTED
+from course_lib.cli.errors import ENVIRONMENT, INTERRUPTED, fail
 from course_lib.cli.place import course_folder, make_folder
-from course_lib.cli.show import print_json
+from course_lib.cli.show import accept_any_bytes, print_json
 
 if TYPE_CHECKING:
     from course_lib.interview.agenda import Plan
@@ -94,9 +93,7 @@ def _hold(plan: Plan, sheet: Sheet, keeper: Keeper, as_json: bool) -> int:
     from course_lib.interview import mock
     from course_lib.interview.written import written
 
-    for stream in (sys.stdin, sys.stdout):
-        if isinstance(stream, io.TextIOWrapper):  # bytes that are no text must not end it
-            stream.reconfigure(errors="replace")
+    accept_any_bytes()
     to = sys.stderr if as_json else sys.stdout
 
     def say(text: str) -> None:
@@ -109,20 +106,33 @@ def _hold(plan: Plan, sheet: Sheet, keeper: Keeper, as_json: bool) -> int:
             say(typed)
         return typed
 
+    failed: OSError | None = None
+
+    def keep(sheet: Sheet) -> None:
+        nonlocal failed
+        try:
+            keeper(sheet)
+            failed = None
+        except OSError as error:  # a full disk must not end the interview
+            failed = error
+
     code = 0
     try:
-        mock.play(plan, sheet, ask=ask, say=say, keep=keeper)
+        mock.play(plan, sheet, ask=ask, say=say, keep=keep)
     except EOFError:
         say("")
     except KeyboardInterrupt:
         code = INTERRUPTED
         say("")
     if sheet.answered:
-        keeper(sheet)
+        keep(sheet)
     say(f"\n{sheet}")
-    if sheet.answered:
+    stored = sheet.answered and failed is None
+    if stored:
         say(written("interview", plan.language)["sheet"]["file"].format(path=keeper.path))
     if as_json:
-        path = str(keeper.path) if sheet.answered else None
+        path = str(keeper.path) if stored else None
         print_json({"plan": plan.as_dict(), "sheet": sheet.as_dict(), "file": path})
+    if failed is not None:
+        return fail(f"the score sheet could not be written: {failed}", ENVIRONMENT)
     return code

@@ -8,7 +8,7 @@ import typer
 
 from course_lib.cli.app import AsJson, Language, app
 from course_lib.cli.errors import INTERRUPTED
-from course_lib.cli.show import print_json
+from course_lib.cli.show import accept_any_bytes, print_json
 
 if TYPE_CHECKING:
     from course_lib.interview.questions import Question
@@ -78,6 +78,7 @@ def _play(asked: list[Question], seed: int, language: str) -> int:
     """Ask, and print the score however it ends."""
     from course_lib.interview import quiz as ours
 
+    accept_any_bytes()
     score = ours.Score(language)
     print(ours.texts(language)["loop"]["start"].format(seed=seed))
     try:

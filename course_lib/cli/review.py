@@ -13,7 +13,7 @@ from course_lib.cli.app import PLAIN, AsJson, Language, app
 from course_lib.cli.cards import Topic
 from course_lib.cli.errors import BAD_INPUT, INTERRUPTED, fail
 from course_lib.cli.place import course_folder, make_folder
-from course_lib.cli.show import print_json
+from course_lib.cli.show import accept_any_bytes, print_json
 
 if TYPE_CHECKING:
     from course_lib.interview.cards import Card
@@ -70,6 +70,7 @@ def review(
         print(texts["nothing" if days else "empty"].format(day=today, next=min(days, default="")))
         return 0
     print(texts["start"].format(day=today, due=len(queue), new=len(unseen)))
+    accept_any_bytes()
     code, before = 0, sum(one.graded for one in reviews.cards.values())
     try:
         play([*queue, *unseen], reviews, today, language)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import io
 import json
+import sys
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -12,6 +14,13 @@ if TYPE_CHECKING:
 def print_json(data: object) -> None:
     """The data alone, on stdout."""
     print(json.dumps(data))
+
+
+def accept_any_bytes() -> None:
+    """Replace typed bytes that are no text, which must not end a session."""
+    for stream in (sys.stdin, sys.stdout):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="replace")
 
 
 def console() -> Console:

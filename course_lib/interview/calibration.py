@@ -257,7 +257,10 @@ def _number(given: Any) -> float:
         given = value_of(given.replace(",", ""))
     if isinstance(given, bool) or not isinstance(given, int | float):
         raise ValueError("expected a number")
-    return float(given)
+    try:
+        return float(given)
+    except OverflowError:  # an integer of 400 digits
+        raise ValueError("expected a finite number") from None
 
 
 def _measured(own: Path, pattern: str) -> float | None:

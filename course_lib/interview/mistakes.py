@@ -129,6 +129,21 @@ def _uneven(tried: Tried) -> tuple[float, float]:
     return max(times), min(times)
 
 
+def _is_uneven(tried: Tried) -> bool:
+    """Return whether the layers were divided unevenly among GPUs of one kind."""
+    if tried.plan.stage_layers is None or len(tried.case.machines) > 1:
+        return False
+    slowest, fastest = _uneven(tried)
+    return slowest > UNEVEN * fastest
+
+
+def _layers_of(tried: Tried) -> Words:
+    """Return the fewest and most layers of a stage, and the numbers of an even division."""
+    counts = tried.plan.stage_layers or ()
+    found = {"fewest": min(counts), "most": max(counts)}
+    return found | _switched(stage_layers=None)(tried)
+
+
 def _straddles(tried: Tried) -> bool:
     """Return whether a pipeline rank has GPUs of two kinds."""
     machines = machines_of(tried.case.machines, tried.plan.pp)
@@ -167,9 +182,10 @@ MISTAKES = (
     Mistake(
         "gpipe",
         "memory",
-        lambda t: t.plan.schedule in ("gpipe", "naive") and t.again(schedule="1f1b").fits,
-        _switched(schedule="1f1b"),
+        lambda t: t.plan.schedule in ("gpipe", "naive") and t.again(schedule="1f1b", chunks=1).fits,
+        _switched(schedule="1f1b", chunks=1),
     ),
+    Mistake("uneven-layers", "memory mfu", _is_uneven, _layers_of),
     Mistake("weights", "memory", lambda t: t.result.memory.weights > t.case.memory_limit),
     Mistake("states", "memory", lambda t: t.states > t.case.memory_limit),
     Mistake("activations", "memory", lambda t: t.states <= t.case.memory_limit),
@@ -199,6 +215,12 @@ MISTAKES = (
         "mfu",
         lambda t: t.plan.recompute == "full",
         _switched(recompute="none"),
+    ),
+    Mistake(
+        "no-pipeline",
+        "bubble mfu",
+        lambda t: t.plan.schedule == "naive" and t.plan.pp > 1,
+        _switched(schedule="1f1b", chunks=1),
     ),
     Mistake(
         "few-micro-batches",

@@ -167,10 +167,12 @@ class Keeper:
             self.path, self.begun = self._new(f"{sheet.date}-{sheet.seed}"), True
         assert self.path is not None
         beside = self.path.with_name(self.path.name + ".part")
-        beside.write_text(
-            json.dumps(sheet.as_dict(), ensure_ascii=False, indent=1) + "\n", encoding="utf-8"
-        )
-        os.replace(beside, self.path)
+        text = json.dumps(sheet.as_dict(), ensure_ascii=False, indent=1) + "\n"
+        try:
+            beside.write_text(text, encoding="utf-8")
+            os.replace(beside, self.path)
+        finally:
+            beside.unlink(missing_ok=True)
 
     def _new(self, stem: str) -> Path:
         """Make an empty file whose name no other interview has."""

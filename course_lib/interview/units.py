@@ -36,16 +36,29 @@ EXAMPLES = {
 LONGEST = 80  # characters of an answer
 ENGLISH: Mapping[str, str] = MappingProxyType({})
 MULTIPLES = {"k": 1e3, "thousand": 1e3, "m": 1e6, "million": 1e6, "g": 1e9, "b": 1e9}
-MULTIPLES |= {"billion": 1e9, "t": 1e12, "trillion": 1e12}
+MULTIPLES |= {"bn": 1e9, "billion": 1e9, "t": 1e12, "trillion": 1e12}
+MULTIPLES |= {"ten-thousand": 1e4, "hundred-million": 1e8}  # as other languages count
+MULTIPLE = re.compile(  # before a unit; a letter alone may be the unit
+    r"(?i:thousand|million|bn|billion|trillion|ten-thousand|hundred-million)\b|[kKMB](?=\s+\S)"
+)
 NUMBER = re.compile(
     r"(?P<digits>[+-]?(?:\d[\d,_]*(?:\.\d*)?|\.\d+)(?:[eE][+-]?\d{1,3})?)"
-    r"(?:\s*(?:x|×|\*)\s*10\s*(?:\^|\*\*)\s*(?P<power>[+-]?\d{1,3}))?"
+    r"(?:\s*(?:\^|\*\*)\s*(?P<exponent>[+-]?\d{1,3}))?"
+    r"(?:\s*(?:x|×|·|⋅|\*)\s*10\s*(?:\^|\*\*)\s*(?P<power>[+-]?\d{1,3}))?"
     r"(?:\s*/\s*(?P<over>\d{1,9}(?:\.\d+)?))?"
 )
 GROUPED = re.compile(r"[+-]?\d{1,3}(?:[,_]\d{3})+(?:\.\d*)?(?:[eE].*)?")
 NOUNS = set(
-    "gpu rank micro-batch microbatch stage request parameter token group copy copie layer node "
-    "sequence replica param shard".split()
+    "gpu rank micro-batch micro-batche microbatch microbatche stage request parameter token group "
+    "copy copie layer node sequence replica param shard weight a100 h100 h200 b200".split()
+)
+SUPERSCRIPTS = str.maketrans("⁰¹²³⁴⁵⁶⁷⁸⁹⁺⁻", "0123456789+-")
+BEFORE = re.compile(r"(?i)(?:about|approx\.?|approximately|roughly|[~≈=])\s*")
+LABEL = re.compile(r"(?i)(?:zero|stage|layout|option|rank|tp|pp|dp|cp|ep|m)[-\s=:#]*(?=\d)")
+SPACED = re.compile(r"[+-]?\d{1,3}(?: \d{3})+(?!\d)")  # 12 500
+EACH = re.compile(r"(?i)\s*(?:(?:/|\bper|\bon each)\s*(?:gpu|rank|device)|\beach)$")
+GPU_TIME = re.compile(
+    r"(?i)\b(?:[abh]\d+[- ]?)?(?:gpu)?[-·* ]?(?=(?:h|hours?|d|days?|s|seconds?)$)"
 )
 BYTES = re.compile(
     r"(?:(kilo|mega|giga|tera|peta|exa|[kmgtpe])|(kibi|mebi|gibi|tebi|pebi|exbi|[kmgtpe]i))?"
@@ -77,19 +90,43 @@ def read(text: str, unit: str, words: Mapping[str, str] = ENGLISH) -> float:
     Raises UnitMissing if a unit is needed and there is none, Unreadable for anything else that is
     no value of this quantity.
     """
-    plain = normalize("NFKC", text).strip() if words else text.strip()  # full width, as in １２％
-    for word, english in words.items():
-        plain = plain.replace(word, english).strip()
-    written = re.sub(r"^(?:about|approx\.?|approximately|roughly|[~≈=])\s*", "", plain)
+    written = _plain(text, words)
+    if unit == "count" and (label := LABEL.match(written)):  # ZeRO-2, layout 1
+        written = written[label.end() :]
     found = NUMBER.match(written) if len(written) <= LONGEST else None
     if found is None:
         raise Unreadable("number", text.strip())
-    value = _number(found)
-    rest = written[found.end() :].strip().rstrip(".")
+    value = _value(found, written, unit)
+    if not isfinite(value):
+        raise Unreadable("finite", written)
+    return value
+
+
+def _plain(text: str, words: Mapping[str, str]) -> str:
+    """Return an answer in English and in ASCII digits: full width and 10⁹ are rewritten."""
+    powers = re.sub(
+        r"(?<=\d)[⁺⁻]?[⁰¹²³⁴⁵⁶⁷⁸⁹]+", lambda power: "^" + power[0].translate(SUPERSCRIPTS), text
+    )
+    plain = normalize("NFKC", powers).replace("\u200b", "").strip()
+    for word, english in words.items():
+        plain = plain.replace(word, english).strip()
+    plain = re.sub(" +", " ", plain.rstrip(".!?。").strip("()#$ "))
+    if before := BEFORE.match(plain):
+        plain = plain[before.end() :]
+    return SPACED.sub(lambda number: number[0].replace(" ", ""), plain, count=1)
+
+
+def _value(found: re.Match[str], written: str, unit: str) -> float:
+    """Return the number that was matched, in the base unit."""
+    value, rest = _number(found), written[found.end() :].strip()
     if unit == "count":
         return value * _multiple(rest)
     if unit == "share":
         return _share(value, rest, written)
+    if unit == "byte":
+        rest = EACH.sub("", rest)
+    if multiple := MULTIPLE.match(rest):  # 1.5 million GPU hours
+        value, rest = value * MULTIPLES[multiple[0].lower()], rest[multiple.end() :].strip()
     if not rest:
         raise UnitMissing("number", written)
     return _converted(value, rest, unit)
@@ -100,7 +137,11 @@ def _number(found: re.Match[str]) -> float:
     digits = found["digits"]
     if re.search("[,_]", digits) and not GROUPED.fullmatch(digits):
         raise Unreadable("decimal-point", digits)
-    value = float(re.sub("[,_]", "", digits)) * 10.0 ** int(found["power"] or 0)
+    try:
+        value = float(re.sub("[,_]", "", digits)) ** int(found["exponent"] or 1)
+        value *= 10.0 ** int(found["power"] or 0)
+    except (OverflowError, ZeroDivisionError):
+        raise Unreadable("finite", found[0]) from None
     if found["over"]:
         if not float(found["over"]):
             raise Unreadable("finite", found[0])
@@ -116,14 +157,14 @@ def _multiple(rest: str) -> float:
         rest.partition(" ") if rest.split(" ")[0].lower() in MULTIPLES else ("", "", rest)
     )
     factor = MULTIPLES.get(head.lower(), 1.0)
-    if rest and rest.lower().removesuffix("s") not in NOUNS:
+    if rest and rest.lower().replace(" ", "-").removesuffix("s") not in NOUNS:
         raise Unreadable("count", rest)
     return factor
 
 
 def _share(value: float, rest: str, words: str) -> float:
     """Return the share of 1; a number above 1 needs its percent sign."""
-    if rest.lower() in ("%", "percent", "per cent"):
+    if rest.lower() in ("%", "percent", "per cent", "pct"):
         return value / 100
     if rest:
         raise Unreadable("share", words)
@@ -137,7 +178,7 @@ def _converted(value: float, rest: str, unit: str) -> float:
     from pint import DimensionalityError, UndefinedUnitError
 
     words = re.sub(r"\s+per\s+", "/", rest)
-    words = re.sub(r"(?i)\bgpu[- ]?(?=(?:h|hours?|d|days?|s|seconds?)$)", "", words)
+    words = GPU_TIME.sub("", words)
     parts = [_spelled(part.strip(), unit) for part in words.split("/")]
     try:
         if len(parts) > 2 or not all(re.fullmatch(r"[^\W\d_]+|%", part) for part in parts):
@@ -164,7 +205,9 @@ def _spelled(word: str, unit: str) -> str:
     if match := FLOPS.fullmatch(word):
         prefix = match[1].upper()
         return ("k" if prefix == "K" else prefix) + "flop"
-    return {"tok": "token", "toks": "token", "sec": "second", "secs": "second"}.get(word, word)
+    return {"ops": "flop", "tok": "token", "toks": "token", "sec": "second", "secs": "second"}.get(
+        word, word
+    )
 
 
 @cache

@@ -253,6 +253,13 @@ def test_a_damaged_notebook_is_named_and_the_others_count(root):
     assert found.unread[1].endswith("got open('x')")
 
 
+def test_an_integer_of_400_digits_is_unread(root):
+    typed(root, "03", predicted_calls="1" + 400 * "0", predicted_growth="2")
+    found = score(root)
+    assert (len(found.guesses), len(found.unread)) == (1, 1)
+    assert "expected a finite number" in found.unread[0]
+
+
 @pytest.mark.parametrize(
     "text",
     ["", "[]", '"text"', '{"cells": {"a": 1}}', '{"cells": [{"source": [1]}]}', "[" * 100_000,

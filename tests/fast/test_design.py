@@ -48,6 +48,8 @@ MISTAKES = {
     "zero-rounds": ("dense-180b", "tp=8 pp=4 zero=2"),
     "ep-across-nodes": ("experts", "tp=4 pp=2 ep=8 recompute=full"),
     "two-kinds-in-a-stage": ("two-kinds", "tp=8 zero=3"),
+    "uneven-layers": ("dense-180b", "tp=8 pp=4 zero=1 layers=18,18,18,26"),
+    "no-pipeline": ("dense-180b", "tp=8 pp=4 zero=1 schedule=naive"),
     "even-layers": ("two-kinds", "tp=8 pp=4"),
     "recompute": ("dense-180b", "tp=8 pp=4 recompute=full"),
     "few-micro-batches": ("long-context", "tp=8 cp=2 pp=8 recompute=full"),
@@ -172,6 +174,19 @@ def test_a_mistake_is_recognized_and_chooses_the_follow_up(name):
         first = own["why"].split("{")[0]
         assert first in answer.message
         assert "{" not in f"{answer.message}{answer.follow_up}"
+
+
+@pytest.mark.parametrize(
+    ("text", "name"),
+    [
+        ("tp=8 pp=4 schedule=gpipe chunks=2", "gpipe"),
+        ("tp=8 pp=4 schedule=naive chunks=2 zero=1", "no-pipeline"),
+        ("tp=8 pp=4 zero=1 layers=10,10,10,50", "uneven-layers"),
+        ("tp=8 pp=4 zero=0 layers=20,20,20,20", "no-zero"),
+    ],
+)
+def test_the_cause_is_named_and_not_its_effect(text, name):
+    assert design.answer("dense-180b", text).mistake == name
 
 
 def fields_of(text: str) -> list[str]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import subprocess
 import sys
@@ -304,6 +305,23 @@ def test_an_interrupt_keeps_the_sheet(tmp_path, monkeypatch, capfd):
     assert cli.main(arguments) == 2
     assert "expected --out to name a new file" in capfd.readouterr().err
     assert json.loads(out.read_text(encoding="utf-8")) == kept
+
+
+def test_a_full_disk_does_not_end_the_interview(tmp_path, monkeypatch, capfd):
+    def no_space(path: Path, *_: object, **__: object) -> int:
+        path.touch()
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    plan = make_plan(SEED)
+    candidate = Candidate([plan.asked[0].answer, "I would say that.", "", "y"])
+    monkeypatch.setattr("builtins.input", lambda: candidate.ask(""))
+    monkeypatch.setattr(Path, "write_text", no_space)
+    out = tmp_path / "sheet.json"
+    assert cli.main(["interview", "--seed", str(SEED), "--out", str(out)]) == 3
+    heard = capfd.readouterr()
+    assert "Score sheet, seed 3" in heard.out
+    assert "could not be written: [Errno 28] No space left" in heard.err
+    assert list(tmp_path.iterdir()) == [out]  # no second file is left
 
 
 def test_an_empty_input_writes_no_file(tmp_path, monkeypatch, capfd):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import re
 import subprocess
@@ -245,6 +246,18 @@ def test_chinese_has_every_text_of_english_and_its_numbers():
         ("35％", "share", 0.35),
         ("12000 token/秒", "token/s", 12000),
         ("10 GPU 小时", "s", 36000),
+        ("3.5 万 GPU 小时", "s", 3.5e4 * 3600),
+        ("120 亿字节", "byte", 12e9),
+        ("12 GB/卡", "byte", 12e9),
+        ("12 GB 每张卡", "byte", 12e9),
+        ("大约 12 GB。", "byte", 12e9),
+        ("6×10²⁴ 次浮点运算", "flop", 6e24),
+        ("2³⁰ 字节", "byte", 2**30),
+        ("1.2 万 tokens 每秒", "token/s", 12000),
+        ("700 亿参数", "count", 70e9),
+        ("第 3 级", "count", 3),
+        ("阶段 2", "count", 2),
+        ("16 个微批次", "count", 16),
     ],
 )
 def test_units_as_people_write_them_in_chinese(answer, unit, value):
@@ -301,6 +314,26 @@ def test_the_texts_have_no_word_that_the_prose_lint_forbids():
         ("70 billion parameters", "count", 70e9),
         ("64 GPUs", "count", 64),
         ("64", "count", 64),
+        ("ZeRO-2", "count", 2),
+        ("layout 3", "count", 3),
+        ("16 micro-batches", "count", 16),
+        ("16 micro batches", "count", 16),
+        ("(3/11)", "share", 3 / 11),
+        ("３５％", "share", 0.35),
+        ("12.5 billion bytes", "byte", 12.5e9),
+        ("12.5 GB per GPU", "byte", 12.5e9),
+        ("12.5 GB/rank", "byte", 12.5e9),
+        ("12 B per GPU", "byte", 12),
+        ("12 500 MB", "byte", 12.5e9),
+        ("2^30 bytes", "byte", 2**30),
+        ("2³⁰ bytes", "byte", 2**30),
+        ("10⁻³ GB", "byte", 1e6),
+        ("6·10^24 FLOPs", "flop", 6e24),
+        ("1.5 million GPU hours", "s", 5.4e9),
+        ("1.5M H100-hours", "s", 5.4e9),
+        ("10 GPU·h", "s", 36000),
+        ("12k tokens/s", "token/s", 12000),
+        ("12.5 billion", "byte", None),
         ("12.5", "byte", None),
         ("12", "s", None),
     ],
@@ -324,6 +357,14 @@ def test_units_as_people_write_them(answer, unit, value):
         ("12,5 GB", "byte"),
         ("1/0 GB", "byte"),
         ("1e999 GB", "byte"),
+        ("1 x 10^999 GB", "byte"),
+        ("9^999 GB", "byte"),
+        ("0^-1 GB", "byte"),
+        ("1e300 TB", "byte"),
+        ("1e308 B", "count"),
+        ("12 GB²", "byte"),
+        ("1½ GB", "byte"),
+        ("12 GB or 13 GB", "byte"),
         ("9**9**9**9 GB", "byte"),
         ("12 GB/s/s", "byte"),
         ("12 __import__('os')", "byte"),
@@ -476,6 +517,16 @@ def test_the_end_of_the_input_ends_with_the_score():
     result = quiz_of("", "--seed", "1")
     assert (result.returncode, result.stderr) == (0, "")
     assert result.stdout.rstrip().endswith("No question was answered.")
+
+
+def test_bytes_that_are_no_text_are_asked_again(monkeypatch, capsys):
+    one = quiz.questions(seed=1, count=1)[0]
+    typed = b"\xff\xfe 12\n" + one.answer.encode() + b"\n"
+    monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(typed), encoding="utf-8"))
+    assert cli.main(["quiz", "--seed", "1", "--count", "1"]) == 0
+    said = capsys.readouterr().out
+    assert "Please answer again" in said
+    assert "1 of 1 right" in said
 
 
 def test_an_interrupt_ends_with_the_score(monkeypatch, capfd):
