@@ -26,7 +26,8 @@ def quiz(
     ] = None,
     count: Annotated[int | None, typer.Option(help=f"Questions; default: {COUNT}.")] = None,
     diagnose: Annotated[
-        bool, typer.Option("--diagnose", help="12 questions over all topics: what to read first.")
+        bool,
+        typer.Option("--diagnose", help="12 questions in about 15 minutes: what to read first."),
     ] = False,
     listed: Annotated[
         bool, typer.Option("--list", help="List the topics and their questions.")

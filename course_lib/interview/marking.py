@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from course_lib.interview.questions import Question, texts
-from course_lib.interview.units import EXAMPLES, UnitMissing, Unreadable, read
+from course_lib.interview.units import EXAMPLES, UnitMissing, Unreadable, half_step, read
 
 RECOGNIZED = 0.01  # how near an answer is to the value of a mistake
 
@@ -38,7 +38,10 @@ class Verdict:
 
 
 def mark(question: Question, answer: str) -> Verdict:
-    """Return the verdict on ``answer``. An answer that cannot be read is not marked wrong."""
+    """Return the verdict on ``answer``. An answer that cannot be read is not marked wrong.
+
+    An answer rounded to two digits or more is right, unless a mistake is nearer to it.
+    """
     written = texts(question.language)
     marks = written["marks"]
     try:
@@ -47,9 +50,14 @@ def mark(question: Question, answer: str) -> Verdict:
         kind = "unit" if isinstance(error, UnitMissing) else "unreadable"
         why = written["reading"][error.key].format(got=error.got, example=EXAMPLES[question.unit])
         return Verdict(kind, marks[kind].format(why=why))
-    if near(value, question.value, question.tolerance):
+    rounding = half_step(answer, written["units"]) if question.tolerance else 0.0
+    name = recognized(question, value, rounding)
+    off = abs(value - question.value) / abs(question.value)
+    nearer = name is None or off <= abs(value - question.mistakes[name]) / question.mistakes[name]
+    if near(value, question.value, question.tolerance) or (
+        _rounded(value, question.value, rounding) and nearer
+    ):
         return Verdict("right", marks["right"].format(answer=question.answer), value=value)
-    name = recognized(question, value)
     if name is not None:
         why = written["mistakes"][name]
         message = marks["mistake"].format(why=why, answer=question.answer)
@@ -61,15 +69,23 @@ def mark(question: Question, answer: str) -> Verdict:
     return Verdict("wrong", message, value=value)
 
 
-def recognized(question: Question, value: float) -> str | None:
-    """Return the id of the mistake whose value is nearest to ``value``, if one is near."""
+def recognized(question: Question, value: float, rounding: float = 0.0) -> str | None:
+    """Return the id of the mistake whose value is nearest to ``value``, if one is near.
+
+    ``rounding``: what rounding may have changed, as a share of ``value``.
+    """
     limit = min(RECOGNIZED, question.tolerance)
     off = {
         name: abs(value - each) / each
         for name, each in question.mistakes.items()
-        if near(value, each, max(limit, 1e-9))
+        if near(value, each, limit) or _rounded(value, each, rounding)
     }
     return min(off, key=lambda name: off[name], default=None)
+
+
+def _rounded(value: float, exact: float, rounding: float) -> bool:
+    """Return whether ``exact`` may have been rounded to ``value``."""
+    return abs(value - exact) <= rounding * abs(value) * (1 + 1e-9)
 
 
 def near(value: float, expected: float, tolerance: float) -> bool:

@@ -24,6 +24,14 @@ from course_lib.planner.configuration import suggestion
 
 DIAGNOSIS = 12  # questions
 SKIP = ("s", "skip")
+ALIASES = {  # what readers type, and the topic that has it
+    **dict.fromkeys("zero fsdp adam optimizer activations recomputation states".split(), "memory"),
+    **dict.fromkeys("collectives communication bytes dp tp sp cp ep tensor".split(), "volume"),
+    **dict.fromkeys("pipeline pipelines pp 1f1b schedule schedules".split(), "bubble"),
+    **dict.fromkeys("mfu compute".split(), "flops"),
+    **dict.fromkeys("groups ranks mesh".split(), "layouts"),
+    **dict.fromkeys("cache inference serving decode".split(), "kv"),
+}
 COLUMNS = {"en": 80, "zh": 40}  # characters of a line; a Chinese character takes two columns
 MOST = 1000  # questions at once
 READ_FIRST = 3  # lessons
@@ -39,6 +47,8 @@ def templates(topic: str | None = None) -> list[Template]:
     if topic is None:
         return list(TEMPLATES)
     name = topic.strip().lower()
+    if name in ALIASES:
+        raise ValueError(f"no topic is called {topic!r}; use {ALIASES[name]}")
     if name not in topics():
         raise ValueError(f"no topic is called {topic!r}; {suggestion(name, topics())}")
     return [template for template in TEMPLATES if template.topic == name]
@@ -94,9 +104,9 @@ class Score:
         return sum(_is_right(verdict) for _, verdict in self.marked)
 
     def read_first(self) -> list[str]:
-        """Return the lessons with most wrong or skipped answers, at most three."""
+        """Return at most three lessons with most wrong or skipped answers, early ones first."""
         wrong = Counter(q.lesson for q, verdict in self.marked if not _is_right(verdict))
-        return [lesson for lesson, _ in wrong.most_common(READ_FIRST)]
+        return sorted(wrong, key=lambda lesson: (-wrong[lesson], lesson))[:READ_FIRST]
 
     def __str__(self) -> str:
         written = texts(self.language)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
+from decimal import Decimal
 from functools import cache
 from math import isfinite
 from types import MappingProxyType
@@ -100,6 +101,22 @@ def read(text: str, unit: str, words: Mapping[str, str] = ENGLISH) -> float:
     if not isfinite(value):
         raise Unreadable("finite", written)
     return value
+
+
+def half_step(text: str, words: Mapping[str, str] = ENGLISH) -> float:
+    """Return half a step of the last digit that was written, as a share of the number.
+
+    "160 GB" has two digits and means 155 to 165 GB: half a step is 5/160. 0 for fewer than two
+    digits, and for an answer that :func:`read` refuses.
+    """
+    found = NUMBER.match(_plain(text, words)[:LONGEST])
+    if found is None or found["over"]:
+        return 0.0
+    digits = Decimal(re.sub("[,_]", "", re.split("[eE]", found["digits"])[0]))
+    _, written, exponent = (digits if "." in found["digits"] else digits.normalize()).as_tuple()
+    if len(written) < 2 or not digits or not isinstance(exponent, int):
+        return 0.0
+    return float(Decimal(5).scaleb(exponent - 1) / abs(digits))
 
 
 def _plain(text: str, words: Mapping[str, str]) -> str:

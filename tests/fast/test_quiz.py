@@ -20,7 +20,15 @@ from course_lib.interview import quiz
 from course_lib.interview.marking import near, recognized
 from course_lib.interview.questions import Amount, make, texts
 from course_lib.interview.templates import TEMPLATES
-from course_lib.interview.units import EXAMPLES, UNITS, UnitMissing, Unreadable, read, show
+from course_lib.interview.units import (
+    EXAMPLES,
+    UNITS,
+    UnitMissing,
+    Unreadable,
+    half_step,
+    read,
+    show,
+)
 
 SEEDS = range(20)
 IDS = [template.id for template in TEMPLATES]
@@ -562,3 +570,48 @@ def test_list_names_every_template(capfd):
 def test_an_unknown_topic_is_suggested(capfd):
     assert cli.main(["quiz", "--topic", "bubbel"]) == 2
     assert "did you mean bubble?" in capfd.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("answer", "share"),
+    [
+        ("160 GB", 5 / 160),
+        ("156 GB", 0.5 / 156),
+        ("1.6e2 GB", 0.05 / 1.6),
+        ("0.0160 TB", 0.00005 / 0.016),
+        ("1,600 MB", 50 / 1600),
+        ("200 GB", 0),
+        ("2 GB", 0),
+        ("0 GB", 0),
+        ("3/11", 0),
+        ("no number", 0),
+    ],
+)
+def test_half_a_step_of_the_last_digit(answer, share):
+    assert half_step(answer) == pytest.approx(share)
+
+
+@pytest.mark.parametrize("template", TEMPLATES, ids=IDS)
+def test_two_digits_are_enough_for_a_right_answer_and_for_a_mistake(template):
+    if not template.tolerance:
+        return
+    scale = {"share": 100}.get(template.unit, 1)
+    unit = {"share": "%", "count": "", "flop": "flop"}.get(template.unit, template.unit)
+    for question in drawn(template):
+        rounded = question.mark(f"{question.value * scale:.1e} {unit}")
+        off = abs(float(f"{question.value:.1e}") / question.value - 1)
+        closer = any(
+            abs(float(f"{question.value:.1e}") / each - 1) < off
+            for each in question.mistakes.values()
+        )
+        assert rounded.right or closer, (question.seed, rounded.message)
+        for name, value in question.mistakes.items():
+            verdict = question.mark(f"{value * scale:.1e} {unit}")
+            assert verdict.kind in ("mistake", "right"), (name, verdict.message)
+
+
+def test_what_readers_type_for_a_topic_is_suggested():
+    for typed, topic in (("pipeline", "bubble"), ("PP", "bubble"), ("tensor", "volume")):
+        with pytest.raises(ValueError, match=f"use {topic}$"):
+            quiz.templates(typed)
+    assert set(quiz.ALIASES.values()) <= set(quiz.topics())
