@@ -572,7 +572,7 @@ ATTACKS = {
             Wrong(_world_ring, words="the axis has the ranks"),
             Wrong(_zigzag, words="to one neighbor"),
             Wrong(_copies_of_all, words="alive at once"),
-            Wrong(_accumulates_in_float32, words="rank 0"),
+            Wrong(_accumulates_in_float32, words="the precision of float32"),
             Wrong(_Remembers(_by_ring), words="call"),
         ),
         right=(_by_ring, _backwards, _raw_ring, _without_empty),

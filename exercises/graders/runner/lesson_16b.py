@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Iterator, Sequence
 from functools import partial
 from typing import Any
@@ -10,6 +9,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from course_lib.grading.graders.runner import lesson_03, lesson_04, lesson_05, lesson_07
@@ -85,11 +85,14 @@ INPUTS = "inputs alive"  # the most inputs of the stage that were alive when a f
 
 def one_f_one_b(answers: Answers, given: Inputs, axis: Axis, mesh: Mesh) -> Any:
     """16b-4: the step of 07-5, whose row the answer does not get."""
-    alive: list[weakref.ref[Tensor]] = []
+    alive: dict[int, StorageWeakRef] = {}  # by storage, because an answer may use a buffer again
     most = [0]
 
     def count(_: Any, inputs: tuple[Tensor]) -> None:
-        alive[:] = [x for x in alive if x() is not None] + [weakref.ref(inputs[0])]
+        for key in [key for key, storage in alive.items() if storage.expired()]:
+            del alive[key]
+        new = StorageWeakRef(inputs[0].untyped_storage())
+        alive[new.cdata] = new
         most[0] = max(most[0], len(alive))
 
     watching = given["stage"].register_forward_pre_hook(count)
