@@ -25,6 +25,7 @@ from course_lib.interview.predictions import MACHINE, Truth, truths
 ROOT = Path(__file__).parents[2]
 LINE = re.compile(r"^(predicted_\w+|vote_\d+)\s*=\s*(.+)$", re.MULTILINE)
 SETTLED = re.compile(r"^\*\*Claim (\d+): (true|false|only)", re.MULTILINE)
+GROUPED = re.compile(r"[+-]?\d{1,3}(,\d{3})+(\.\d*)?")
 OPERATORS: dict[type[ast.AST], Callable[..., float]] = {
     ast.Add: operator.add,
     ast.Sub: operator.sub,
@@ -254,6 +255,8 @@ def _read(found: Score, number: str, own: Path, votes: dict[str, str]) -> None:
 def _number(given: Any) -> float:
     """Return a predicted number; a string such as "1,500,000" counts as well."""
     if isinstance(given, str):
+        if "," in given and not GROUPED.fullmatch(given.strip()):
+            raise ValueError("expected a number whose commas separate thousands")
         given = value_of(given.replace(",", ""))
     if isinstance(given, bool) or not isinstance(given, int | float):
         raise ValueError("expected a number")

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from course_lib.interview.questions import Question, texts
 from course_lib.interview.units import EXAMPLES, UnitMissing, Unreadable, half_step, read
 
+LEAST = 1e-30  # an answer that is further off is only wrong
 RECOGNIZED = 0.01  # how near an answer is to the value of a mistake
 
 
@@ -63,8 +64,9 @@ def mark(question: Question, answer: str) -> Verdict:
         message = marks["mistake"].format(why=why, answer=question.answer)
         return Verdict("mistake", message, name, value)
     factor = value / question.value
-    kind = "wrong" if factor <= 0 else "too-large" if factor > 1 else "too-small"
-    times = f"{max(factor, 1 / factor):.3g}" if factor > 0 else ""
+    told = LEAST < factor < 1 / LEAST
+    kind = "wrong" if not told else "too-large" if factor > 1 else "too-small"
+    times = f"{max(factor, 1 / factor):.3g}" if told else ""
     message = marks[kind].format(answer=question.answer, times=times)
     return Verdict("wrong", message, value=value)
 

@@ -253,6 +253,14 @@ def test_a_damaged_notebook_is_named_and_the_others_count(root):
     assert found.unread[1].endswith("got open('x')")
 
 
+@pytest.mark.parametrize("text", ['"1,5"', '"1,50,000"', "1,500"])
+def test_a_comma_that_separates_no_thousands_is_unread(root, text):
+    typed(root, "03", predicted_calls=text)
+    found = score(root)
+    assert not found.guesses
+    assert found.unread[0].startswith("predicted_calls of lesson 03: expected a number")
+
+
 def test_an_integer_of_400_digits_is_unread(root):
     typed(root, "03", predicted_calls="1" + 400 * "0", predicted_growth="2")
     found = score(root)

@@ -397,6 +397,13 @@ def test_nonsense_is_a_sentence(answer, unit):
     assert verdict.message.endswith("An answer is, for example, " + EXAMPLES[unit] + ".")
 
 
+@pytest.mark.parametrize("answer", ["0 GB", "-1 GB", "1e-320 GB", "1e250 GB"])
+def test_an_answer_far_off_is_only_wrong(answer):
+    verdict = quiz.question("memory-states").mark(answer)
+    assert (verdict.kind, verdict.mistake) == ("wrong", None)
+    assert verdict.message.startswith("Not right: the answer is ")
+
+
 def test_an_answer_without_a_unit_is_not_marked_wrong():
     question = quiz.question("memory-states", seed=3)
     verdict = question.mark("12")
