@@ -16,8 +16,8 @@
 # # 15 True or false: 25 common claims on trial
 #
 # *45 minutes to read and run.* "DDP needs about 90 GB for a 7.5B model." "The volumes are ordered TP > DP > PP." You
-# find such claims in study notes, blog posts and interview guides. All of them sound certain. Some are right, some are
-# wrong, and many are right only under a condition that they leave out.
+# find such claims in study notes, blog posts and interview guides. Some are right, some are wrong, and many are right
+# only under a condition that they leave out.
 #
 # This lesson is a game. You read a claim and vote on it. Then you run its check, a function that computes the quantity
 # that the claim is about. At the end you get two scores: one for your votes, and one for all predictions that you typed
@@ -308,9 +308,10 @@ print(f"{'async def, called':24} statements that ran: {len(ran)}")
 coroutine.close()
 
 # %% [markdown]
-# The right sums are 11 on ranks 0 and 1, and 1100 on ranks 2 and 3. You get 1001 and 110, or a hang, depending on the
-# order in which the ranks arrive. The reason is that torch names a group by counting the calls, so both groups have the
-# same name. Ranks 0 and 3 came first, found each other under that name, and summed across groups.
+# The right sums are 11 on ranks 0 and 1, and 1100 on ranks 2 and 3. You get 1001 and 110, or a hang, because torch names
+# a group by counting the calls, so both groups have the same name. Ranks 0 and 3 came first, found each other under that
+# name, and summed across groups. Ranks 1 and 2 do the same if they arrive together. Otherwise the earlier one waits
+# forever for a rank that has finished.
 #
 # FSDP calls the policy of claim 21 without a layer class, which is a TypeError. With the class, each rank has three FSDP
 # modules: the model and its two layers. Now the verdicts:
@@ -394,9 +395,9 @@ from course_lib.interview.calibration import score
 print(score())
 
 # %% [markdown]
-# Aim for a factor 2 everywhere, and for 10 % where a formula gives the number. In the table, the column `median` shows
-# whether you typically guess too low or too high. The ratio of a single guess to the true value often reveals the mistake
-# behind it. Here are some common first guesses:
+# Aim for a factor 2 everywhere, and for 10 % where a formula gives the number. The column `median` shows whether you
+# typically guess too low or too high. The ratio of a guess to the true value often reveals the mistake behind it, as in
+# these common first guesses:
 
 # %%
 from course_lib.interview.calibration import Guess
