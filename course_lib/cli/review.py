@@ -57,6 +57,13 @@ def review(
 ) -> int:
     """Repeat the cards that are due today; each grade sets the next day."""
     if ctx.invoked_subcommand:
+        for name in ctx.params:
+            source = ctx.get_parameter_source(name)
+            if source is not None and source.name == "COMMANDLINE":
+                raise ValueError(
+                    f"--{name} must follow the command: course review {ctx.invoked_subcommand} "
+                    f"--{name} VALUE"
+                )
         return 0
     from course_lib.interview.review import play
     from course_lib.interview.written import written

@@ -47,7 +47,7 @@ CHEAT_SHEETS = {  # words of each lesson's cheat-sheet
     "15": "master weights; axis; ZeRO; micro-batch; payload",
 }
 NAMED = re.compile(
-    r"ZeRO-\d|1F1B|ZB-H\d|FSDP\d|P2P|3D|b?float\d\d|"  # names that contain digits
+    r"ZeRO-\d|1F1B|FP8|ZB-H\d|FSDP\d|P2P|3D|b?float\d\d|"  # names that contain digits
     r"(?:counted from |从 )0|\{\w+\}|`[^`]*`"
 )
 

@@ -684,3 +684,8 @@ def test_damage_is_said_on_the_command_line_and_the_review_goes_on(tmp_path, mon
     )
     assert "Reviews: 1." in out
     assert (folder / "state.json.damaged-1").read_text() == "{]"
+
+
+def test_an_option_before_a_command_is_refused_not_ignored(capsys):
+    assert cli.main("review --topic memory due".split()) == 2
+    assert "course review due --topic" in capsys.readouterr().err

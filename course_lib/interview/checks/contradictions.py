@@ -53,7 +53,7 @@ def exposed_dp() -> Numbers:
 def group_of_send() -> Numbers:
     """Ranks of the group of `dist.send`, with and without the argument."""
     claimed, computed = signatures.send_without_group()
-    return claimed, computed, 4
+    return claimed, computed, len(make_layout(64, "tp-pp-dp", tp=8, pp=4, dp=2).groups("pp")[0])
 
 
 def syncs() -> Numbers:
