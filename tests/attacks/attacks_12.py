@@ -349,7 +349,7 @@ ATTACKS = {
             ),
             Wrong(_complete_but(dp_of=("matrix", "norm")), words='"tied"'),
             Wrong(_complete_but(ends=False), words="lacks the other stage's part"),
-            Wrong(_in_float32, words="gradient 'tied': wrong"),
+            Wrong(_in_float32, words="gradient 'tied': right only to the precision of float32"),
             Wrong(_complete_but(average=True), words="exactly 2 times too small"),
             Wrong(_adds_over_dp_again, words="bytes over dp"),
             Wrong(_drops_handles, words="never waited for it"),
