@@ -24,7 +24,7 @@ One example runs through the page: a model of 70 billion parameters with the siz
 on 128 H100 with tp=8, pp=4 and dp=4. The rows of cp and ep are examples on their own, with the
 degrees of the table. Weights, gradients and activations have 2 bytes per element.
 AdamW stores 12 bytes per parameter: a master weight and two moments in fp32. Ring attention sums
-the gradients of keys and values in fp32. The activations are those of a GPT layer of this width,
+the gradients of keys and values in fp32. The activations are of a GPT layer of this width,
 with an MLP of 4 D features, as many key and value heads as query heads, and dropout. A space
 between two factors is a multiplication, and `a/b c` is (a/b) c.
 

@@ -57,7 +57,7 @@ class Item:
 
     @property
     def score(self) -> tuple[int, int]:
-        """The points and the number of points, with those of follow-ups."""
+        """The points earned and the points possible, follow-ups included."""
         given = [one.points for one in self.follow_ups if one.points is not None]
         return self.points + sum(given), self.of + len(given)
 
